@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server over the engine."""
+"""An OpenAI-compatible HTTP server for the engine."""

@@ -65,7 +65,7 @@ def is_of_anthropic(path: str) -> bool:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400 error for a request that can never run; `param` is the field at fault."""
+    """Return a 400 error for a request that can never run; `param` names the invalid field."""
     return ApiError(400, message, code, param)
 
 

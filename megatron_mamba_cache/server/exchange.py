@@ -56,7 +56,7 @@ class Exchange:
 
     @property
     def is_probe(self) -> bool:
-        """True for a health check, metrics scrape or dashboard poll whose API key is accepted; probes are not logged."""
+        """True for health checks and monitoring requests, which are not logged; False if the API key is refused."""
         return self.path in _PROBES and self.status not in _KEY_REFUSED
 
     @property

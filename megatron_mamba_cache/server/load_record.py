@@ -90,13 +90,13 @@ class LoadLines:
     """Encoder for the lines of a load record, with one prompt hash per run of `run_tokens` tokens.
 
     A hash also covers all tokens before the run, so equal hashes mean equal prefixes. The hashes have a random salt
-    that is not stored: nobody can check a guessed prompt against the file.
+    that is not stored. The file therefore cannot confirm a guessed prompt.
     """
 
     def __init__(self, run_tokens: int) -> None:
         self._run_tokens = run_tokens
         self._salt = os.urandom(16)
-        self._sessions: OrderedDict[int, int] = OrderedDict()  # session ids, by hash of the latest prompt's last full run
+        self._sessions: OrderedDict[int, int] = OrderedDict()  # session ids, by hash of the latest prompt's last run
 
     def line(self, request: ServedRequest) -> bytes:
         """Return the line for a request, as JSON bytes that end with a newline."""

@@ -21,7 +21,7 @@ PREFIX = "mamba_cache_"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-_RATIO = 1.05  # upper bound of a histogram bucket over its lower bound
+_RATIO = 1.05  # ratio of a histogram bucket's bounds
 _LEAST = 1e-6
 
 COUNTER_TEXTS = {
@@ -86,18 +86,18 @@ class Durations:
 
     @staticmethod
     def together(parts: Iterable["Durations"]) -> "Durations":
-        """Return the sum of several histograms."""
+        """Merge several histograms into one."""
         whole = Durations()
         for part in parts:
             whole._counts.update(part._counts)
         return whole
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Add `times` durations of this length."""
+        """Count a duration of `seconds`, `times` times."""
         self._counts[math.ceil(math.log(max(seconds, _LEAST), _RATIO))] += times
 
     def quantile(self, share: float) -> float | None:
-        """Return a quantile of the durations in seconds; None if there are no durations."""
+        """Return the quantile for `share` (0 to 1), in seconds; None if the histogram is empty."""
         rank = math.ceil(share * self._counts.total())
         for bucket in sorted(self._counts):
             rank -= self._counts[bucket]
@@ -114,7 +114,7 @@ class SnapshotCollector(Collector):
         self._gate = gate
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics for the cache, slots, blocks and queue."""
+        """Yield metrics for the queue, the generated tokens and, once the engine reports it, the cache."""
         state = self._backend.state
         yield _gauge("ready", "1 if the engine is warmed up and has not failed", state.is_ready and not state.failure)
         yield _gauge("requests_running", "Requests running in the engine", state.num_running)
@@ -127,7 +127,7 @@ class SnapshotCollector(Collector):
 
 
 class ServerMetrics(TokenTimes):
-    """Prometheus registry of a server, with the metrics that the server itself records."""
+    """Prometheus registry of a server, and the counters and histograms that the server updates."""
 
     def __init__(self, backend: Backend, gate: QueueGate, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -161,7 +161,7 @@ class ServerMetrics(TokenTimes):
         self.recent_first_token, self.recent_inter_token = Durations(), Durations()
 
     def note(self, job: Job) -> None:
-        """Record a job that has ended."""
+        """Record the prompt tokens, finish reasons and duration of a job that has ended."""
         self.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in job.prompts))
         for choice in job.choices:
             self.replies.labels(choice.reply.finish_reason or "cut").inc()
@@ -172,7 +172,7 @@ class ServerMetrics(TokenTimes):
         self.queueing.observe(seconds)
 
     def note_exchange(self, exchange: Exchange) -> None:
-        """Count an HTTP request that has ended, by its status."""
+        """Count an HTTP request that has ended, by response status."""
         if exchange.is_probe:
             self.probe_responses.labels(exchange.path, str(exchange.status)).inc()
         else:
@@ -183,18 +183,18 @@ class ServerMetrics(TokenTimes):
         self.recent_first_token.add(seconds)
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
-        """Record the time between tokens; divide it equally between tokens from one step."""
+        """Record the time between tokens; tokens from the same step share it equally."""
         for _ in range(num_tokens):
             self.inter_token.observe(seconds / num_tokens)
         self.recent_inter_token.add(seconds / num_tokens, num_tokens)
 
     def num_responses(self) -> dict[str, int]:
-        """Return the number of responses by status."""
+        """Return the number of responses for each HTTP status, without probes."""
         samples = [sample for metric in self.responses.collect() for sample in metric.samples]
         return {one.labels["status"]: int(one.value) for one in samples if one.name.endswith("_total")}
 
     def take_recent(self) -> tuple[Durations, Durations]:
-        """Return the times to the first token and between tokens that were recorded since the last call."""
+        """Return histograms of the times to first token and between tokens since the previous call."""
         taken = self.recent_first_token, self.recent_inter_token
         self.recent_first_token, self.recent_inter_token = Durations(), Durations()
         return taken

@@ -1,4 +1,4 @@
-"""Orders: requests to the different routes, converted to one form."""
+"""Orders: generation requests, in one format for the routes of all APIs."""
 
 import hashlib
 import secrets
@@ -29,24 +29,24 @@ _UINT63 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Work for one HTTP request: prompts, sampling settings and format of the replies."""
+    """Generation request from any route: prompts, sampling settings and reply format."""
 
     tenant: Tenant
-    readings: tuple[Callable[[], Prompt], ...]  # each tokenizes a prompt, which may take seconds; raises `ApiError`
+    readings: tuple[Callable[[], Prompt], ...]  # functions that tokenize one prompt; may take seconds or raise
     num_choices: int  # number of replies to generate for each prompt
-    sampling: SamplingSettings  # without grammar; each choice derives its own seed
-    max_tokens: int | None  # maximum reply length, at least 1; None: as many tokens as fit after the prompt
+    sampling: SamplingSettings  # without the grammar; the seed is for choice 0
+    max_tokens: int | None  # maximum reply length, at least 1; None: all that fits in the context
     stops: tuple[str, ...]
-    fits_room: bool = False  # True reduces `max_tokens` to the number of tokens that fit after the prompt
-    is_empty: bool = False  # True if replies have no tokens: prompts are only processed, and scored if requested
-    reading: ReplyReading | None = None  # how to parse replies; None: all text is content
-    form: ReplyForm | None = None  # grammar that replies must follow; None: any text
-    num_log_probs: int | None = None  # alternatives per token; 0: only the sampled token; None: no log-probs
-    scores_prompt: bool = False  # True: log-probs of the prompt too; no prompt tokens are skipped
-    scoring: PromptScoring | None = None  # prompt log-probs, by each prompt's first choice; None: not requested
+    fits_room: bool = False  # True lowers `max_tokens` to what fits in the context
+    is_empty: bool = False  # True if only the prompts are processed; replies have no tokens
+    reading: ReplyReading | None = None  # parser settings for replies; None: all text is content
+    form: ReplyForm | None = None  # grammar that constrains the replies; None: any text
+    num_log_probs: int | None = None  # number of top log-probs; 0: sampled token only; None: no log-probs
+    scores_prompt: bool = False  # True: also return log-probs for the prompt; prefill it all
+    scoring: PromptScoring | None = None  # settings for `prompt_logprobs`; None: not requested
 
     def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
-        """Yield an engine request, without an id, for each choice of a prompt."""
+        """Yield the engine request for each choice of a prompt; its id is not set yet."""
         ids = packed_ids(prompt.token_ids)
         room = max(max_sequence_length - len(ids), 1)
         max_tokens = room if self.max_tokens is None else self.max_tokens
@@ -63,7 +63,7 @@ class Order:
             )
 
     def _log_probs(self, number: int) -> LogProbSettings:
-        """Return the log-prob settings for choice `number` of a prompt."""
+        """Return the log-prob settings for choice `number`; only choice 0 returns `prompt_logprobs`."""
         prompt_top_n = None if self.scoring is None or number else self.scoring.top_n
         is_scored = prompt_top_n is not None
         return LogProbSettings(
@@ -77,33 +77,33 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Served model: its names, prompt reader and reply syntax."""
+    """Model that the server offers: its names, prompt reader and reply syntax."""
 
     name: str  # the model's name in the API
     reader: PromptReader
     created: int  # creation time in `/v1/models`, in seconds since the epoch
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
-    other_names: tuple[str, ...] = ()  # further names that clients may use for the model
+    other_names: tuple[str, ...] = ()  # other model names that requests may use
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model; replies use the first."""
+        """All names of the model; responses use the first."""
         return (self.name, *self.other_names)
 
     def check_name(self, name: str | None) -> None:
-        """Raise `ApiError` 404 if a request names a model that is not served."""
+        """Raise `ApiError` 404 if `name` is not a name of this model; accept None."""
         if name is not None and name not in self.names:
             served = " or ".join(map(repr, self.names))
             raise ApiError(404, f"the model {name!r} is not served here; send {served}", "model_not_found", "model")
 
 
 def tenant_of(request: Request, body: GenerationFields) -> Tenant:
-    """Return a request's tenant; `scope["owner"]` is already set from the API key."""
+    """Return the request's tenant; `AccessControl` has set `scope["owner"]` from the API key."""
     return Tenant(request.scope.get("owner", ""), body.cache_salt or "")
 
 
 class OrderMaker:
-    """Factory of orders for one model; raises `ApiError` for another model's name or too many choices."""
+    """Converter from requests to orders; raises `ApiError` for other models' names and for too many choices."""
 
     def __init__(self, model: ServedModel, limits: ServerLimits, tokenizer: Any) -> None:
         self._model = model
@@ -113,7 +113,7 @@ class OrderMaker:
         self._tag_ids = model.syntax.tag_ids(tokenizer)
 
     def completion(self, body: CompletionRequest, tenant: Tenant) -> Order:
-        """Return the order for a request to `/v1/completions`."""
+        """Convert a request to `/v1/completions` to an order."""
         read = self._model.reader.read
         if body.echo:
             read = partial(self._model.reader.read_to_echo, has_tokens=body.logprobs is not None)
@@ -127,9 +127,9 @@ class OrderMaker:
         return replace(order, scores_prompt=bool(body.echo) and body.logprobs is not None)
 
     def chat(self, body: ChatRequest, tenant: Tenant, answer_field: str | None = None) -> Order:
-        """Return the order for a chat completion, or for a request translated to a chat completion.
+        """Convert a chat completion, or a request from another API translated to one, to an order.
 
-        `answer_field` is the original route's name for the field that sets the answer's format.
+        Error messages call the field for the answer's format `answer_field`; if None, they use the chat field's name.
         """
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs requires logprobs to be true", "top_logprobs")
@@ -165,7 +165,7 @@ class OrderMaker:
         max_tokens: int | None,
         num_log_probs: int | None,
     ) -> Order:
-        """Return the order for a request; `max_tokens` is None for as many as fit, 0 to only process the prompts."""
+        """Return an order; `max_tokens` None fills the context, and 0 only processes the prompts."""
         self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:
@@ -177,7 +177,7 @@ class OrderMaker:
         stop_token_ids = dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)])
         sampling = SamplingSettings(
             temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),  # top_p 0 means greedy sampling
+            top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),  # top_p=0 is greedy
             top_p=body.top_p or 0.0,
             seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
             termination_id=-1 if body.ignore_eos else None,
@@ -200,7 +200,7 @@ class OrderMaker:
         )
 
     def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_held: bool) -> ReplyReading | None:
-        """Return how to parse the replies; None if all text is content."""
+        """Return the parser settings for replies; return None if all text is content."""
         syntax = self._model.syntax
         calls_tools = bool(chosen.tools) and chosen.choice != "none" and syntax.tool_calls is not None
         shows_all = body.skip_special_tokens is False
@@ -217,7 +217,7 @@ class OrderMaker:
 
 
 def choice_seed(seed: int, number: int) -> int:
-    """Return the seed for a choice: the request's seed for choice 0, a derived seed for the others."""
+    """Return the seed for choice `number`: the request's seed for choice 0, otherwise a hash of seed and number."""
     if number == 0:
         return seed % _UINT63
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:8], "little") % _UINT63

@@ -7,7 +7,7 @@ from typing import Any
 from ..policy.request_settings import ScoredToken
 from .errors import bad_request
 
-_MOST_ENTRIES = 2**18  # maximum in one response: about 20 MB
+_MOST_ENTRIES = 2**18  # limit for one response, about 20 MB of JSON
 _LEAST_LOG_PROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 Entries = list[dict[str, dict[str, Any]] | None]
@@ -15,13 +15,13 @@ Entries = list[dict[str, dict[str, Any]] | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Settings for the prompt log-probs that a request wants."""
+    """Settings for the prompt log-probs in a response."""
 
-    top_n: int  # number of best tokens at each position, in addition to the prompt's token
-    text_of: Callable[[int], str]  # returns the text of a token, special or not
+    top_n: int  # number of top tokens at each position, in addition to the prompt's token
+    text_of: Callable[[int], str]  # returns a token's text, also for special tokens
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Raise `ApiError` 400 if prompts of these lengths have too many tokens."""
+        """Raise `ApiError` 400 if the response for prompts of these lengths would be too large."""
         num_entries = sum(length - 1 for length in lengths) * (1 + self.top_n)
         if num_entries > _MOST_ENTRIES:
             raise bad_request(
@@ -31,7 +31,7 @@ class PromptScoring:
             )
 
     def entries(self, token_ids: Sequence[int], scores: Sequence[ScoredToken]) -> Entries:
-        """Return the entries for each prompt token and its alternatives, by token id; None for the first token."""
+        """Return, for each prompt token, the log-probs of it and its top-n tokens by id; None for the first token."""
         texts: dict[int, str] = {}
         found: Entries = [None]
         for token_id, score in zip(token_ids[1:], scores, strict=True):
@@ -45,7 +45,7 @@ class PromptScoring:
 
 
 def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int]]:
-    """Yield the id, log-prob and rank of a token, then those of its alternatives."""
+    """Yield (id, log-prob, rank) for a prompt token, then for each top-n token at its position."""
     yield token_id, finite(score.log_prob), score.rank
     for rank, (other_id, log_prob) in enumerate(zip(score.best_ids, score.best_log_probs, strict=True), 1):
         if other_id != token_id:
@@ -53,5 +53,5 @@ def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int
 
 
 def finite(log_prob: float) -> float:
-    """Return a log-prob, limited to a finite minimum that JSON can represent."""
+    """Return a log-prob, raised to a finite minimum because JSON cannot represent minus infinity."""
     return log_prob if log_prob > _LEAST_LOG_PROB else _LEAST_LOG_PROB

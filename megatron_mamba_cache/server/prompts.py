@@ -1,4 +1,4 @@
-"""Prompts: render and tokenize the texts and conversations that clients send."""
+"""Render and tokenize prompts: texts, token ids and conversations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,29 +18,29 @@ from .tenants import Tenant
 from .text_stream import common_length
 from .transcripts import Transcript, Transcripts
 
-_CONTEXT_CHARACTERS = 512  # more than enough to decide where a token ends
+_CONTEXT_CHARACTERS = 512  # context that the tokenizer needs to continue a text
 _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "a reply to a question"})
 _TokensAfter = Callable[[Transcript, str], list[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokenized prompt and its source."""
+    """Tokenized prompt, with the text or conversation from which it was made."""
 
-    token_ids: tuple[int, ...]  # input to the engine
-    text: str | None  # text that was tokenized; None if the client sent token ids
-    echo: Echo | None = None  # text to send before the reply; None: nothing
-    conversation: Conversation | None = None  # source of the rendered text; None if the client sent text or token ids
-    breakpoints: tuple[PromptBreakpoint, ...] = ()  # the conversation's breakpoints that have a known position
-    add_special_tokens: bool | None = None  # argument of `PromptReader.read`
-    reasoning: PromptReasoning = PromptReasoning.ALLOWED  # state at the end of the prompt
+    token_ids: tuple[int, ...]  # token ids for the engine
+    text: str | None  # tokenized text; None if the client sent token ids
+    echo: Echo | None = None  # set if the client requested the prompt before the reply
+    conversation: Conversation | None = None  # None if the client sent text or token ids
+    breakpoints: tuple[PromptBreakpoint, ...] = ()  # breakpoints with a known token position
+    add_special_tokens: bool | None = None  # as passed to `PromptReader`
+    reasoning: PromptReasoning = PromptReasoning.ALLOWED  # state of reasoning at the prompt's end
 
 
 class PromptReader:
-    """Tokenizer of prompts that reuses the exact tokens of known prefixes. Thread-safe.
+    """Thread-safe converter from texts and conversations to prompts; reuses the token ids of known prefixes.
 
     A text with more characters than `max_tokens` times the length of the longest token is refused before tokenizing,
-    because it certainly has too many tokens.
+    because it must have too many tokens.
     """
 
     def __init__(self, tokenizer: Any, transcripts: Transcripts, max_tokens: int) -> None:
@@ -52,11 +52,11 @@ class PromptReader:
         self._fits = _fits_of(tokenizer)
 
     def read(self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None) -> Prompt:
-        """Return the prompt for a text or token ids.
+        """Return the prompt for a text or a list of token ids.
 
         Args:
-            add_special_tokens: For tokenizers that add special tokens around a text. True adds them; False does not;
-                None adds them, except for a begin token that the text already contains.
+            add_special_tokens: True adds the special tokens that the tokenizer puts around a text, False does not.
+                None adds them but does not repeat a begin token at the start of the text.
 
         Raises:
             ApiError: 400 if the prompt has no tokens, too many tokens, or a token that is not text.
@@ -69,17 +69,17 @@ class PromptReader:
     def read_to_echo(
         self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None, *, has_tokens: bool
     ) -> Prompt:
-        """Return the prompt as `read` does, together with the echo that `echo_of` returns for it."""
+        """Return the prompt as `read` does, with its `echo` set; see `echo_of` for `has_tokens`."""
         found = self.read(tenant, prompt, add_special_tokens)
         return replace(found, echo=echo_of(found.token_ids, found.text, self._tokenizer, has_tokens=has_tokens))
 
     def read_chat(self, tenant: Tenant, conversation: Conversation, *, add_special_tokens: bool = False) -> Prompt:
-        """Return the prompt that the chat template renders from a conversation.
+        """Render a conversation with the chat template, and tokenize it.
 
-        Known tokens are reused wherever they end, because the template writes text after each message.
+        The token ids of earlier turns are reused unchanged; only the rest of the text is tokenized.
 
         Args:
-            add_special_tokens: True adds the tokenizer's special tokens to the special tokens that the template writes.
+            add_special_tokens: True adds the tokenizer's special tokens in addition to the template's.
 
         Raises:
             ApiError: 400 if there is no template; if the template does not render tools or calls, or refuses the
@@ -100,7 +100,7 @@ class PromptReader:
         conversation = fit.fitted(replace(conversation, breakpoints=marks))
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn, add_special_tokens)
         marks = conversation.breakpoints
-        ends = {replace(mark, keep_s=0) for mark in marks}  # removes duplicates: a mark in the head may be set already
+        ends = {replace(mark, keep_s=0) for mark in marks}  # a set, because `marked_head` may repeat a breakpoint
         counts = {end: self._tokens_before(end, tenant, conversation, prompt) for end in ends}
         breakpoints, head = _placed(marks[:count], counts), _placed(marks[count:], counts)
         if head and max(head) not in breakpoints:
@@ -108,14 +108,14 @@ class PromptReader:
         return replace(prompt, conversation=conversation, breakpoints=tuple(breakpoints))
 
     def begun_reply(self, prompt: Prompt) -> BegunReply:
-        """Return the beginning of the reply that is at the end of a conversation's prompt."""
+        """Return the beginning of the reply at the end of a prompt made from a conversation."""
         assert prompt.conversation is not None and prompt.text is not None
         return begun_reply(prompt.conversation, prompt.text, prompt.token_ids, self._rendered)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Store the exact tokens of a prompt and its reply, unless the reply is empty or has non-text tokens."""
+        """Store the token ids of a prompt and its reply for later prompts; ignore empty and non-text replies."""
         add = prompt.add_special_tokens
-        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # then no text follows
+        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # no text can follow
         if prompt.text is None or not reply or not self._knows_continuations or ends_text:
             return
         if image_error(self._tokenizer, reply_ids) is not None:
@@ -124,9 +124,10 @@ class PromptReader:
         self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids), kind)
 
     def rewritten(self, prompt: Prompt, reply: ParsedReply) -> str | None:
-        """Return the text that the template writes for a reply in the next turn's prompt.
+        """Return the text of a reply as the template renders it in the next turn's prompt.
 
-        None if the next prompt does not begin with this prompt's text, for example because reasoning is dropped.
+        Return None if the next prompt would not begin with this prompt's text, for example because the template drops
+        earlier reasoning.
         """
         if prompt.conversation is None or prompt.text is None or self._turn_end is None:
             return None
@@ -142,7 +143,7 @@ class PromptReader:
     def _tokens_before(
         self, mark: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
     ) -> int | None:
-        """Return the number of prompt tokens that certainly end before a breakpoint; None if unknown."""
+        """Return the number of prompt tokens before a breakpoint; None if the template hides its position."""
         assert prompt.text is not None
         try:
             marked = self._rendered(conversation.marked(mark))
@@ -157,7 +158,7 @@ class PromptReader:
 
     @cached_property
     def _turn_end(self) -> str | None:
-        """Text that the template writes after a reply; None if unknown."""
+        """Text that the template renders after a reply; None if it cannot be determined."""
         try:
             text = self._rendered(Conversation(_PROBE, adds_prompt=False))
         except ApiError:
@@ -178,14 +179,14 @@ class PromptReader:
         self._check_length(len(text), self._max_characters, "characters")
         try:
             token_ids = tuple(self._token_ids(tenant, text, tokens_after, add))
-        except Exception as error:  # tokenizers raise different errors
+        except Exception as error:  # the error type depends on the tokenizer
             raise bad_request(f"the text cannot be tokenized: {error}; send valid Unicode", "prompt") from error
         if not token_ids:
             raise bad_request("the prompt is empty; it must have at least 1 token", "prompt")
         return Prompt(self._text_only(token_ids), text, add_special_tokens=add)
 
     def _text_only(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the token ids; raise `ApiError` 400 if a token is not text."""
+        """Return `token_ids`; raise `ApiError` 400 if one is not a text token, such as an image token."""
         reason = image_error(self._tokenizer, token_ids)
         if reason is not None:
             raise bad_request(reason, "prompt", "not_text")
@@ -204,7 +205,7 @@ class PromptReader:
         return self._tokenizer.tokenize(text, add_special_tokens=add)
 
     def _kind_of(self, add: bool | None) -> bool | None:
-        """Return the argument `adds` for transcripts: `add`, or None if the tokenizer adds no special tokens."""
+        """Return the argument `adds` for `Transcripts`: None if the tokenizer adds no special tokens, else `add`."""
         return add if getattr(self._tokenizer, "adds_special_tokens", False) else None
 
     def _next_turn(self, known: Transcript, rest: str) -> list[int] | None:
@@ -215,13 +216,13 @@ class PromptReader:
 
 
 def template_of(tokenizer: Any, *, has_tools: bool) -> str:
-    """Return the source of the chat template for chats with or without tools; "" if there is no template."""
+    """Return the source of the chat template for chats with or without tools; "" if the tokenizer has none."""
     found: str = getattr(tokenizer, "chat_template", "")
     return getattr(tokenizer, "tool_template", found) if has_tools else found
 
 
 def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
-    """Return the template fits for chats with tools (True) and without tools (False)."""
+    """Return the template fits for chats with tools (key True) and without tools (key False)."""
     plain, with_tools = (template_of(tokenizer, has_tools=has_tools) for has_tools in (False, True))
     if plain == with_tools:
         return dict.fromkeys((False, True), TemplateFit(lambda conversation: conversation.text(tokenizer), plain))
@@ -236,6 +237,6 @@ def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
 
 
 def _placed(marks: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:
-    """Return the breakpoints with a known position, as token counts."""
+    """Convert breakpoints to token positions; drop breakpoints with an unknown position."""
     counted = [(counts[replace(mark, keep_s=0)], mark.keep_s) for mark in marks]
     return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]

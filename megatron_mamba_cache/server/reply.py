@@ -1,4 +1,4 @@
-"""Replies: convert tokens to text as they arrive, up to a stop."""
+"""Convert a reply's tokens to text and parsed parts as they arrive, up to a stop string."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,16 +22,16 @@ class TokenInfo:
     """Token of a reply or an echoed prompt, or an alternative to such a token."""
 
     token_id: int
-    text: str = ""  # set only with log-probs; U+FFFD for a partial character
+    text: str = ""  # empty without log-probs; U+FFFD for a partial character
     content: bytes | None = None  # the token's bytes; None if unknown
-    offset: int = 0  # index in the reply of the token's first character
-    log_prob: float | None = None  # if requested
-    alternatives: tuple["TokenInfo", ...] = ()  # if requested: the most probable tokens, best first
+    offset: int = 0  # offset of the token's text in the reply, in characters
+    log_prob: float | None = None  # None unless requested
+    alternatives: tuple["TokenInfo", ...] = ()  # top-n tokens, most probable first; empty unless requested
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text and tokens that one step adds to a reply."""
+    """Text, tokens and parsed parts that one step adds to a reply."""
 
     text: str
     tokens: tuple[TokenInfo, ...]
@@ -42,13 +42,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ReplyReading:
-    """Settings for parsing a reply."""
+    """Parser settings for a reply: visible special tokens, tool calls and reasoning."""
 
-    shown: Collection[str] | None = ()  # special tokens whose text is part of the reply; None: all of them
-    # Returns the parser for a reply. Arguments: True if the reply begins within reasoning, and tags that are tokens.
+    shown: Collection[str] | None = ()  # special tokens that the text includes; None: all
+    # Creates a parser. Arguments: True if the reply begins within reasoning; tags that are single tokens.
     parser: Callable[[bool, Collection[str]], ReplyParser] = lambda _is_open, _tags: ReplyParser(plain_text)
-    tags: Mapping[int, str] = field(default_factory=dict)  # ids and texts of the tags that are tokens
-    most_calls: int | None = None  # number of tool calls after which the reply ends; None: no limit
+    tags: Mapping[int, str] = field(default_factory=dict)  # tags that are single tokens, by token id
+    most_calls: int | None = None  # maximum number of tool calls; None: no limit
 
 
 def scored_token(
@@ -58,7 +58,7 @@ def scored_token(
     alternatives: Mapping[int, float] = MappingProxyType({}),
     offset: int = 0,
 ) -> TokenInfo:
-    """Return a token with its text, bytes and alternatives; `alternatives` maps token ids to log-probs."""
+    """Build the `TokenInfo` for a token; `alternatives` has the top-n log-probs, by token id."""
     best = tuple(scored_token(reader, other, value) for other, value in alternatives.items())
     value = None if log_prob is None else finite(log_prob)
     return TokenInfo(token, reader.text_of(token), reader.bytes_of(token), offset, value, best)
@@ -66,21 +66,21 @@ def scored_token(
 
 @dataclass(frozen=True, slots=True)
 class ReplyPrompt:
-    """Properties of a prompt that affect the text of its reply."""
+    """Properties of a prompt that affect how its reply is decoded and parsed."""
 
     token_ids: Sequence[int] = ()
     opens_reasoning: bool = False  # True if the prompt ends within reasoning
-    num_echoed: int = 0  # number of echoed characters sent before the reply
+    num_echoed: int = 0  # number of characters that the echo adds before the reply
 
 
 class Reply:
-    """Tokens and text of one reply, up to its end or the first stop string.
+    """One reply: its tokens, and the text and parts decoded from them up to the first stop string.
 
     The text is what the reply's tokens add to the text of the prompt's tokens; see `IncrementalText`.
 
     Args:
         stops: Stop strings; they are not part of the text.
-        end_ids: Tokens that end a reply; the next turn's prompt does not contain them. Special tokens are not shown.
+        end_ids: Tokens that end a reply; `exact` omits them.
         reading: Settings for parsing the reply; None: all text is content.
     """
 
@@ -120,13 +120,13 @@ class Reply:
 
     @property
     def stop_string(self) -> str | None:
-        """Stop string that ended the reply; None if no stop string did."""
+        """Stop string that ended the reply; None if the reply continues or ended for another reason."""
         if self._stops.found is None and self.finish_reason == "stop" and self.token_ids:
             return self._special_stops.get(self.token_ids[-1])
         return self._stops.found
 
     def take(self, progress: Progress) -> Piece:
-        """Add a step's progress; return the next piece, which may be empty. Raise `ApiError` if the request failed."""
+        """Add one step's tokens; return the new piece, which may be empty. Raise `ApiError` if the request failed."""
         self._note(progress)
         tokens, new, parts = [], [], []
         for index, token in enumerate(progress.tokens):
@@ -154,7 +154,7 @@ class Reply:
         return Piece(text, tuple(tokens), self.finish_reason, parts=tuple(found))
 
     def exact(self) -> tuple[str, list[int]]:
-        """Return the longest prefix of the text that ends with a whole token, and its tokens without end tokens."""
+        """Return the longest prefix of the text that ends at a token boundary, and its token ids without end tokens."""
         length = len(self.text)
         inside = [
             (end, index)
@@ -166,20 +166,20 @@ class Reply:
 
     @property
     def is_parsed(self) -> bool:
-        """True if the reply has parts other than content."""
+        """True if the reply contains reasoning or tool calls."""
         return any(not isinstance(part, Content) for part in self.parts)
 
     @property
     def is_whole(self) -> bool:
-        """True if the exact tokens cover the whole text and every call is complete."""
+        """True if `exact` returns the whole text and all tool calls are complete."""
         return self.exact()[0] == self.text and self._parser.num_complete_calls == self._parser.num_calls
 
     def parsed(self) -> ParsedReply:
-        """Return the reply parsed so far."""
+        """Return the content, reasoning and calls so far."""
         return assembled(self.parts)
 
     def same_in(self, text: str) -> str | None:
-        """Return the prefix of `text` that parses to this reply; None if there is no such prefix.
+        """Return the prefix of `text`, a template's version of this reply, that parses to it; None if none does.
 
         White space at both ends and inside arguments may differ. If a stop string or limit cut the reply after a call,
         the prefix ends with that call, because the reply lacks the closing marker that templates write. Otherwise the
@@ -194,7 +194,7 @@ class Reply:
         return text if _essence(found) == _essence(self.parsed()) else None
 
     def _through_calls(self, text: str) -> str:
-        """Return the shortest prefix of `text` with as many complete calls as this reply, or all of `text`."""
+        """Return the shortest prefix of `text` with as many complete calls as this reply; all of `text` if none has."""
         parser = self._parser_of(text)
         for index, character in enumerate(text):
             parser.push(character)
@@ -203,7 +203,7 @@ class Reply:
         return text
 
     def _parser_of(self, rewritten: str) -> ReplyParser:
-        """Return a parser for this reply's text as a template rewrote it."""
+        """Return a parser for `rewritten`, a template's version of this reply, with the tag positions noted."""
         own = self._tags.joined(self._parser.found_tags)
         parser = self._new_parser(own.texts)
         for position in own.in_rewritten(rewritten, self.text):
@@ -211,7 +211,7 @@ class Reply:
         return parser
 
     def _push(self, token: int) -> str:
-        """Return a token's text up to a stop string; a stop string at the end of held text counts too."""
+        """Add a token; return its text up to a stop string. Also detect stop strings that end in held-back text."""
         self.token_ids.append(token)
         text = self._text.push(token)
         position = self._tags.find(token, text, self._num_pushed)
@@ -239,7 +239,7 @@ class Reply:
 
 
 def special_stops(tokenizer: Any, stops: Sequence[str]) -> dict[int, str]:
-    """Return the stop strings that are special tokens, by token id."""
+    """Return those stop strings that are special tokens, by token id."""
     special: Collection[int] = getattr(tokenizer, "special_ids", ())
     ids = [tokenizer.id_of(stop) for stop in stops] if special else []
     return {token: stop for token, stop in zip(ids, stops, strict=False) if token in special}
@@ -251,7 +251,7 @@ def _essence(reply: ParsedReply) -> object:
 
 
 class EmptyReply(Reply):
-    """Reply without tokens; ends once the prompt is processed."""
+    """Reply for `max_tokens=0`: has no tokens, and ends with the first progress."""
 
     def take(self, progress: Progress) -> Piece:
         self._note(progress)

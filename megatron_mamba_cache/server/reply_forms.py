@@ -1,4 +1,4 @@
-"""Grammars for replies: formatted answers or tool calls, with or without reasoning."""
+"""Grammars that constrain replies to an answer format or to tool calls, after optional reasoning."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,16 +22,16 @@ _TOOLS, _CHOICE = "tools", "tool_choice"
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """Grammar that replies must follow, with or without reasoning before it."""
+    """Grammar that constrains replies, with the markers of the reasoning that may come first."""
 
-    field: str  # request field that sets the grammar
+    field: str  # request field that requires the grammar, for error messages
     grammar: Grammar  # grammar for the text after reasoning
-    reasoning: ReasoningForm | None  # None: the grammar applies from the start
+    reasoning: ReasoningForm | None  # None: the grammar applies from the first token
     special_id: SpecialId  # returns the token id of a tag; None if the tag is not a token
-    calls: CallsInReasoning | None = None  # calls that may begin within reasoning; None: no calls may
+    calls: CallsInReasoning | None = None  # calls that may end reasoning; None: calls may not
 
     def grammar_after(self, prompt: Prompt) -> str:
-        """Return the grammar for replies to a prompt, serialized as text."""
+        """Return the grammar for a prompt's replies, as text; it includes reasoning unless the prompt has ended it."""
         form = self.reasoning
         if form is None or prompt.reasoning is PromptReasoning.DONE:
             return self.grammar.text
@@ -40,7 +40,7 @@ class ReplyForm:
         return reasoning.before(self.grammar, self.calls, is_open=is_open).text
 
     def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
-        """Compile the grammars for replies to the prompts; raise `ApiError` 400 if a grammar is unusable."""
+        """Compile the grammars for the prompts' replies; raise `ApiError` 400 if compilation fails."""
         for text in dict.fromkeys(map(self.grammar_after, prompts)):
             reason = grammars.error_of(text)
             if reason is not None:
@@ -48,24 +48,24 @@ class ReplyForm:
 
 
 class FormMaker:
-    """Factory of reply forms for one model; `syntax` is the model's reply syntax."""
+    """Factory that creates reply forms from requests; `syntax` is the model's reply syntax."""
 
     def __init__(self, syntax: ReplySyntax, tokenizer: Any) -> None:
         self._syntax = syntax
         self._tag_ids = syntax.tag_ids(tokenizer)
 
     def answer(self, field: str, grammar: Grammar) -> ReplyForm:
-        """Return the form for a completion that must follow a grammar."""
+        """Return the form for a completion constrained by `grammar`; completions have no reasoning."""
         return ReplyForm(field, grammar, None, self._tag_ids.get)
 
     def chat(
         self, answer: tuple[str, Grammar] | None, chosen: ChosenTools, may_call_several: bool | None
     ) -> ReplyForm | None:
-        """Return the form for a chat reply; None if any text is allowed.
+        """Return the form for a chat reply; return None if any text is allowed.
 
         Args:
-            answer: Name of the field that constrains the answer, and its grammar.
-            chosen: Tools that may be called, and if a call is required.
+            answer: Pair (name of the field that constrains the answer, grammar); None allows any answer.
+            chosen: Tools that the reply may or must call.
             may_call_several: False allows only one call.
 
         Raises:
@@ -99,7 +99,7 @@ class FormMaker:
         return self._after_reasoning(field, any_of(calls, grammar), begun)
 
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
-        """Return the form for replies if tools are strict or only some tools are allowed; otherwise None."""
+        """Return a form for optional calls if a tool is strict or only some tools are allowed; otherwise None."""
         functions = [tool["function"] for tool in chosen.tools]
         is_held = chosen.are_some or any(function.get("strict") for function in functions)
         family = self._syntax.tool_calls
@@ -120,7 +120,7 @@ class FormMaker:
 
 @contextmanager
 def _refusing_tools() -> Iterator[None]:
-    """Context manager: convert the error for an unsupported schema to `ApiError` 400."""
+    """Context manager that converts a `GrammarError` for a tool's schema to `ApiError` 400."""
     try:
         yield
     except GrammarError as error:

@@ -1,4 +1,4 @@
-"""HTTP responses with the replies of a job, complete or streamed."""
+"""HTTP responses that contain a job's replies, complete or streamed."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ _STREAM_HEADERS = [
 
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
-    """Return the response for an error in the format of the request's API."""
+    """Return an error response in the format of the API that the request used."""
     exchange = exchange_of(scope)
     is_anthropic = is_of_anthropic(exchange.path)
     body = error.anthropic_body() | {"request_id": exchange.request_id} if is_anthropic else error.body()
@@ -35,7 +35,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 class JobResponse(Response):
-    """Response with the replies to an order; cancels the engine's requests if the client disconnects."""
+    """Base class of responses that run an order's job; a client disconnect cancels the engine requests."""
 
     def __init__(self, rules: JobRules, order: Order, form: Format) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class JobResponse(Response):
         self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the replies; raise `ApiError` if the order is refused or fails before anything is sent."""
+        """Run the order and send its replies; raise `ApiError` if it fails before the response starts."""
         await unless_disconnected(receive, self._answer(send, exchange_of(scope)))
 
     async def _answer(self, send: Send, exchange: Exchange) -> None:
@@ -65,7 +65,7 @@ class WholeReply(JobResponse):
         pieces: dict[int, list[Piece]] = defaultdict(list)
         async for choice, piece in job.pieces():
             pieces[choice.index].append(piece)
-        if job.scores_prompts:  # building megabytes of JSON would block the event loop
+        if job.scores_prompts:  # the JSON may have megabytes: build it in a thread
             response = await self._rules.threads.run(job.tenant.owner, lambda: self._body(job, pieces))
         else:
             response = self._body(job, pieces)
@@ -77,7 +77,7 @@ class WholeReply(JobResponse):
 
 
 class EventStream(JobResponse):
-    """Response that streams server-sent events, starting once the job is submitted to the engine."""
+    """Response that streams server-sent events; it starts once the job is submitted to the engine."""
 
     async def _send(self, job: Job, send: Send, exchange: Exchange) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -95,7 +95,7 @@ class EventStream(JobResponse):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _fail(self, error: ApiError, send: Send, exchange: Exchange) -> None:
-        """End the stream with an error."""
+        """Send an error event as the stream's last event."""
         exchange.note_error(error)
         event = _encoded(self._form.failure(error))
         await send({"type": "http.response.body", "body": event, "more_body": False})
@@ -108,7 +108,7 @@ class EventStream(JobResponse):
 
 
 def reply_to(rules: JobRules, order: Order, form: Format, *, streams: bool) -> Response:
-    """Return the response to an order: an event stream if `streams`, else one JSON object."""
+    """Return the response that runs an order: an event stream if `streams`, otherwise one JSON object."""
     return (EventStream if streams else WholeReply)(rules, order, form)
 
 

@@ -1,7 +1,7 @@
-"""Rewrites of conversations for chat templates that would drop or refuse messages.
+"""Rewrite conversations for chat templates that would otherwise drop or refuse messages.
 
-Each rewrite takes the turns of a conversation and returns equivalent turns. A turn's rewrite depends on no later turns
-except its direct neighbors, so that a longer conversation still begins like a shorter one.
+Each rewrite converts a conversation's turns to equivalent turns. The result for a turn does not depend on later turns,
+except adjacent turns. The prompt of a longer conversation therefore still begins like the prompt of a shorter one.
 """
 
 import re
@@ -20,10 +20,10 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Message of a conversation, with the breakpoints in it."""
+    """Message of a conversation, with its cache breakpoints."""
 
     message: dict[str, Any]
-    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # with indexes among the conversation's breakpoints
+    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # (index in the conversation, breakpoint)
 
     @property
     def role(self) -> str:
@@ -42,24 +42,24 @@ class Turn:
 
     @property
     def instructs(self) -> bool:
-        """True if the message has instructions."""
+        """True if the message's role is system or developer."""
         return self.role in INSTRUCTING
 
     def has_name_of(self, other: "Turn") -> bool:
-        """Return True if both messages have the same name or no name."""
+        """Return True if both messages have the same name, or neither has a name."""
         return self.message.get("name") == other.message.get("name")
 
     def with_role(self, role: str) -> Self:
-        """Return the turn with another role; keep only its text."""
+        """Return a turn with another role and this turn's text; drop names, reasoning and calls."""
         return replace(self, message={"role": role, "content": self.content})
 
     def after(self, text: str) -> Self:
-        """Return the turn with `text` inserted before its own text."""
+        """Return this turn with `text` inserted before its own text."""
         breakpoints = tuple((index, replace(mark, end=mark.end + len(text))) for index, mark in self.breakpoints)
         return replace(self, message={**self.message, "content": text + self.content}, breakpoints=breakpoints)
 
     def joined(self, other: Self) -> Self:
-        """Merge the next turn into this turn: text, reasoning, calls and breakpoints."""
+        """Return this turn with the text, reasoning, calls and breakpoints of the next turn appended."""
         is_between = bool(self.content and other.content)
         moved = other.after(self.content + _JOINT * is_between)
         message = {**other.message, **self.message, "content": moved.content}
@@ -84,7 +84,7 @@ def turns_of(conversation: Conversation) -> list[Turn]:
 
 
 def with_turns(conversation: Conversation, turns: Sequence[Turn]) -> Conversation:
-    """Return the conversation with its turns and their breakpoints replaced."""
+    """Return the conversation with its messages and breakpoints taken from `turns`."""
     breakpoints = [*conversation.breakpoints]
     for index, turn in enumerate(turns):
         for number, mark in turn.breakpoints:
@@ -110,18 +110,18 @@ def joined_users(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def joined_replies(turns: Sequence[Turn]) -> list[Turn]:
-    """Merge adjacent assistant messages; a message that calls tools ends a merged message."""
+    """Merge adjacent assistant messages; append nothing to a message that calls tools."""
     return _joined(turns, lambda one, other: one.role == other.role == "assistant" and not one.calls)
 
 
 def later_instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
-    """Move instructions into adjacent user messages, except those at the start of the conversation."""
+    """Move instructions into adjacent user messages, except the instructions that begin the conversation."""
     first = next((index for index, turn in enumerate(turns) if not turn.instructs), len(turns))
     return [*turns[:first], *instructions_in_users(turns[first:])]
 
 
 def instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
-    """Move all instructions into adjacent user messages; move instructions before a tool result after it."""
+    """Move all instructions into adjacent user messages; keep tool results directly after their calls."""
     found: list[Turn] = []
     held: list[Turn] = []
     for turn in turns:
@@ -145,17 +145,17 @@ def instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def short_ids(turns: Sequence[Turn]) -> list[Turn]:
-    """Replace the ids of calls and results with ids of nine letters and digits."""
+    """Replace the ids of calls and results with nine-character alphanumeric ids."""
     return [replace(turn, message=_with_short_ids(turn.message)) for turn in turns]
 
 
 def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Split each assistant message that has text and calls into two messages."""
+    """Split each assistant message with text and calls into a text message and a call message."""
     return [part for turn in turns for part in (_text_and_calls(turn) if turn.calls and turn.content else [turn])]
 
 
 def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
-    """Move the text of a message with calls into the tool result that follows."""
+    """Move the text of a message with calls into the tool result after it."""
     found: list[Turn] = []
     for turn in turns:
         if found and turn.role == "tool" and found[-1].calls and found[-1].content:
@@ -168,7 +168,7 @@ def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def single_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Split a message with several calls into one message per call, each followed by its result."""
+    """Split a message with several calls into one message per call; move each result after its call."""
     found: list[Turn] = []
     rest = [*turns]
     while rest:
@@ -189,7 +189,7 @@ def user_text_in_results(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def calls_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """Replace calls with assistant text and their results with user text."""
+    """Replace tool calls with assistant text, and tool results with user text."""
     names: dict[Any, str] = {}
     found: list[Turn] = []
     for turn in turns:
@@ -254,7 +254,7 @@ def _calls_with_results(turn: Turn, results: list[Turn]) -> Iterator[Turn]:
 
 
 def _with_written_calls(turn: Turn) -> Turn:
-    """Return the turn with its calls and their breakpoints moved into the text."""
+    """Return the turn with its calls converted to text and their breakpoints moved into that text."""
     text, ends = turn.content, []
     for call in turn.calls:
         text += _JOINT * bool(text) + shown_call(call["function"]["name"], call["function"]["arguments"])

@@ -1,4 +1,4 @@
-"""Run the server's process; on SIGTERM it drains and exits with status 0."""
+"""Run the server process; on SIGTERM, finish accepted requests and exit with status 0."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from .exchange import write_line
 
 logger = logging.getLogger(__name__)
 
-# Longer than clients keep idle connections, so that no connection is closed while a request is in transit.
+# Longer than clients keep idle connections open. The client closes first, so no request hits a closed connection.
 KEEP_ALIVE_S = 75
 _BACKSTOP_S = 1.0
 _READY_INTERVAL_S = 0.05
@@ -25,12 +25,12 @@ _READY_INTERVAL_S = 0.05
 class DrainingServer(uvicorn.Server):
     """uvicorn server that lets accepted requests finish after SIGTERM or SIGINT.
 
-    After the first signal, new requests get status 503, on open and new connections, until all accepted requests have
-    ended. Requests that are unfinished after `drain_s`, or at a second signal, end with an error.
+    After the first signal, new requests get status 503 until all accepted requests have ended. Requests that are
+    still unfinished after `drain_s`, or at a second signal, end with an error.
 
     Args:
         on_listening: Called once the server accepts connections and handles signals.
-        on_ready: Called later, once the engines are ready for requests.
+        on_ready: Called once the engines are ready for requests, after `on_listening`.
         log_level: Minimum level for uvicorn's own log messages.
     """
 
@@ -60,7 +60,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Context manager: handle signals in the event loop; do nothing outside of the main thread."""
+        """Context manager that handles signals in the event loop; outside of the main thread, it does nothing."""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -74,13 +74,13 @@ class DrainingServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening as uvicorn does; call `on_listening`, and `on_ready` once the engines are ready."""
+        """Start listening, then call `on_listening`; once the engines are ready, call `on_ready`."""
         await super().startup(sockets)
         self._on_listening()
         self._watch = asyncio.get_running_loop().create_task(self._tell_when_ready())
 
     def drain(self) -> None:
-        """Refuse new requests, and stop once accepted requests have ended; a second call ends them immediately."""
+        """Refuse new requests and exit once accepted requests have ended; on a second call, end them with an error."""
         if self._drain is None:
             self._served.drain()
             if num_open := self._served.app.num_open:
@@ -92,7 +92,7 @@ class DrainingServer(uvicorn.Server):
             asyncio.get_running_loop().call_later(_BACKSTOP_S, self._abort_connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait until connections close as uvicorn does, then cancel the drain timer."""
+        """Wait until all connections have closed, then cancel the drain timer."""
         try:
             await super().shutdown(sockets)
         finally:

@@ -1,4 +1,4 @@
-"""Schemas for client requests, with the supported fields. The module `unsupported` has all other fields."""
+"""Schemas for client requests. They declare the supported fields; the module `unsupported` lists all others."""
 
 from typing import Annotated, Self
 
@@ -28,23 +28,23 @@ from .tool_schemas import ToolChoice
 from .unsupported import CHAT, COMMON, COMPLETION, LABELS, STREAM_OPTIONS, TEMPLATING, schema_error
 
 _MOST_STOP_TOKENS = 256
-_MOST_CHOICES = 2**16  # the server's own limit is lower
+_MOST_CHOICES = 2**16  # `ServerLimits.max_choices` is usually lower
 
 BiasedToken = Annotated[Text, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 
 class StreamOptions(PartlySupported):
-    """Options for a streamed response."""
+    """The field `stream_options` in OpenAI's API."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported = STREAM_OPTIONS
 
-    include_usage: Flag | None = None  # adds a last chunk with the usage, without choices
-    continuous_usage_stats: Flag | None = None  # adds the usage so far to each chunk
+    include_usage: Flag | None = None  # True adds a last chunk with the usage and no choices
+    continuous_usage_stats: Flag | None = None  # True adds the usage so far to each chunk
 
 
 class GenerationFields(AnswerFields):
-    """Fields of completions and chat completions; unsupported fields are ignored or refused.
+    """Fields common to completions and chat completions; unsupported fields are ignored or refused.
 
     Extensions of OpenAI's API: `top_k` (0 or -1: off, 1: greedy), `min_p`, `repetition_penalty`, `min_tokens`,
     `stop_token_ids`, `ignore_eos`, `add_special_tokens` (add the tokenizer's special tokens to the prompt),
@@ -90,7 +90,7 @@ class GenerationFields(AnswerFields):
 
     @property
     def logits(self) -> LogitsSettings:
-        """Settings that change the logits before sampling."""
+        """Settings that change the logits before sampling, such as penalties and `logit_bias`."""
         settings = LogitsSettings(
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             min_tokens=self.min_tokens or 0,
@@ -103,17 +103,17 @@ class GenerationFields(AnswerFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings of the request."""
+        """Stop strings in the request; () if there are none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
-        """True if the last chunk of a stream reports the usage."""
+        """True if a stream ends with a chunk that reports the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def usage_in_every_event(self) -> bool:
-        """True if every chunk of a stream reports the usage so far."""
+        """True if each chunk of a stream reports the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
@@ -151,7 +151,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Prompts of the request, each as text or token ids."""
+        """Prompts in the request; each is a text or a list of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -177,7 +177,7 @@ class ChatRequest(GenerationFields, Templated):
     prediction: JsonObject | None = None  # accepted but has no effect
 
     def conversation(self) -> Conversation:
-        """Return the conversation that the chat template renders."""
+        """Return the conversation to render with the chat template."""
         return self.conversation_of(self.messages, reasoning_effort=self.reasoning_effort, verbosity=self.verbosity)
 
 

@@ -1,4 +1,7 @@
-"""Text that replaces content that chat templates cannot render: foreign tool calls, their results, images."""
+"""Convert content that chat templates cannot render to text: foreign tool calls, their results, images.
+
+A foreign tool is a tool that runs on another provider's server, such as web search.
+"""
 
 import json
 from collections.abc import Mapping
@@ -22,22 +25,22 @@ _RESULTS = ("_output", "_tool_result")
 
 
 def shown_call(name: str, arguments: Any) -> str:
-    """Return a tool call as text."""
+    """Return the text that represents a tool call in a prompt."""
     return f"[Called {name} with {_written(arguments)}]"
 
 
 def shown_result(name: str, text: str) -> str:
-    """Return the result of a tool call as text."""
+    """Return the text that represents a tool result in a prompt."""
     return f"[Result of {name}]\n{text}"
 
 
 def omitted(kind: str) -> str:
-    """Return the line of text that replaces an image or another part that is not text."""
+    """Return the line that replaces an image, file or other non-text part; `kind` names it."""
     return f"[{kind} omitted: this model reads text only]"
 
 
 def text_instead(part: Any) -> Any:
-    """Replace an image or document part with a text part; return all other parts unchanged."""
+    """Convert an image, audio, file or document part to a text part; return any other part unchanged."""
     kind = _OMITTED.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     if kind is None:
         return part
@@ -58,7 +61,7 @@ def is_foreign_result(kind: str) -> bool:
 
 
 def foreign_call(item: Mapping[str, Any]) -> str:
-    """Return a foreign tool call as text."""
+    """Return the text that represents a foreign tool call."""
     fields = {name: value for name, value in item.items() if name not in _NOT_SHOWN and value is not None}
     if item["type"] == "image_generation_call":  # its result is a base64 image
         fields["result"] = omitted("image")
@@ -66,13 +69,13 @@ def foreign_call(item: Mapping[str, Any]) -> str:
 
 
 def foreign_result(item: Mapping[str, Any], name: str) -> str:
-    """Return the result of a foreign tool call as text."""
+    """Return the text that represents the result of a call to the foreign tool `name`."""
     fields = {key: value for key, value in item.items() if key not in _NOT_SHOWN and value is not None}
     return shown_result(name, _written(next(iter(fields.values())) if len(fields) == 1 else fields))
 
 
 def tool_of(item: Mapping[str, Any]) -> str:
-    """Return the name of an item's tool, or the name that its type implies."""
+    """Return an item's tool name; if it has none, derive it from the type: `web_search_call` gives `web_search`."""
     kind = str(item["type"])
     for ending in ("_output", *_CALLS, "_tool_result"):
         kind = kind.removesuffix(ending)
@@ -80,7 +83,7 @@ def tool_of(item: Mapping[str, Any]) -> str:
 
 
 def _written(value: Any) -> str:
-    """Return a value as text: text unchanged, parts joined as lines, other values as JSON without images."""
+    """Convert a value to text: join text parts as lines, and encode other values as JSON without images."""
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [value]
@@ -95,7 +98,7 @@ def _written(value: Any) -> str:
 
 
 def _without_data(found: dict[str, Any]) -> Any:
-    """Return a JSON object with its images and files replaced with text."""
+    """Replace a JSON object that is an image or file, or fields with `data:` URLs, with text."""
     kind = _OMITTED.get(str(found.get("type")))
     if kind is not None:
         return omitted(kind)

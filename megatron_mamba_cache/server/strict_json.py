@@ -1,4 +1,4 @@
-"""JSON with finite numbers and valid Unicode, which every client can read."""
+"""Read and write JSON that every client can parse: finite numbers and valid Unicode."""
 
 import json
 import math
@@ -11,7 +11,7 @@ _REPLACEMENT = "\ufffd"
 
 
 def strict_value(text: str, *, allows_controls: bool = False) -> Any:
-    """Parse a JSON text; replace each lone surrogate with U+FFFD.
+    """Parse JSON; replace each lone surrogate with U+FFFD.
 
     If `allows_controls`, strings may contain unescaped control characters, such as line breaks.
 
@@ -31,7 +31,7 @@ def strict_text(value: Any) -> str:
 
 
 def error_of(value: Any) -> str | None:
-    """Return why some clients could not read a value as JSON; None if all can."""
+    """Return the reason why some JSON parsers would refuse a value, as a predicate; None if there is none."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -44,7 +44,7 @@ def error_of(value: Any) -> str | None:
 
 
 def strict_scalar(text: str) -> str:
-    """Return a number or word as JSON; quote numbers that are not finite."""
+    """Return a JSON number or literal unchanged; return NaN, Infinity or an overflowing number as a string."""
     try:
         return text if math.isfinite(float(text)) else json.dumps(text)
     except ValueError:
@@ -52,7 +52,7 @@ def strict_scalar(text: str) -> str:
 
 
 def nearest_number(text: str) -> str:
-    """Return a number or word unchanged; replace a number beyond float64 with the nearest finite number."""
+    """Return a JSON number or literal; clamp a number beyond the float64 range to the largest finite number."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Fit conversations to chat templates that drop or refuse messages."""
+"""Adapt conversations to chat templates that would drop or refuse messages."""
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ _PROBE = ({"role": "user", "content": "x"},)
 
 
 class Efforts:
-    """Values of `reasoning_effort` that a template accepts, found by rendering a small conversation.
+    """Adapter for `reasoning_effort`; finds the values that a template accepts by rendering a test conversation.
 
     `render` returns the text of a conversation, or raises `ValueError` if the template refuses the conversation.
     """
@@ -43,9 +43,10 @@ class Efforts:
         self._takes = lru_cache(len(_LEVELS))(self._rendered)
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with its effort replaced with the nearest effort that the template accepts.
+        """Return the conversation with `reasoning_effort` changed to the nearest value that the template accepts.
 
-        `none` turns off the template's thinking switch if it has one, unless the conversation sets the switch.
+        If the template has the variable `enable_thinking`, the effort `none` sets it to false instead, unless the
+        conversation sets it.
         """
         values = dict(conversation.values)
         effort = values.get(_EFFORT)
@@ -59,7 +60,7 @@ class Efforts:
         return replace(conversation, values={**values, _EFFORT: nearest})
 
     def _rendered(self, effort: str) -> bool:
-        """Return True if the template accepts an effort."""
+        """Return True if the template renders a test conversation with this effort."""
         try:
             self._render(Conversation(_PROBE, values={_EFFORT: effort}))
         except ValueError:
@@ -114,26 +115,26 @@ Render = Callable[[Conversation], str]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Messages that the template left out when it rendered a conversation."""
+    """Result of a test rendering: which messages the template left out."""
 
     is_refused: bool = False  # True if the template raised an error
-    unread: tuple[int, ...] = ()  # indexes of messages that are left out
-    unread_with_calls: tuple[int, ...] = ()  # indexes of messages with their calls rendered but their text left out
-    num_names: int = 0  # number of message names rendered, except names of tool results
+    unread: tuple[int, ...] = ()  # indexes of messages that were left out
+    unread_with_calls: tuple[int, ...] = ()  # indexes of messages rendered with their calls, without their text
+    num_names: int = 0  # number of rendered message names, excluding tool results
 
     @property
     def is_whole(self) -> bool:
-        """True if no message text or call is left out."""
+        """True if the template rendered all message texts and calls."""
         return not self.is_refused and not self.unread and not self.unread_with_calls
 
 
 class TemplateFit:
-    """Rewriter of conversations that makes a chat template render all of their messages.
+    """Adapter that rewrites conversations until a chat template renders all of their messages.
 
-    To find which messages a template renders, each text is replaced with a marker before rendering. The rewrites that a
-    template always needs are found once, with small test conversations, so that each turn's prompt begins like the
-    previous turn's. Reasoning in earlier turns may be left out. `render` raises `ValueError` if the template refuses
-    a conversation.
+    A test rendering with a marker in place of each text shows which messages the template renders. Small test
+    conversations determine once which rewrites a template always needs. These apply to every turn, so that its prompt
+    begins like the previous turn's prompt. Reasoning in earlier turns may be left out. `render` raises `ValueError` if
+    the template refuses a conversation.
     """
 
     def __init__(self, render: Render, source: str) -> None:
@@ -144,7 +145,7 @@ class TemplateFit:
     def fitted(self, conversation: Conversation) -> Conversation:
         """Return an equivalent conversation that the template renders completely.
 
-        If the template refuses every rewrite, return one of them; rendering it raises the template's error.
+        If the template refuses every rewrite, return one that it refuses; the caller gets the error when rendering it.
 
         Raises:
             ApiError: 400 if the template leaves out a message in every rewrite.
@@ -158,7 +159,7 @@ class TemplateFit:
                 if reading.num_names < len(_named(conversation)):
                     note_ignored("the chat template does not read it", ["messages.name"])
                 return found
-        if reading.unread:  # reading of the last choice, the unchanged conversation
+        if reading.unread:  # result for the last set, the empty set
             message = conversation.messages[reading.unread[0]]
             shown = f"begins with {message['content'][:60]!r}" if message["content"] else "calls tools"
             raise bad_request(
@@ -169,7 +170,7 @@ class TemplateFit:
         return _rewritten(conversation, self._needed)
 
     def note_unread_values(self, conversation: Conversation) -> None:
-        """Count the conversation's variables that the template does not read."""
+        """Log and count the conversation's variables that the template does not use."""
         note_ignored(
             "the chat template does not read it", [name for name in conversation.values if name not in self._source]
         )
@@ -190,7 +191,7 @@ class TemplateFit:
         return all(self._reading(_rewritten(probe, rewrites)).is_whole for probe in probes)
 
     def _choices(self, conversation: Conversation) -> Iterator[frozenset[Rewrite]]:
-        """Yield the sets of rewrites to try."""
+        """Yield sets of rewrites in the order in which to try them; the last set is empty."""
         others = [rewrite for rewrite in _ORDER if rewrite not in self._needed]
         if not conversation.has_calls:
             others = [rewrite for rewrite in others if rewrite is not calls_as_text]
@@ -228,7 +229,7 @@ def _rewritten(conversation: Conversation, rewrites: Set[Rewrite]) -> Conversati
 
 
 def _marked(conversation: Conversation) -> Conversation:
-    """Return the conversation with a marker in place of each text, and with at most one tool."""
+    """Return the conversation with a marker instead of each text, and with one marker tool instead of its tools."""
     return replace(
         conversation,
         messages=[_with_markers(index, message) for index, message in enumerate(conversation.messages)],
@@ -257,12 +258,12 @@ def _with_markers(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the messages that have a name, except tool results, which have their tool's name."""
+    """Return the messages with a name, except tool results, where the name is the tool's."""
     return [message for message in conversation.messages if "name" in message and message["role"] != "tool"]
 
 
 def _conversation_of(names: Sequence[str]) -> Conversation:
-    """Return a test conversation; `names` are roles or keys of `_CALLING`."""
+    """Return a test conversation; each of `names` is a role or a key of `_CALLING`."""
     messages = [{"role": name, "content": "x"} | _CALLING.get(name, {}) for name in names]
     return Conversation(messages, tools=(MARKING_TOOL,) if "call" in " ".join(names) else (), adds_prompt=True)
 

@@ -11,28 +11,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An API key and a salt; requests with the same pair share cached prefixes."""
+    """Cache tenant: an API key and a `cache_salt`; requests share cached prefixes only if both are equal."""
 
-    owner: str = ""  # digest of the API key; "" if the server has no keys
+    owner: str = ""  # digest of the API key; "" if no key is needed
     salt: str = ""  # the request's `cache_salt`
 
     @property
     def name(self) -> str:
-        """Name of the tenant in block keys; does not reveal the API key."""
+        """Hash that identifies the tenant in block keys; "" for the default tenant."""
         if not (self.owner or self.salt):
             return ""
         return hashlib.sha256(json.dumps([self.owner, self.salt]).encode()).hexdigest()
 
 
 class ApiKeys:
-    """API keys that a server accepts; a server without keys accepts every request.
+    """API keys that a server accepts; without keys, it accepts every request.
 
     Args:
-        admin_keys: Keys that may also read metrics and flush; if there are none, every key may.
-        names: Names of keys in logs; for other keys, logs show the first eight digits of the digest.
+        admin_keys: Keys that may also use admin paths; if empty, all keys may.
+        names: Log names by key; logs show an unnamed key as the first eight digits of its digest.
 
     Raises:
-        ValueError: If a key is empty or cannot be sent in a header, or if there are admin keys but no other keys.
+        ValueError: If a key is empty or not valid in a header, or if `admin_keys` is set without `keys`.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class ApiKeys:
 
     @property
     def num_owners(self) -> int:
-        """Number of owners that share the server's memory; 1 if no key is needed."""
+        """Number of distinct API keys, which share the server's memory limits; 1 if no key is needed."""
         return len(set(self._owners)) or 1
 
     def owner_of(self, authorization: str) -> str | None:
-        """Return the digest of the key in an Authorization header; "" if no key is needed, None if the key is unknown.
+        """Return the digest of the key in an Authorization header; "" if no key is needed, None for an unknown key.
 
-        The header is "Bearer KEY", or HTTP Basic with the key as password (from a browser's login dialog).
+        The header is "Bearer KEY", or HTTP Basic authentication with the key as the password, which browsers send.
         """
         if not self._owners:
             return ""
@@ -76,11 +76,11 @@ class ApiKeys:
         return known[0] if known else None
 
     def name_of(self, owner: str) -> str:
-        """Return the name of an owner's key in logs; "" if no key is needed."""
+        """Return the log name for an owner's key; "" if no key is needed."""
         return self._names.get(owner, "")
 
     def may_administrate(self, owner: str) -> bool:
-        """Return True if an owner may read metrics and flush the cache."""
+        """Return True if an owner may use the admin paths, such as metrics and cache flush."""
         return not self._admins or owner in self._admins
 
 

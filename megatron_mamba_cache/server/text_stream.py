@@ -1,4 +1,4 @@
-"""Decode streamed tokens to text, without partial characters or stop strings."""
+"""Decode streamed tokens to text; hold back partial characters and possible stop strings."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
@@ -7,40 +7,40 @@ from typing import Any
 from ..models.tokenizers.token_reader import REPLACEMENT, TokenReader
 
 _WINDOW = 16
-_CONTEXT = 8  # number of tokens to keep; a character has at most 4 bytes
+_CONTEXT = 8  # number of tokens kept as context; a character has at most 4 bytes
 _NOT_UTF8 = b"\xff"
 _Utf8 = getincrementaldecoder("utf-8")
 
 
 class IncrementalText:
-    """Decoder that takes one token at a time; the returned pieces join to the text that the tokens add.
+    """Incremental detokenizer; its pieces join to the text that the tokens add after earlier tokens.
 
-    The added text is the text of all tokens without the prefix that it shares with the text of the earlier tokens. If
-    the earlier tokens end inside a character, that character belongs to the token that completes it.
+    The added text is the text of all tokens, minus its common prefix with the text of the earlier tokens alone. If the
+    earlier tokens end inside a character, the character belongs to the token that completes it.
 
     Text that a later token may change is held back: an incomplete character, and single-byte tokens until their run
     ends (see `TokenReader.joins`), unless the run is certainly not UTF-8.
 
     Attributes:
-        ends: Offset of each token's end, in characters; None if its text is held back or it ends inside a character.
+        ends: Offset of each token's end, in characters; None while unknown, or if the token ends inside a character.
     """
 
     def __init__(self, reader: TokenReader, before: Sequence[int] = ()) -> None:
         self._reader = reader
         self.ends: list[int | None] = []
-        self._newest_shown = 0  # index of the newest token with text
-        self._inside: dict[int, int] = {}  # offsets of token ends in a run that is held back, by token index
+        self._newest_shown = 0  # index of the latest token that has text
+        self._inside: dict[int, int] = {}  # offset of the end of each held-back token, by token index
         self._length = 0
         self._restart(_last_tokens(reader, before) if reader.continues else [])
 
     @property
     def holds_back(self) -> bool:
-        """True if the newest token ends inside a character or part of its text is held back."""
+        """True if text is held back or the latest token ends inside a character."""
         return self._tail.may_change
 
     @property
     def held(self) -> str:
-        """Text that is held back; "" if its last character is incomplete."""
+        """Held-back text; "" if its last character is incomplete."""
         if not self._tail.num_whole or self._tail.num_open:
             return ""
         text = self._reader.text(self._window)
@@ -48,11 +48,11 @@ class IncrementalText:
 
     @property
     def offset(self) -> int:
-        """Number of characters before the next token, including text that is held back."""
+        """Number of characters before the next token, including held-back text."""
         return self._length + self._tail.num_whole
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that can no longer change."""
+        """Add a token; return the new text that later tokens cannot change."""
         if not self._reader.shows(token):
             self.ends.append(None if self.holds_back else self._length)
             return ""
@@ -81,14 +81,14 @@ class IncrementalText:
         return new
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """End the stream; return the held-back text."""
         if not self.holds_back:
             return ""
         self._tail = _Tail(self._reader)
         return self._take_held(self._reader.text(self._window))
 
     def _restart(self, tokens: Sequence[int]) -> None:
-        """Restart with tokens whose text was already returned."""
+        """Reset the window to `tokens`, whose text has been returned."""
         self._window: list[int] = []
         self._tail = _Tail(self._reader)
         for token in tokens:
@@ -98,7 +98,7 @@ class IncrementalText:
         self._taken = 0
 
     def _slide(self, num_held: int) -> None:
-        """Keep only the tokens that affect the decoding of later tokens."""
+        """Drop the window's oldest tokens, which no longer affect later text."""
         self._restart(self._window[-_CONTEXT:])
         self._taken = len(self._before) - num_held
         self._before = ""
@@ -106,20 +106,20 @@ class IncrementalText:
     def _add(self, token: int) -> None:
         was_invalid = self._tail.is_invalid
         self._tail.push(token)
-        if not (was_invalid and self._tail.is_invalid):  # more tokens in an invalid run do not affect later text
+        if not (was_invalid and self._tail.is_invalid):  # further invalid tokens do not affect later text
             self._window.append(token)
 
     def _ended(self, certain: str, num_tokens: int) -> str:
-        """Return the held text of the window's first `num_tokens` tokens if it can no longer change."""
+        """Return the held text of the first `num_tokens` tokens if the new token leaves it unchanged, otherwise ""."""
         earlier = self._reader.text(self._window[:num_tokens])
         if not certain.startswith(earlier):
             return ""
         return self._take_held(earlier)
 
     def _take_held(self, text: str) -> str:
-        """Return the held text and record the ends of its tokens."""
+        """Return the held text, where `text` is the window's text through it, and record its tokens' ends."""
         new = self._take(text)
-        if self._inside.get(self._newest_shown) == self._length:  # otherwise the run decoded to other text
+        if self._inside.get(self._newest_shown) == self._length:  # otherwise the tokens decoded to different text
             for index, end in self._inside.items():
                 self.ends[index] = end
         if self.ends:
@@ -127,7 +127,7 @@ class IncrementalText:
         return new
 
     def _take(self, text: str) -> str:
-        """Return the part of `text` that was not returned before; `text` is the certain text of the window."""
+        """Return the part of `text` that was not returned before; `text` is the final text of the window so far."""
         new = text[self._start(text) :]
         if not self._before.startswith(text):
             self._before = ""
@@ -140,7 +140,7 @@ class IncrementalText:
 
 
 def text_after(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> str:
-    """Return the text that `tokens` add after the tokens `before`."""
+    """Return the text that `tokens` add when they follow the tokens `before`."""
     stream = IncrementalText(TokenReader(tokenizer), before)
     return "".join([*map(stream.push, tokens), stream.finish()])
 
@@ -158,7 +158,7 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
-    """Return the last tokens of `tokens`, as many as affect the decoding of later tokens."""
+    """Return the end of `tokens` that can affect the decoding of later tokens."""
     found: list[int] = []
     num_before_run = 0
     for token in reversed(tokens):
@@ -171,13 +171,13 @@ def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
 
 
 class _Tail:
-    """State of the end of a text, which later tokens may change.
+    """Decoding state at the end of the window, where later tokens may still change the text.
 
     Attributes:
-        is_run: True if the newest token belongs to a run that is decoded as a whole.
-        is_invalid: True if the run is not UTF-8, whatever tokens follow.
-        num_whole: Number of complete characters in a run that may change.
-        num_open: Number of bytes in an incomplete character.
+        is_run: True if the latest token belongs to a run of single-byte tokens, which are decoded together.
+        is_invalid: True if the run cannot become valid UTF-8.
+        num_whole: Number of complete characters in a run that later tokens may still change.
+        num_open: Number of bytes of the incomplete last character; 0 if it is complete.
     """
 
     def __init__(self, reader: TokenReader) -> None:
@@ -209,13 +209,13 @@ class _Tail:
             self.num_open = len(self._utf8.getstate()[0])
 
     def num_held(self, text: str) -> int:
-        """Return how many replacement characters at the end of `text` represent an incomplete character."""
+        """Return the number of U+FFFD at the end of `text` that stand for an incomplete character."""
         num_replaced = len(text) - len(text.rstrip(REPLACEMENT))
         return min(num_replaced, self._reader.replacements(self.num_open))
 
 
 class StopStrings:
-    """Filter that passes text through up to the first stop string, which may span several pieces."""
+    """Filter that returns text up to the first stop string, even if the string spans several pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -228,11 +228,11 @@ class StopStrings:
         return bool(self._stops)
 
     def ends_in(self, text: str) -> bool:
-        """Return True if `text` would complete a stop string."""
+        """Return True if the held text plus `text` would contain a stop string."""
         return self.found is None and any(stop in self._held + text for stop in self._stops)
 
     def push(self, text: str) -> str:
-        """Add text; return the text that is certainly before a stop string, or "" after a stop string."""
+        """Add text; return the text that cannot be part of a stop string. After a stop string, return ""."""
         if self.found is not None:
             return ""
         self._held += text
@@ -240,7 +240,7 @@ class StopStrings:
             (position + len(stop), position) for stop in self._stops if (position := self._held.find(stop)) >= 0
         ]
         if positions:
-            stop_end, end = min(positions)  # the stop string that is complete first, however the text was split
+            stop_end, end = min(positions)  # the stop string that ends first, independent of the pieces
             self.found = self._held[end:stop_end]
         else:
             end = len(self._held) - self._begun()
@@ -248,12 +248,12 @@ class StopStrings:
         return new
 
     def finish(self) -> str:
-        """End the text; return the held text, which can no longer begin a stop string."""
+        """End the text; return the held text, unless a stop string was found."""
         new, self._held = ("" if self.found is not None else self._held), ""
         return new
 
     def _begun(self) -> int:
-        """Return the length of the held text's longest suffix that is a prefix of a stop string."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         ends = range(min(longest, len(self._held)), 0, -1)
         return next((size for size in ends if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)

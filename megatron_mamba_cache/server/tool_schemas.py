@@ -1,4 +1,4 @@
-"""Schemas for tools and tool calls in chat completions."""
+"""Schemas for the tools, tool choices and tool calls of chat completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ FunctionKind = Annotated[Text, AfterValidator(_function_only), Field(json_schema
 
 
 class ForeignTool(BaseModel):
-    """Tool of a type that cannot be called here, such as `web_search`."""
+    """Tool that runs on another provider's server, such as `web_search`; the model cannot call it here."""
 
     type: Text
     cache_control: CacheControl | None = None
 
 
 def own_or_foreign(*own: str) -> Discriminator:
-    """Return a discriminator for tools: own tools have one of these types or no type, all others are foreign.
+    """Return a pydantic discriminator: tools with a type in `own` or without a type are own, all others foreign.
 
     The tags contain a hyphen, so that `errors.schema_error` removes them from error messages.
     """
@@ -58,14 +58,14 @@ OwnOrForeign = Annotated[
 
 
 def counted_foreign(tools: list[Any]) -> list[Any]:
-    """Count the foreign tools in a list and log a warning; return the list."""
+    """Count the foreign tools and log a warning; return `tools` unchanged."""
     foreign = [tool for tool in tools if isinstance(tool, ForeignTool)]
     note_ignored("tools of this type cannot run here", [f"tools.type {tool.type}" for tool in foreign])
     return tools
 
 
 def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
-    """Return the callable tools; move a foreign tool's breakpoint to the last callable tool."""
+    """Return the tools without foreign tools; move a foreign tool's cache breakpoint to the last remaining tool."""
     kept = [tool for tool in tools or () if not isinstance(tool, ForeignTool)]
     foreign = [tool for tool in tools or () if isinstance(tool, ForeignTool)]
     mark = next((tool.cache_control for tool in foreign if tool.cache_control is not None), None)
@@ -75,7 +75,7 @@ def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
 
 
 class Function(BaseModel):
-    """Function that the model may call; `parameters` is a JSON schema. `cache_control` may be here or on the tool."""
+    """Function that the model may call; `parameters` is a JSON schema. `cache_control` may also be in `Tool`."""
 
     model_config = ConfigDict(regex_engine="rust-regex")
 
@@ -87,7 +87,7 @@ class Function(BaseModel):
 
 
 def _nested(found: Any) -> Any:
-    """Convert a flat function or function choice to the nested form of chat completions."""
+    """Convert a function in the flat format of the responses API to the nested format of chat completions."""
     if not isinstance(found, Mapping) or found.get("type") != "function" or "function" in found or "name" not in found:
         return found
     outer = {name: found[name] for name in ("type", "cache_control") if name in found}
@@ -102,13 +102,13 @@ class Tool(BaseModel):
     cache_control: CacheControl | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the tool in the format that chat templates read."""
+        """Return the tool definition for chat templates."""
         hidden: Any = {"cache_control": True, "function": {"cache_control"}}
         return self.model_dump(exclude=hidden, exclude_unset=True, exclude_none=True)
 
     @property
     def mark(self) -> CacheControl | None:
-        """The cache breakpoint after this tool."""
+        """Cache breakpoint after this tool; None if there is none."""
         return self.cache_control or self.function.cache_control
 
 
@@ -154,7 +154,7 @@ class AllowedTools(BaseModel):
 
 
 def _plain_choice(found: Any) -> Any:
-    """Return a tool choice with `allowed_tools` flattened."""
+    """Return a tool choice with `allowed_tools` unnested, or with a flat function nested."""
     inner = found.get("allowed_tools") if isinstance(found, Mapping) else None
     return {"type": "allowed_tools", **inner} if isinstance(inner, Mapping) else _nested(found)
 
@@ -175,7 +175,7 @@ ToolChoice = Annotated[
 
 
 def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
-    """Return a tool choice in the format of the responses API."""
+    """Convert a tool choice to the flat format of the responses API."""
     if isinstance(choice, AllowedTools):
         tools = [flat_choice(tool) for tool in own_tools(choice.tools)]
         return {"type": choice.type, "mode": choice.mode, "tools": tools}
@@ -184,15 +184,15 @@ def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTools:
-    """Tools that a reply may call or must call."""
+    """Tools that a reply may or must call."""
 
     choice: str | NamedTool | None  # "auto", "none", "required", or the tool that must be called
     tools: Sequence[Mapping[str, Any]]  # function definitions in OpenAI's format
-    are_some: bool = False  # True if the request has further tools that may not be called
+    are_some: bool = False  # True if the request has other tools, which the reply may not call
 
 
 def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[Mapping[str, Any]]) -> ChosenTools:
-    """Return the tools that a choice allows; raise `ApiError` 400 if the request lacks an allowed tool."""
+    """Return the tools that `choice` allows; raise `ApiError` 400 if one is not among the request's tools."""
     if not isinstance(choice, AllowedTools):
         return ChosenTools(choice, tools)
     allowed = {tool.function.name for tool in own_tools(choice.tools)}
@@ -206,7 +206,7 @@ def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[
 
 
 class CalledFunction(BaseModel):
-    """Name of a called function, and its arguments as JSON text."""
+    """Name and arguments of a called function; the arguments are JSON text."""
 
     name: Name
     arguments: Text = "{}"
@@ -221,7 +221,7 @@ class Call(BaseModel):
     cache_control: CacheControl | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the call in the format that chat templates read."""
+        """Return the call for chat templates."""
         return called(self.function.name, self.function.arguments, self.id)
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one span for each request, with the GenAI attributes.
+"""OpenTelemetry traces: one span per request, with attributes from the GenAI conventions.
 
 Requires the extra `otel`. The environment variables of OpenTelemetry's packages apply (`OTEL_SERVICE_NAME`,
 `OTEL_TRACES_SAMPLER`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_SCHEDULE_DELAY` and so on).
@@ -22,22 +22,22 @@ _CLOSE_S = 3.0
 
 
 class Traces:
-    """Exporter of request spans; this base class ignores them."""
+    """Interface for tracing requests; this base class records nothing."""
 
     def start(self) -> None:
         """Start tracing."""
 
     def note(self, exchange: Exchange) -> None:
-        """Record the span of a request that has ended, without waiting for I/O."""
+        """Queue the span of a request that has ended; do not wait for I/O."""
 
     def close(self) -> None:
-        """Send the remaining spans within a few seconds."""
+        """Send the remaining spans; drop those that take longer than a few seconds."""
 
 
 class ExportedTraces(Traces):
-    """Exporter that sends spans to a collector's URL with OTLP over HTTP.
+    """Exporter that sends request spans to an OpenTelemetry collector with OTLP over HTTP.
 
-    The span of a request with a `traceparent` header joins the caller's trace. Health probes have no spans.
+    If a request has a `traceparent` header, its span joins the caller's trace. Health checks have no spans.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
@@ -90,7 +90,7 @@ class ExportedTraces(Traces):
 
 
 def _attributes(exchange: Exchange, operation: str | None, model_name: str) -> dict[str, Any]:
-    """Return the HTTP and GenAI attributes for a request's span."""
+    """Return the HTTP and GenAI attributes for a request's span; omit unknown values."""
     found: dict[str, Any] = {
         "http.request.method": exchange.method,
         "url.path": exchange.path,

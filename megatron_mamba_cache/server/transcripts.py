@@ -1,4 +1,4 @@
-"""Exact tokens of earlier texts; tokenizing a reply's text may give different tokens."""
+"""Token ids of earlier prompts and replies; tokenizing a reply's text could give different ids."""
 
 import threading
 from array import array
@@ -15,23 +15,23 @@ _CHARACTER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Text of a prompt and reply, with its exact tokens."""
+    """Text of a prompt and its reply, with the token ids that the engine used."""
 
     text: str
     token_ids: tuple[int, ...]
 
 
 class _Key(NamedTuple):
-    kind: tuple[str, bool | None]  # (the tenant's salt, argument `adds`)
+    kind: tuple[str, bool | None]  # (tenant's salt, argument `adds`)
     text: str
 
 
 class Transcripts:
-    """Thread-safe LRU cache from text to tokens, with at most `max_bytes` for each API key.
+    """Thread-safe LRU cache from texts to token ids, with at most `max_bytes` per API key.
 
-    A later prompt of the same tenant reuses the longest entry that it begins with; only the rest is tokenized. A
-    conversation's next turn begins with an entry if the template renders the earlier messages unchanged, and not if it
-    drops reasoning or trims replies.
+    A prompt reuses the same tenant's longest entry that is a prefix of its text; only the rest is tokenized. The next
+    turn of a conversation finds its entry if the template renders the earlier messages unchanged, but not if the
+    template drops reasoning or trims replies.
     """
 
     def __init__(self, max_bytes: int, max_entries: int = _MOST_ENTRIES) -> None:
@@ -42,7 +42,7 @@ class Transcripts:
         self._lock = threading.Lock()
 
     def longest(self, tenant: Tenant, text: str, adds: bool | None = None) -> Transcript | None:
-        """Return the tenant's longest entry that is a prefix of `text`, for the same `adds`; None if there is none.
+        """Return the tenant's longest entry that is a prefix of `text` and has the same `adds`; None if none is.
 
         `adds` is True if special tokens were added, False if not, None for the tokenizer's default."""
         with self._lock:
@@ -56,7 +56,7 @@ class Transcripts:
             return Transcript(key.text, tuple(entries[key]))
 
     def remember(self, tenant: Tenant, text: str, token_ids: Sequence[int], adds: bool | None = None) -> None:
-        """Store the tokens of a non-empty text, unless they exceed `max_bytes` alone."""
+        """Store the token ids of a non-empty text, unless this entry alone exceeds `max_bytes`."""
         key, tokens = _Key((tenant.salt, adds), text), array("q", token_ids)
         size = _size(key, tokens)
         if not text or size > self._max_bytes:
@@ -70,7 +70,7 @@ class Transcripts:
                 self._drop(tenant.owner, next(iter(entries)))
 
     def num_bytes(self, owner: str) -> int:
-        """Return the total size of an owner's entries, as counted against `max_bytes`."""
+        """Return the number of bytes in an owner's entries that count toward `max_bytes`."""
         return self._bytes.get(owner, 0)
 
     def _drop(self, owner: str, key: _Key) -> None:

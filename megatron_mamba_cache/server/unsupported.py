@@ -1,7 +1,7 @@
-"""Unsupported request fields of OpenAI's and vLLM's APIs, and their neutral values.
+"""Unsupported request fields of OpenAI's and vLLM's APIs, and the values that have no effect.
 
 To support a field, remove its entry here and add the field to a schema. Fields that cannot change a reply are ignored
-and counted: names of a client, user or session, and fields that only affect speed.
+and counted. Examples are the name of a user or session, and fields that affect only speed.
 """
 
 import json
@@ -16,14 +16,14 @@ from pydantic_core import PydanticCustomError
 
 logger = logging.getLogger(__name__)
 
-_MOST_NAMES = 1000  # limit on the number of names, because clients choose them
+_MOST_NAMES = 1000  # clients choose the names, so their number must be limited
 
 _counts: Counter[tuple[str, str]] = Counter()
 _lock = threading.Lock()
 
 
 def note_ignored(reason: str, names: Iterable[str]) -> None:
-    """Count request fields that are ignored for a reason; log each name at counts 1, 10, 100 and so on."""
+    """Count ignored request fields by reason and name; log each name at counts 1, 10, 100 and so on."""
     with _lock:
         counts = {}
         for name in dict.fromkeys(names):
@@ -43,34 +43,34 @@ REFUSED = "unsupported_field"
 
 
 def schema_error(kind: LiteralString, sentence: str, field: str | None = None) -> PydanticCustomError:
-    """Return a pydantic error that `errors.schema_error` reports with this sentence."""
+    """Return a pydantic error; `errors.schema_error` copies `sentence` to the response."""
     named = {} if field is None else {"field": field}
     return PydanticCustomError(kind, "{sentence}", {**named, "sentence": sentence})
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Values that are accepted for an unsupported field, and the refusal of all other values."""
+    """Rule for an unsupported field: the accepted values, which have no effect, and the error for other values."""
 
     neutral: tuple[Any, ...] = ()  # accepted values, in addition to null
-    instead: str = ""  # remedy in the refusal; "" derives it from `neutral`
-    items: tuple[str, ...] = ()  # accepted items if the field is a list
+    instead: str = ""  # remedy in the error message; "": derived from `neutral`
+    items: tuple[str, ...] = ()  # accepted items of a list; (): no lists
 
     def takes(self, value: Any) -> bool:
-        """Return True if a value is accepted because it has no effect."""
+        """Return True if a value is accepted."""
         if isinstance(value, list) and self.items:
             return all(item in self.items for item in value)
         return value is None or any(_is_same(value, neutral) for neutral in self.neutral)
 
     def refusal(self, name: str) -> str:
-        """Return the error message for a value that is not accepted."""
+        """Return the error message for a refused value; `name` is the field."""
         instead = self.instead or " or ".join(
             ["leave it out", *(f"send {json.dumps(value)}" for value in self.neutral[:1])]
         )
         return f"`{name}` is not supported by this server; {instead}"
 
     def schema(self, name: str) -> dict[str, Any]:
-        """Return the JSON schema for the accepted values."""
+        """Return the JSON schema for the field `name`, which allows only the accepted values."""
         accepted: dict[str, Any] = {"enum": [None, *self.neutral]}
         if self.items:
             accepted = {"anyOf": [accepted, {"type": "array", "items": {"enum": [*self.items]}}]}
@@ -99,7 +99,7 @@ COMMON: Table = {
     "guided_decoding_backend": _NOTHING,
     "guided_whitespace_pattern": _NOTHING,
     "structural_tag": _NOTHING,
-    "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text in this server
+    "spaces_between_special_tokens": Unsupported((True, False)),  # spacing has no effect here
     "truncate_prompt_tokens": _NOTHING,
     "truncation_side": _NOTHING,
     "priority": Unsupported((0,)),
@@ -156,9 +156,10 @@ LABELS = frozenset(
 
 
 def without_labels(labels: Collection[str], known: Container[str], fields: Any) -> Any:
-    """Count the fields that cannot change a reply, and remove those that the schema does not have.
+    """Return `fields` without the ignored fields that the schema does not declare; count all ignored fields.
 
-    `labels` are the names of such fields; `known` are the schema's field names. Without labels, nothing is removed.
+    `labels` are the names of ignored fields, which cannot change a reply; if empty, no field is ignored. `known` are
+    the field names that the schema declares.
     """
     if not labels or not isinstance(fields, Mapping):
         return fields
@@ -168,7 +169,7 @@ def without_labels(labels: Collection[str], known: Container[str], fields: Any) 
 
 
 def without_unsupported(table: Table, fields: Any) -> Any:
-    """Return the fields that are not in `table`; raise an error if a field in it has an effect."""
+    """Return `fields` without the names in `table`; raise a pydantic error if one has a value that is not accepted."""
     if not isinstance(fields, Mapping):
         return fields
     for name, value in fields.items():
@@ -178,7 +179,7 @@ def without_unsupported(table: Table, fields: Any) -> Any:
 
 
 def schema_with(table: Table, labels: Collection[str], schema: dict[str, Any]) -> None:
-    """Add the fields in `table`, and the ignored fields, to a request's JSON schema."""
+    """Add the unsupported fields in `table` and the ignored fields in `labels` to a JSON schema, in place."""
     ignored = {"default": None, "description": "Accepted, without effect."}
     schema["properties"] |= {name: ignored for name in sorted(labels) if name not in schema["properties"]}
     schema["properties"] |= {name: row.schema(name) for name, row in table.items()}
