@@ -1,6 +1,6 @@
 """Convert content that chat templates cannot render to text: foreign tool calls, their results, images.
 
-A foreign tool is a tool that runs on another provider's server, such as web search.
+A foreign tool is built into another provider's API, such as web search; this server cannot run it.
 """
 
 import json

@@ -117,7 +117,7 @@ class IncrementalText:
         return self._take_held(earlier)
 
     def _take_held(self, text: str) -> str:
-        """Return the held text, where `text` is the window's text through it, and record its tokens' ends."""
+        """Return the held text at the end of `text`, and record the ends of its tokens."""
         new = self._take(text)
         if self._inside.get(self._newest_shown) == self._length:  # otherwise the tokens decoded to different text
             for index, end in self._inside.items():

@@ -32,7 +32,7 @@ FunctionKind = Annotated[Text, AfterValidator(_function_only), Field(json_schema
 
 
 class ForeignTool(BaseModel):
-    """Tool that runs on another provider's server, such as `web_search`; the model cannot call it here."""
+    """Tool that is built into another provider's API, such as `web_search`; this server cannot run it."""
 
     type: Text
     cache_control: CacheControl | None = None

@@ -1,4 +1,4 @@
-"""Schemas for content blocks, tools and tool choices in the messages API."""
+"""Schemas for content blocks, tools and tool choices in Anthropic's messages API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 class TextBlock(BaseModel):
-    """Content block with text."""
+    """Text block."""
 
     type: Literal["text"] = "text"
     text: Text
@@ -23,20 +23,20 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """Content block with reasoning from an earlier reply; the signature is ignored."""
+    """Content block with the reasoning of an earlier reply; its signature is ignored."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
 class RedactedThinkingBlock(BaseModel):
-    """Content block with encrypted reasoning that only Anthropic can read; left out of the prompt."""
+    """Content block with reasoning encrypted by Anthropic; omitted from the prompt because it cannot be read."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(BaseModel):
-    """Content block with a tool call."""
+    """Content block with a tool call from an earlier reply."""
 
     type: Literal["tool_use"]
     id: Name
@@ -46,7 +46,7 @@ class ToolUseBlock(BaseModel):
 
 
 class ToolResultBlock(BaseModel):
-    """Content block with a tool result; `is_error` is only counted, because templates do not render it."""
+    """Content block with a tool result; `is_error` has no effect, because chat templates do not render it."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -67,7 +67,7 @@ def _only(*kinds: str) -> BeforeValidator:
 
 
 def _with_shown_calls(block: Any) -> Any:
-    """Convert a call to one of Anthropic's own tools, or its result, to a text block."""
+    """Convert a call to a tool that is built into Anthropic's API, or its result, to a text block."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
         return block
@@ -105,7 +105,7 @@ class MessagesTool(BaseModel):
     cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """Return the tool in the format of chat completions."""
+        """Convert the tool to the format of chat completions."""
         fields = {"description": self.description, "strict": self.strict}
         described = {key: value for key, value in fields.items() if value is not None}
         function = {"name": self.name, **described, "parameters": self.input_schema}
@@ -125,21 +125,21 @@ MessagesTools = Annotated[
 
 
 class MessagesToolChoice(BaseModel):
-    """Tool choice: "any" requires a call, "tool" requires a call to the tool `name`."""
+    """The field `tool_choice`: "any" requires a tool call, "tool" requires a call to the tool `name`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: Flag | None = None
 
     def as_chat(self) -> Any:
-        """Return the tool choice in the format of chat completions."""
+        """Convert the tool choice to the format of chat completions."""
         if self.type != "tool":
             return _CHOICES[self.type]
         return {"type": "function", "function": {"name": self.name or ""}}
 
 
 def parts_of(content: str | Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return the text of the content as text parts in the format of chat completions."""
+    """Convert the text in `content` to text parts of a chat completion; ignore other blocks."""
     blocks = [TextBlock(text=content or "")] if content is None or isinstance(content, str) else content
     return [
         {"type": "text", "text": block.text, "cache_control": block.cache_control}

@@ -1,4 +1,4 @@
-"""Routes of Anthropic's messages API, and the format of its complete and streamed replies."""
+"""Routes of Anthropic's messages API, and its response format."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -46,10 +46,10 @@ def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> 
 
 
 class MessagesFormat:
-    """`Format` for `/v1/messages`, for jobs with one choice.
+    """`Format` for `/v1/messages`; the job must have exactly one choice.
 
-    `max_tokens` is the client's limit; fewer tokens may fit in the context. Reasoning blocks have no
-    text unless `includes_thinking`.
+    `max_tokens` is the client's limit; fewer tokens may fit in the context. If `includes_thinking` is False, thinking
+    blocks are empty.
     """
 
     def __init__(self, model: str, max_tokens: int, *, includes_thinking: bool) -> None:
@@ -60,7 +60,7 @@ class MessagesFormat:
         self._has_started = False
 
     def opening(self, _job: Job) -> list[Event]:
-        """Return no events; the message starts with the first piece, when the cached tokens are known."""
+        """Return no events: the first event contains the number of cached tokens, which is known at the first piece."""
         return []
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
@@ -79,13 +79,13 @@ class MessagesFormat:
         return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}
 
     def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return the parts without the text of reasoning unless the client requested it."""
+        """Return the parts; remove the text of reasoning if `includes_thinking` is False."""
         if self._includes_thinking:
             return parts
         return [replace(part, text="") if isinstance(part, Reasoning) else part for part in parts]
 
     def _end(self, job: Job) -> dict[str, Any]:
-        """Return the fields that describe why the reply ended."""
+        """Return the fields `stop_reason` and `stop_sequence`."""
         reply, fitting = job.choices[0].reply, job.choices[0].spec.max_tokens
         if reply.stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
@@ -109,19 +109,19 @@ class MessagesFormat:
 
 
 class _BlockEvents:
-    """Converter from the parts of one reply to the events of its content blocks.
+    """Encoder that converts one reply's parts to events for content blocks.
 
-    The input of a call is sent when the call is complete, because only then is it known to be an object. Pings keep
-    the stream alive until then.
+    A call's arguments are sent as one event at the end of the call, because they must be a JSON object. Pings keep the
+    connection alive until then.
     """
 
     def __init__(self) -> None:
         self._index = -1
-        self._kind: type[Part] | None = None  # type of the parts in the open block
+        self._kind: type[Part] | None = None  # part type of the open block; None if no block is open
         self._arguments = ""  # arguments of the open call so far
 
     def of(self, part: Part) -> list[Event]:
-        """Return the events for a part."""
+        """Return the events for the next part; begin and end blocks as needed."""
         match part:
             case CallBegin(name):
                 return self._begin(CallArguments, _tool_use(name, {}))
@@ -138,7 +138,7 @@ class _BlockEvents:
                 return [*opened, self._delta(type="text_delta", text=text)]
 
     def end(self) -> list[Event]:
-        """Return the events that end the open block, or none if no block is open."""
+        """Return the events that end the open block; return [] if no block is open."""
         if self._kind is None:
             return []
         last = []
@@ -164,7 +164,7 @@ def _event(kind: str, **fields: Any) -> Event:
 
 
 def _content(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Return the content blocks for the parts of a reply."""
+    """Convert a complete reply's merged parts to content blocks."""
     blocks: list[dict[str, Any]] = []
     for part in parts:
         match part:

@@ -1,4 +1,4 @@
-"""Schemas for requests to the messages API, and their translation to chat completions."""
+"""Schemas for requests to Anthropic's messages API, and their translation to chat completions."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ _FOREIGN: Mapping[str, Sequence[str]] = {
 
 
 class Turn(PartlySupported):
-    """Message from the user or the model, or further instructions (role system)."""
+    """Message from the user or the model, or later instructions (role system)."""
 
     unsupported = _OF_SYSTEM_MESSAGES
 
@@ -63,13 +63,13 @@ class Turn(PartlySupported):
 
     @property
     def is_empty(self) -> bool:
-        """True if the message has only empty text."""
+        """True if the message has no text except white space, and no other blocks."""
         blocks = () if isinstance(self.content, str) else self.content
         return not self.has_text and all(isinstance(block, TextBlock) for block in blocks)
 
     @property
     def has_text(self) -> bool:
-        """True if the message has text that is not only white space."""
+        """True if the message has text other than white space."""
         if isinstance(self.content, str):
             return bool(self.content.strip())
         return any(isinstance(block, TextBlock) and block.text.strip() for block in self.content)
@@ -81,15 +81,15 @@ class Turn(PartlySupported):
 
 
 class Thinking(BaseModel):
-    """Setting that turns reasoning on or off; templates read it as `enable_thinking`. A budget has no effect."""
+    """The field `thinking`: sets the template variable `enable_thinking`; `budget_tokens` has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized", "omitted"] | None = None  # "omitted": replies do not include the text of reasoning
+    display: Literal["summarized", "omitted"] | None = None  # "omitted" removes the text of reasoning
 
 
 class OutputFormat(BaseModel):
-    """JSON schema that the answer must follow."""
+    """JSON schema that constrains the answer."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -97,12 +97,12 @@ class OutputFormat(BaseModel):
     json_schema: JsonSchema = Field(alias="schema")
 
     def as_response_format(self) -> dict[str, Any]:
-        """Return the format as a chat completion's `response_format`."""
+        """Convert the format to a chat completion's `response_format`."""
         return {"type": "json_schema", "json_schema": {"schema": self.json_schema}}
 
 
 class OutputConfig(BaseModel):
-    """Effort (templates read it as `reasoning_effort`) and format of the answer."""
+    """The field `output_config`: answer format, and effort (the template variable `reasoning_effort`)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -129,7 +129,7 @@ class CountTokensRequest(PartlySupported):
 
     @property
     def continues(self) -> bool:
-        """True if the reply continues the last message, a non-empty message from the model."""
+        """True if the last message is a non-empty assistant message, which the reply then continues."""
         return self.messages[-1].role == "assistant" and not self.messages[-1].is_empty
 
     @model_validator(mode="after")
@@ -143,7 +143,7 @@ class CountTokensRequest(PartlySupported):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Return the request translated to a chat completion."""
+        """Translate the request to a chat completion."""
         return ChatRequest.model_validate(self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class CountTokensRequest(PartlySupported):
         }
 
     def _marked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with the request's breakpoint on the last message, unless that has a breakpoint."""
+        """Add the request's `cache_control` to the last message, in place, unless that ends with a breakpoint."""
         if self.cache_control is not None and messages:
             last = messages[-1]
             if not any(part["cache_control"] for part in last["content"][-1:]):
@@ -200,7 +200,7 @@ class MessagesRequest(CountTokensRequest):
 
     @property
     def includes_thinking(self) -> bool:
-        """True if the reply includes the text of reasoning."""
+        """True if the reply should include the text of reasoning."""
         return self.thinking is None or self.thinking.display != "omitted"
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _user_messages(blocks: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a user's blocks as messages: one for each tool result, and one for each text between results."""
+    """Split a user's blocks into messages: one per tool result, and one per run of text between results."""
     texts: list[Any] = []
     for block in [*blocks, None]:
         if isinstance(block, TextBlock):
@@ -231,7 +231,7 @@ def _user_messages(blocks: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _replied(blocks: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the blocks of an earlier reply as one message."""
+    """Yield one chat message with the blocks of an earlier reply."""
     calls = [
         {
             "id": block.id,

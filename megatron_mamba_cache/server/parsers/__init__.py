@@ -1,1 +1,1 @@
-"""Parsers for replies: convert text deltas to content, reasoning and tool calls."""
+"""Reply parsers: convert streamed text to content, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""Grammars for tool calls, in the format that the model family's parser reads."""
+"""Grammars that constrain tool calls to the formats of the model families' parsers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,20 +25,20 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class MarkedCalls:
-    """Call format of a model family in which calls follow a marker."""
+    """Grammar factory for a call format in which a marker such as `<tool_call>` precedes the calls."""
 
-    marker: str  # text that starts every call or list of calls
-    # Returns the grammar for the text after the marker. The integer is the maximum number of calls in a list.
+    marker: str  # text before each call or before a list of calls
+    # Returns the grammar for the text after a marker. The integer is the maximum length of a list of calls.
     rest: Callable[[Sequence[CallableTool], SpecialId, int], Grammar]
-    separator: str | None = None  # rule between calls that each have a marker; None: one marker starts a list of calls
-    others: tuple[str, ...] = ()  # further texts that the parser accepts as the start of a call
+    separator: str | None = None  # rule between calls; None: one marker precedes a list of calls
+    others: tuple[str, ...] = ()  # other texts that begin a call for the parser
 
     def calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
-        """Return the grammar for 1 to `most` calls to the tools."""
+        """Return the grammar for at least 1 and at most `most` calls."""
         return sequence(Grammar(literal(self.marker, special_id)), self.rest_of_calls(tools, special_id, most))
 
     def rest_of_calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
-        """Return the grammar for 1 to `most` calls, without the first marker."""
+        """Return the grammar for the text of `calls` after the first marker."""
         rest = named("call", self.rest(tools, special_id, most))
         if self.separator is None or most == 1:
             return rest
@@ -46,7 +46,7 @@ class MarkedCalls:
         return replace(rest, rule=f"{rest.rule} {others}")
 
     def text_and_calls(self, tools: Sequence[CallableTool], special_id: SpecialId) -> Grammar:
-        """Return the grammar for text that may contain calls, but only to the tools."""
+        """Return the grammar for free text with any number of calls, which may only call `tools`."""
         number = special_id(self.marker)
         rules = {"TEXT": f"/(.|\\n)*/ & {without(self.marker, *self.others)}"}
         begun = f"TEXT <[{number}]>"
@@ -89,7 +89,7 @@ MARKED_CALLS: Mapping[str, MarkedCalls] = {
 
 
 def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool) -> Grammar:
-    """Return the grammar for a reply that makes at least one call."""
+    """Return the grammar for a reply that consists of calls: at least one, exactly one if `only_one`."""
     form = MARKED_CALLS.get(family)
     if form is None:
         return _json_call(tools, "parameters")
@@ -97,7 +97,7 @@ def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: Specia
 
 
 def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId) -> Grammar | None:
-    """Return the grammar for a reply that may call tools; None if the family's calls have no marker."""
+    """Return the grammar for text with optional calls; None if the family's call format has no marker."""
     form = MARKED_CALLS.get(family)
     return None if form is None else form.text_and_calls(tools, special_id)
 
@@ -105,9 +105,9 @@ def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_i
 def calls_in_reasoning(
     family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool, after: Grammar | None = None
 ) -> CallsInReasoning | None:
-    """Return the calls that may end reasoning; None if the family's calls have no marker.
+    """Return the calls that may begin within reasoning and end it; None if the call format has no marker.
 
-    `after` is the grammar for the text after the calls; None: the reply ends there.
+    `after` is the grammar for the text after the calls; if it is None, the reply ends with the calls.
     """
     form = MARKED_CALLS.get(family)
     if form is None:

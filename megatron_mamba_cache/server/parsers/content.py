@@ -1,4 +1,4 @@
-"""Parse text between tags, as content or reasoning, without the white space before a tag."""
+"""Split text at tags, and distinguish a tag from a mention of the tag, for example in quotes or code."""
 
 import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from .text_feed import TextFeed
 
 
 class TagPositions:
-    """Positions of the tags in one reply; `tokens` maps the tokens that are tags to their texts."""
+    """Positions in one reply's text of tags that are single tokens; `tokens` maps token ids to tags."""
 
     def __init__(self, tokens: Mapping[int, str]) -> None:
         self._tokens = tokens
@@ -17,13 +17,13 @@ class TagPositions:
 
     @property
     def texts(self) -> Collection[str]:
-        """Texts of the tags that have positions."""
+        """The tags whose positions are recorded."""
         return self._positions.keys()
 
     def find(self, token: int, text: str, start: int) -> int | None:
-        """Record and return the position of a token's tag; return None if the token is not a tag.
+        """If a token is a tag, record and return the tag's position; otherwise return None.
 
-        `text` is the text that the token adds to the reply after `start` characters.
+        `text` is the text that the token adds; `start` is its offset in the reply, in characters.
         """
         tag = self._tokens.get(token)
         at = -1 if tag is None else text.rfind(tag)
@@ -33,7 +33,7 @@ class TagPositions:
         return start + at
 
     def joined(self, found: Sequence[tuple[str, int]]) -> Self:
-        """Return these positions together with the positions of tags that a parser found."""
+        """Return a copy with the (tag, position) pairs in `found` added."""
         joined = type(self)(self._tokens)
         for tag, positions in self._positions.items():
             joined._positions[tag] = {*positions}
@@ -42,9 +42,10 @@ class TagPositions:
         return joined
 
     def in_rewritten(self, rewritten: str, text: str) -> Iterable[int]:
-        """Yield the positions of the same tags in `rewritten`, a template's rewrite of the reply's `text`.
+        """Yield the tag positions in `rewritten`, the template's version of the reply's `text`.
 
-        If the numbers of occurrences differ, every occurrence in the rewrite counts as a tag.
+        Occurrences of a tag in the two texts are matched in order. If their numbers differ, every occurrence in
+        `rewritten` counts as a tag rather than a mention.
         """
         for tag, positions in self._positions.items():
             own, others = _mentions(tag, text), _mentions(tag, rewritten)
@@ -65,9 +66,10 @@ _OPENING = frozenset(  # same characters as in `after_reasoning`
 
 
 class LinePosition:
-    """State of a position in text: the line so far, and if it is in a fenced code block.
+    """Context of a text position, which decides if a marker there is a tag or a mention.
 
-    If a grammar constrains the text (`is_held`), fences and open quotes do not count: grammars cannot track them.
+    The context is the current line up to the position, and any open code fence. If `is_held`, a grammar constrains the
+    text; code fences and open quotes are then ignored, because grammars cannot track them.
     """
 
     def __init__(self, *, is_held: bool) -> None:
@@ -86,14 +88,14 @@ class LinePosition:
             self._add_to_line(line)
 
     def begins_call(self) -> bool:
-        """Return True if a tag here may begin a call: at the start of a line, outside of code."""
+        """Return True if a marker here begins a call: at the start of a line and not in a code block."""
         return not self.is_in_code and not self._beginning
 
     def ends_reasoning(self, *, is_tag: bool) -> bool:
-        """Return True if a closing marker here ends reasoning, that is, it is not in code and not only mentioned.
+        """Return True if a closing marker here ends reasoning; return False if it is a mention or in a code block.
 
-        A marker at the start of a line always ends reasoning. Elsewhere, a quoted marker is a mention, and so is a tag
-        within a sentence.
+        At the start of a line, a marker ends reasoning. Within a line, a quoted marker is a mention, and a tag in
+        the middle of a sentence is, too.
         """
         if self.is_in_code:
             return False
@@ -106,7 +108,7 @@ class LinePosition:
         return not (is_tag and last.isspace()) or (last in _SPACES and self._end[0] in _SENTENCE_ENDS)
 
     def _start_line(self) -> None:
-        self._beginning = ""  # the line's first visible characters, up to the length of a fence
+        self._beginning = ""  # first visible characters of the line, at most three
         self._end = ""  # the line's last two characters
         self._num_backticks = self._num_quotes = 0
 
@@ -131,21 +133,21 @@ class MarkedCalls(Protocol):
 
     @property
     def open(self) -> Sequence[str]:
-        """Markers that may begin a call; grammars write the first marker."""
+        """Markers that may begin calls; a reply constrained by a grammar uses only the first."""
 
     def call(self, feed: TextFeed, marker: str) -> Reading:
-        """Parse the calls after a marker; return False, without parts, if no call follows.
+        """Parse the calls after a marker; if no call follows, yield no parts and return False.
 
-        The feed's mark is before the marker.
+        The feed's mark must be at the start of the marker.
         """
 
 
 class Prose:
-    """Reader of content or reasoning up to a tag; tags that are only mentioned count as text.
+    """Parser for content or reasoning up to a marker; mentions of markers are part of the text.
 
     Args:
         calls: Syntax of tool calls; None: the text has no calls.
-        close: Marker that ends the text; None: the text continues to the end of the reply.
+        close: Marker that ends the text; None: only the end of the reply ends it.
     """
 
     def __init__(
@@ -160,11 +162,11 @@ class Prose:
         self._calls = calls
         self._close = close
         self._markers = (*([] if close is None else [close]), *(() if calls is None else calls.open))
-        self._held = ""  # white space that is dropped if a tag follows
+        self._held = ""  # white space, which is dropped if a marker follows
         self._position = LinePosition(is_held=feed.is_held)
 
     def read(self) -> Generator[Part | None, None, str]:
-        """Yield parts through `close` or the next calls; return the marker, or "" at the end of the reply."""
+        """Parse through `close` or the next calls; return the marker that was found, or "" at the end of the reply."""
         while marker := (yield from self._text()):
             if (yield from self._counts(marker)):
                 self._held, self._position = "", LinePosition(is_held=self._feed.is_held)
@@ -175,7 +177,7 @@ class Prose:
         return ""
 
     def next_calls(self) -> Reading:
-        """Parse calls if they come next; return False if other text comes next."""
+        """Parse calls if they follow immediately; return False if other text follows."""
         for marker in () if self._calls is None else self._calls.open:
             if (yield from self._feed.accepts(marker)):
                 if (yield from self._counts(marker)):
@@ -184,11 +186,11 @@ class Prose:
         return False
 
     def resume(self) -> None:
-        """Continue after a closing marker, on a new line."""
+        """Continue with the text after a closing marker; put a line break before it."""
         self._held = "\n"
 
     def _text(self) -> Generator[Part | None, None, str]:
-        """Yield the text before the next marker; return the marker, or "" at the end of the reply."""
+        """Yield the text before the next possible marker; return that marker, or "" at the end of the reply."""
         reading = self._feed.until(self._markers)
         while True:
             try:
@@ -210,7 +212,7 @@ class Prose:
         self._position.add(text)
 
     def _counts(self, marker: str) -> Reading:
-        """Parse the text that a marker begins; return False if the marker is only mentioned."""
+        """Return True if a marker is a tag, after parsing its calls if it begins calls; return False for a mention."""
         found = marker, self._feed.position - len(marker)
         self._feed.found.append(found)
         if (yield from self._ends(marker) if marker == self._close else self._calls_after(marker)):
@@ -227,7 +229,7 @@ class Prose:
         return ends_line and not self._position.is_in_code
 
     def _calls_after(self, marker: str) -> Reading:
-        """Parse the calls after a marker; if there are none, return to the end of the marker and return False."""
+        """Parse the calls after a marker; if there are none, move back to the end of the marker and return False."""
         if self._calls is None or not (self._feed.is_token(marker) or self._position.begins_call()):
             return False
         self._feed.mark(back=len(marker))
@@ -246,7 +248,7 @@ def text_and_calls(feed: TextFeed, calls: MarkedCalls) -> Parsing:
 
 
 def rest_is_blank(feed: TextFeed) -> Generator[None, None, bool]:
-    """Consume white space; return True if the line ends after it."""
+    """Consume white space within the line; return True if the line or the reply ends there."""
     while (character := (yield from feed.peek())) and character in _BLANK:
         feed.take()
     return character in ("", "\n")

@@ -1,7 +1,7 @@
-"""Choose the parsers for a model by name or by its chat template.
+"""Select the tool-call and reasoning parsers for a model, by name or from its chat template.
 
-A format has a name, a text that identifies the format in chat templates, and a generator over a `TextFeed` that parses
-it. The module `content` distinguishes tags from mentions of tags, and `call_grammars` has the formats as grammars.
+Each format has a name, a text that identifies it in chat templates, and a parser that reads a `TextFeed`. The module
+`call_grammars` has a grammar for each tool-call format.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class _HeldCalls:
-    """Call syntax restricted to the first marker, the only marker that grammars write."""
+    """Call syntax restricted to the first marker, for replies that a grammar constrains."""
 
     calls: MarkedCalls
 
@@ -70,13 +70,13 @@ _TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplySyntax:
-    """Syntax of a model's replies: formats of its tool calls and reasoning."""
+    """Tool-call and reasoning formats of a model's replies."""
 
     tool_calls: str | None = None  # a name in `TOOL_CALL_PARSERS`; None: the model cannot call tools
-    reasoning: ReasoningForm | None = None  # None: reasoning is not separated from content
+    reasoning: ReasoningForm | None = None  # None: replies are not searched for reasoning
 
     def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
-        """Return the tags in replies that are added tokens of the tokenizer, with their ids."""
+        """Return the ids of those tags in replies that are single added tokens of the tokenizer, by tag."""
         added = getattr(tokenizer, "added_ids", getattr(tokenizer, "special_ids", ()))
         tags = _TAGS if added and (self.tool_calls or self.reasoning) else ()
         return {tag: number for tag in tags if (number := tokenizer.id_of(tag)) in added}
@@ -89,10 +89,10 @@ class ReplySyntax:
         *,
         is_held: bool = False,
     ) -> ReplyParser:
-        """Return a parser for one reply.
+        """Create a parser for one reply.
 
         Args:
-            parameters: Schemas of the tools' parameters; None if the reply may not call tools.
+            parameters: Schemas of the tools' parameters, by tool name; None if the reply may not call tools.
             is_open: True if the prompt ends within reasoning.
             token_tags: Tags that are single tokens.
             is_held: True if a grammar constrains the reply. Only the first marker then begins calls within reasoning.
@@ -110,11 +110,11 @@ class ReplySyntax:
 
 
 def reply_syntax(template: str, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplySyntax:
-    """Return the syntax of a model's replies.
+    """Return the reply syntax for a model.
 
     Args:
         template: Source of the model's chat template; "" if it has none.
-        tool_calls: A name in `TOOL_CALL_PARSERS`, "auto" to choose by the template, or "none".
+        tool_calls: A name in `TOOL_CALL_PARSERS`, "auto" to detect the format from the template, or "none".
         reasoning: A name in `REASONING_PARSERS`, "auto" or "none".
     """
     if tool_calls == AUTO:

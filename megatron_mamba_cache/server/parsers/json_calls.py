@@ -1,4 +1,4 @@
-"""Tool calls as JSON: the formats of Hermes, Granite and Nemotron Nano v2, and plain JSON."""
+"""Parse JSON tool calls: the formats of Hermes, Granite and Nemotron Nano v2, and plain JSON."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Format of calls between markers: one JSON object or a list of objects.
+    """Parser for calls between markers, as one JSON object or a list of objects.
 
     If the text after an opening marker is not a call, the marker and the text are content.
     """
@@ -35,7 +35,7 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class PlainJsonCalls:
-    """Format of calls without markers: the reply is one JSON object or a list. Any other reply is content."""
+    """Parser for replies that are one JSON call or a list of calls, without markers; other replies are content."""
 
     open: tuple[str, ...] = ()
 
@@ -51,11 +51,12 @@ class PlainJsonCalls:
 
 
 def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Parse one or more calls and their closing marker; if no call begins, keep the mark and return False.
+    """Parse one or more calls and their closing marker; return False, with the mark in place, if there is no call.
 
     Args:
-        feed: Text feed with a mark where the calls begin.
-        closers: Markers that end calls, and arguments that are not JSON. If empty, a call must have arguments.
+        feed: Text feed whose mark is at the start of the calls.
+        closers: Markers that end calls, even if a call's arguments are not valid JSON. If empty, calls without
+            arguments are not accepted.
     """
     num_calls = 0
     yield from feed.space()
@@ -81,12 +82,12 @@ def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
             return True
         break
     if num_calls:
-        feed.back_to_mark()  # the text after the last call is content
+        feed.back_to_mark()  # the rest is content
     return num_calls > 0
 
 
 def _ends(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Consume a closing bracket and a closing marker; return True if either was found."""
+    """Consume a closing bracket and a closing marker if they follow; return True if at least one does."""
     found = yield from feed.accepts("]")
     yield from feed.space()
     for closer in closers:
@@ -95,7 +96,7 @@ def _ends(feed: TextFeed, closers: Sequence[str]) -> Reading:
 
 
 class _Call:
-    """Reader of one call."""
+    """Parser for one JSON call."""
 
     def __init__(self, feed: TextFeed, *, needs_arguments: bool) -> None:
         self._feed = feed
@@ -104,7 +105,7 @@ class _Call:
         self.has_begun = False
 
     def read(self) -> Reading:
-        """Yield the call's parts except `CallEnd`; return True if the call is well formed."""
+        """Yield the call's parts except `CallEnd`; return True if the call is complete and valid JSON."""
         feed = self._feed
         if not (yield from feed.accepts("{")):
             return False
@@ -147,7 +148,7 @@ class _Call:
 
 
 def _arguments_of(text: str) -> str:
-    """Return the arguments as an object's JSON; some models write them as a string, or null for no arguments."""
+    """Return arguments as JSON; decode them if the model encoded them as a string, and convert null to {}."""
     if text == "null":
         return "{}"
     if not text.startswith('"'):

@@ -1,9 +1,9 @@
-"""Read JSON values from a text feed.
+"""Read and repair JSON values in a text feed.
 
-Models forget to escape control characters inside strings, such as line breaks; the reader escapes them. A lone
-surrogate becomes U+FFFD, and a number that is not finite becomes a string, because clients cannot read these. If a
-grammar constrains the reply, such a number becomes the nearest finite number, which satisfies the same schema.
-Everything else is unchanged.
+Some models do not escape control characters in strings, such as line breaks; the reader escapes them. Many clients
+cannot parse lone surrogates or numbers beyond float64. A lone surrogate therefore becomes U+FFFD, and such a number
+becomes a string. If a grammar constrains the reply, the number instead becomes the nearest finite number, so that it
+still satisfies the schema. Other text is unchanged.
 """
 
 import json
@@ -25,7 +25,7 @@ _PAIR_OR_HALF = re.compile(r"(\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|\\u[dD][89a-fA
 
 
 def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
-    """Yield a value's text as it arrives; return True if the value is complete and its brackets balance."""
+    """Yield the repaired text of the next value as it arrives; return True if the value is complete."""
     closers: list[str] = []
     while True:
         character = yield from feed.peek()
@@ -50,7 +50,7 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
 
 
 def strict_json(text: str, *, is_held: bool = False) -> str:
-    """Return a JSON text with the replacements of `json_value`; text after the value is unchanged."""
+    """Repair the JSON value at the start of `text` as `json_value` does; return all text, the rest unchanged."""
     feed = TextFeed(is_held=is_held)
     feed.add(text)
     feed.end()
@@ -59,7 +59,7 @@ def strict_json(text: str, *, is_held: bool = False) -> str:
 
 
 def json_string(feed: TextFeed) -> Generator[None, None, str | None]:
-    """Return the value of the next string; None if no complete string follows."""
+    """Read the next JSON string and return its value; return None if no complete, valid string follows."""
     if (yield from feed.peek()) != '"':
         return None
     text, is_complete = yield from gathered(_string_text(feed))
@@ -70,7 +70,7 @@ def json_string(feed: TextFeed) -> Generator[None, None, str | None]:
 
 
 def _string_text(feed: TextFeed) -> Generator[str | None, None, bool]:
-    """Yield the next string's text with its quotes; return True if the string is complete."""
+    """Yield the text of the next string with its quotes; return True if the string is complete."""
     yield feed.take()
     while marker := (yield from each(feed.until(('"', "\\")), _with_controls_escaped)):
         if marker == '"':
@@ -86,7 +86,7 @@ def _string_text(feed: TextFeed) -> Generator[str | None, None, bool]:
 
 
 def _unicode_escape(feed: TextFeed) -> Generator[None, None, str]:
-    """Return a Unicode escape, with the escape of the second half if it is a surrogate pair."""
+    """Read the rest of a Unicode escape, or of both escapes of a surrogate pair; replace a lone surrogate."""
     text = _UNICODE_ESCAPE + (yield from _run_of(_HEX_DIGITS, feed, most=4))
     while _HIGH.fullmatch(text[-6:]) and (yield from feed.accepts(_UNICODE_ESCAPE)):
         text += _UNICODE_ESCAPE + (yield from _run_of(_HEX_DIGITS, feed, most=4))
@@ -94,7 +94,7 @@ def _unicode_escape(feed: TextFeed) -> Generator[None, None, str]:
 
 
 def _run_of(characters: Container[str], feed: TextFeed, most: float = math.inf) -> Generator[None, None, str]:
-    """Consume and return the next characters while they are in a set, at most `most`."""
+    """Consume and return up to `most` characters, as long as they are in `characters`."""
     text = ""
     while len(text) < most and (yield from feed.peek()) in characters:
         text += feed.take()

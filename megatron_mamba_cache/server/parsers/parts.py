@@ -1,4 +1,4 @@
-"""Parts of a reply, and the parser that produces them."""
+"""Parts of a parsed reply, and the incremental parser that produces them."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,28 +9,28 @@ from .text_feed import TextFeed
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Piece of the text for the user."""
+    """Text for the user, or a piece of it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Piece of the model's reasoning."""
+    """The model's reasoning, or a piece of it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """Start of a tool call; the parts up to the next `CallEnd` belong to the call."""
+    """Start of a call to the tool `name`; `CallArguments` and, if the call is complete, `CallEnd` follow."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Piece of a call's arguments; joined, the pieces are JSON unless the model wrote other text."""
+    """Piece of a call's arguments; the joined pieces are JSON unless the model generated other text."""
 
     text: str
 
@@ -51,12 +51,12 @@ class ToolCall:
     """Tool call in a reply."""
 
     name: str
-    arguments: str  # JSON, unless the model wrote other text or the reply was cut off
+    arguments: str  # JSON, unless the model generated other text or the call is incomplete
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """Content, reasoning and tool calls of a reply."""
+    """Content, reasoning and tool calls of one reply."""
 
     content: str
     reasoning: str
@@ -64,11 +64,11 @@ class ParsedReply:
 
 
 class ReplyParser:
-    """Incremental parser of one reply; the merged parts do not depend on how the text was split.
+    """Incremental parser for one reply; the merged parts do not depend on how the text was split into pieces.
 
     Args:
-        parse: Function that reads a feed and yields the parts.
-        token_tags: Tags that are single tokens; they count only at positions passed to `note_tag`.
+        parse: Generator function that reads a `TextFeed` and yields the parts.
+        token_tags: Tags that are single tokens; their text is a tag only at positions passed to `note_tag`.
         is_held: True if a grammar constrains the reply.
     """
 
@@ -83,7 +83,7 @@ class ReplyParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """True if the reply so far ends within reasoning."""
+        """True while the reply is within reasoning."""
         return self._feed.is_reasoning
 
     def note_tag(self, position: int) -> None:
@@ -92,11 +92,11 @@ class ReplyParser:
 
     @property
     def found_tags(self) -> Sequence[tuple[str, int]]:
-        """Tags found so far that were not mentions, with their positions."""
+        """Pairs (tag, position) found so far, without mentions."""
         return self._feed.found
 
     def push(self, text: str) -> list[Part]:
-        """Add text; return the parts that are now certain."""
+        """Add text; return the new parts that later text cannot change."""
         self._feed.add(text)
         return self._advance()
 
@@ -140,7 +140,7 @@ def merged(parts: Iterable[Part]) -> list[Part]:
 
 
 def assembled(parts: Iterable[Part]) -> ParsedReply:
-    """Return the reply that consists of `parts`."""
+    """Assemble the complete reply from its parts."""
     content, reasoning = [], []
     calls: list[tuple[str, list[str]]] = []
     for part in parts:

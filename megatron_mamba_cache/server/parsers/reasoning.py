@@ -1,4 +1,4 @@
-"""Parse reasoning at the start of a reply, between markers; the prompt may contain the opening marker."""
+"""Parse the reasoning between markers at the start of a reply; the prompt may contain the opening marker."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ from .text_feed import TextFeed
 
 
 class PromptReasoning(Enum):
-    """State of reasoning at the end of a prompt."""
+    """State of reasoning at the end of a prompt: not begun (`ALLOWED`), open or done."""
 
     OPEN = "open"
     """The reply begins within reasoning."""
@@ -21,18 +21,18 @@ class PromptReasoning(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """Markers that a model family writes around its reasoning."""
+    """Reasoning format of a model family: the markers around the reasoning."""
 
     open: str
     close: str
-    begins_open: bool = False  # True if every reply begins within reasoning unless the prompt has closed it
+    begins_open: bool = False  # True if replies begin within reasoning unless the prompt closes it
 
     def after(self, begun: str, prefill: str = "") -> PromptReasoning:
-        """Return the state of reasoning at the end of a prompt.
+        """Return the state of reasoning after a prompt that ends with `begun` and `prefill`.
 
         Args:
             begun: Text of the prompt after the last complete message. Every tag in it counts.
-            prefill: Text after `begun` that the client wrote for the reply to continue. It is parsed like a reply.
+            prefill: Beginning of the reply, sent by the client; follows `begun`. It is parsed like a reply.
         """
         opened, closed = begun.rfind(self.open), begun.rfind(self.close)
         if not prefill and opened == closed:
@@ -47,16 +47,16 @@ class ReasoningForm:
         return PromptReasoning.OPEN if feed.is_reasoning else PromptReasoning.DONE
 
     def without_tags(self, prefill: str) -> PromptReasoning:
-        """Return the state of reasoning at the end of a prompt that has no tag after the last message."""
+        """Return the state of reasoning at the end of a prompt without reasoning tags after the last message."""
         if self.begins_open:
             return PromptReasoning.OPEN
         return PromptReasoning.DONE if prefill else PromptReasoning.ALLOWED
 
     def parse(self, feed: TextFeed, *, is_open: bool, calls: MarkedCalls | None) -> Parsing:
-        """Parse the reasoning at the start of a reply, if there is any; leave the rest in the feed.
+        """Parse the reasoning at the start of a reply, if there is any; leave the text after it in the feed.
 
-        Tool calls end reasoning too, because models forget to close it before a call; they may close it after the last
-        call.
+        Tool calls also end reasoning, because models sometimes omit the closing marker before a call. A closing marker
+        after the last call is dropped.
 
         Args:
             is_open: True if the reply begins within reasoning.
@@ -89,13 +89,13 @@ class ReasoningForm:
         yield from feed.space()
 
     def _skip_openings(self, feed: TextFeed) -> Parsing:
-        """Skip opening markers that the model repeats."""
+        """Skip white space and repeated opening markers."""
         yield from feed.space()
         while (yield from feed.accepts(self.open)):
             yield from feed.space()
 
     def _reopens(self, feed: TextFeed) -> Reading:
-        """Consume the opening marker of a further reasoning block; return False if the answer follows instead."""
+        """Consume the opening marker if another reasoning block follows; return False if the answer follows."""
         feed.mark()
         reopens = yield from feed.accepts(self.open)
         if reopens and not feed.is_token(self.open):

@@ -1,7 +1,7 @@
-"""Read text that arrives in pieces, with generators.
+"""Input buffer for parsers that read text as it arrives.
 
-A reading generator yields None while it needs more text, then returns its result. Results do not depend on how the text
-was split.
+The parsers are generators: they yield None when they need more text, and finally return a result. The result does not
+depend on how the text was split into pieces.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -12,7 +12,7 @@ _Changed = TypeVar("_Changed")
 
 
 class TextFeed:
-    """Buffer with the text of a reply, consumed from the start.
+    """Buffer with the text of a reply, which a parser consumes from the start.
 
     Args:
         token_tags: Tags that are single tokens. Their text is a tag only at positions passed to `note_tag`.
@@ -23,9 +23,9 @@ class TextFeed:
         self.is_held = is_held
         self._token_tags = frozenset(token_tags)
         self._tag_positions: set[int] = set()
-        self._num_dropped = 0  # number of the reply's characters before `_text`
+        self._num_dropped = 0  # number of characters dropped from the start of the reply
         self.found: list[tuple[str, int]] = []
-        """Tags found so far that were not mentions, with their positions."""
+        """Pairs (tag, position) found so far, without mentions."""
         self._text = ""
         self._at = 0
         self._mark: int | None = None
@@ -40,15 +40,15 @@ class TextFeed:
 
     @property
     def position(self) -> int:
-        """Number of characters of the reply that were consumed."""
+        """Number of characters consumed since the start of the reply."""
         return self._num_dropped + self._at
 
     def is_token(self, tag: str) -> bool:
-        """Return True if a tag is a single token, so that its text alone is not a tag."""
+        """Return True if a tag is a single token; its text then counts only at positions passed to `note_tag`."""
         return tag in self._token_tags
 
     def add(self, text: str) -> None:
-        """Append text; drop consumed text before the mark."""
+        """Append text; drop the consumed text, but keep the text after the mark."""
         start = self._at if self._mark is None else self._mark
         self._text = self._text[start:] + text
         self._num_dropped += start
@@ -56,53 +56,53 @@ class TextFeed:
         self._mark = None if self._mark is None else 0
 
     def end(self) -> None:
-        """Declare that no more text will arrive."""
+        """Mark the text as complete."""
         self.has_ended = True
 
     def mark(self, back: int = 0) -> None:
-        """Set a mark here, or `back` consumed characters earlier; keep the text after it for `back_to_mark`."""
+        """Mark this position, or the position `back` characters earlier, so that `back_to_mark` can return to it."""
         self._mark = self._at - back
 
     def forget_mark(self) -> None:
-        """Remove the mark."""
+        """Remove the mark, so that text after it can be dropped."""
         self._mark = None
 
     def take_all(self) -> str:
-        """Consume the text that has arrived."""
+        """Consume and return all text that has arrived."""
         return self._take(len(self._text))
 
     def back_to_mark(self) -> None:
-        """Return to the mark and remove it."""
+        """Move back to the mark, and remove the mark."""
         assert self._mark is not None
         self._at, self._mark = self._mark, None
 
     def back(self, count: int) -> None:
-        """Go back by `count` characters; no text may have arrived since they were consumed."""
+        """Move back by `count` consumed characters; call this only if no text has arrived since."""
         self._at -= count
 
     def skip(self, count: int) -> None:
-        """Consume `count` characters that were consumed before."""
+        """Move forward by `count` characters, for example after `back_to_mark`."""
         self._at += count
 
     def peek(self) -> Generator[None, None, str]:
-        """Return the next character without consuming it; "" at the end."""
+        """Return the next character without consuming it; return "" at the end of the reply."""
         while self._at == len(self._text) and not self.has_ended:
             yield None
         return self._text[self._at : self._at + 1]
 
     def take(self) -> str:
-        """Consume and return the peeked character."""
+        """Consume and return the character that `peek` has returned."""
         return self._take(self._at + 1)
 
     def space(self) -> Generator[None, None, str]:
-        """Consume white space and return it."""
+        """Consume and return white space, including line breaks."""
         found = ""
         while (character := (yield from self.peek())) and character.isspace():
             found += self.take()
         return found
 
     def accepts(self, expected: str) -> Generator[None, None, bool]:
-        """Consume `expected` if it comes next; return True if it was consumed."""
+        """Consume `expected` and return True if it comes next; otherwise return False."""
         while True:
             rest = self._text[self._at : self._at + len(expected)]
             if rest == expected:
@@ -115,7 +115,7 @@ class TextFeed:
             yield None
 
     def until(self, markers: Sequence[str]) -> Generator[str | None, None, str]:
-        """Consume text through the first complete marker; yield the text before it and return the marker, else ""."""
+        """Consume text through the first marker; yield the text before it; return the marker, or "" if none comes."""
         while True:
             positions = [(at + len(marker), at) for marker in markers if (at := self._find(marker)) >= 0]
             if positions:
@@ -144,7 +144,7 @@ class TextFeed:
         return marker not in self._token_tags or self._num_dropped + at in self._tag_positions
 
     def _begun(self, markers: Sequence[str]) -> int:
-        """Return the length of the longest suffix that is a prefix of a marker."""
+        """Return the length of the longest suffix of the buffer that is a prefix of a marker."""
         longest = max(map(len, markers), default=1) - 1
         rest = self._text[max(self._at, len(self._text) - longest) :]
         starts = range(len(rest))
@@ -154,7 +154,7 @@ class TextFeed:
 def each(
     reading: Generator[str | None, None, _Answer], change: Callable[[str], _Changed]
 ) -> Generator[_Changed | None, None, _Answer]:
-    """Yield each text that a reading yields, changed by `change`; return the reading's result."""
+    """Apply `change` to each piece that the generator `reading` yields, and yield it; return the same result."""
     while True:
         try:
             piece = next(reading)
@@ -164,7 +164,7 @@ def each(
 
 
 def gathered(reading: Generator[str | None, None, _Answer]) -> Generator[None, None, tuple[str, _Answer]]:
-    """Return all text that a reading yields, joined, and the reading's result."""
+    """Run the generator `reading` to its end; return its joined pieces and its result."""
     pieces: list[str] = []
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Grammars for tool calls between tags, in the format that `XmlCalls` reads."""
+"""Grammars that constrain tool calls to the tag format that `XmlCalls` parses."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class CallableTool:
     """Tool that a reply may call."""
 
     name: str
-    # JSON schema for the arguments, an object; None: any object.
+    # JSON schema for the arguments object; None allows any object.
     parameters: Mapping[str, Any] | None = field(default_factory=lambda: _NO_PARAMETERS)
 
 
@@ -45,14 +45,14 @@ to exclude value ends grows with the length. Longer texts may not contain `<`.""
 _SAFE = "([^<]|<([^<\\/p]|p[^<a]|\\/([^<pf]|p[^<a]|f[^<u])))*"
 """Pattern for texts without the start of a value's end."""
 _VALUE_END = r"\n<\/parameter>\n"
-_VALUE_ENDS = (  # tags that `XmlCalls` reads as the end of a value
+_VALUE_ENDS = (  # tags that end a value for `XmlCalls`
     rf"<\/parameter>{SPACE}(<parameter=|<\/parameter>|<\/function>|<\/tool_call>)"
     rf"|\n<parameter=|<\/function>{SPACE}<\/tool_call>"
 )
 
 
 def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
-    """Return the grammar for a call after its first tag; `number` is unique among a grammar's tools."""
+    """Return the grammar for a call, without its first tag; `number` makes the rule names unique in the grammar."""
     opening = Grammar(quoted(f"\n<function={tool.name}>\n"))
     closing = Grammar(literal("</function>\n</tool_call>", special_id))
     if tool.parameters is None:
@@ -68,7 +68,7 @@ def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
 
 
 def _parameters(alternative: Mapping[str, Any], name: str, tool: CallableTool) -> list[Grammar]:
-    """Return the grammars for the parameters of an object, in the order of its properties."""
+    """Return one grammar per property of an object schema, in order."""
     return [
         _parameter(key, schema, f"{name}_{index}", tool, is_required=key in alternative["required"])
         for index, (key, schema) in enumerate(alternative["properties"].items())
@@ -91,7 +91,7 @@ def _parameter(key: str, schema: Any, name: str, tool: CallableTool, *, is_requi
 
 
 def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Grammar:
-    """Return the grammar for a text value that satisfies all schemas, and for the end of its parameter."""
+    """Return the grammar for a string value that satisfies all schemas, and for its closing tag."""
     parts = [resolved(part, root) for schema in schemas for part in (schema, *list_of(schema.get("allOf")))]
     for number, part in enumerate(parts):
         word = next((word for word in ("anyOf", "oneOf") if list_of(part.get(word))), None)
@@ -126,7 +126,7 @@ def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gramma
 
 
 def _may_be(value: Any, parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if all schemas allow an enum value and the call format can represent it."""
+    """Return True if all schemas allow an enum value, and the call format can represent the value."""
     if not all(type_of_value(value) in types_of(part) for part in parts):
         return False
     if not isinstance(value, str):
@@ -138,7 +138,7 @@ def _may_be(value: Any, parts: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
-    """Return the grammar for a text with its length, pattern and format, and for the end of its parameter."""
+    """Return the grammar for a string with the schemas' length, pattern and format, and for its closing tag."""
     least = max(part.get("minLength", 0) for part in parts)
     most = min((part["maxLength"] for part in parts if "maxLength" in part), default=None)
     ends = rf"~/(.|\n)*({_VALUE_ENDS})(.|\n)*/"
@@ -162,7 +162,7 @@ def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
 
 
 def _is_text(key: str, target: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Return True if `XmlCalls` reads a parameter as text instead of JSON."""
+    """Return True if `XmlCalls` parses a parameter as text, False if it parses JSON."""
     types = types_of_parameter(root, key)
     return types == {"string"} or not (types or target.keys() & _COMBINED) or "string" in _named_types(target)
 

@@ -1,4 +1,4 @@
-"""Schemas for the input items of a response, and their translation to chat messages."""
+"""Schemas for input items of the responses API, and their translation to chat messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ _MOST_ITEMS = 8192
 _MOST_PARTS = 4096
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-_LISTINGS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")  # shown as text, like foreign calls
+_LISTINGS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")  # rendered as text, like foreign calls
 _LINE_END = "\n"
 
 ChatMessage = dict[str, Any]
@@ -45,12 +45,12 @@ class TextItemPart(BaseModel):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the part in the format of chat completions."""
+        """Convert the part to the format of chat completions."""
         return {"type": "text", **self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 def _with_refusal(part: Any) -> Any:
-    """Convert a refusal part to a text part."""
+    """Convert a refusal part to a text part; return any other part unchanged."""
     is_refusal = isinstance(part, Mapping) and part.get("type") == "refusal" and "refusal" in part
     return {"type": "output_text", "text": part["refusal"]} if is_refusal else part
 
@@ -62,7 +62,7 @@ _ResultParts = Annotated[list[_ResultPart], Field(fail_fast=True, max_length=_MO
 
 
 class MessageItem(BaseModel):
-    """Message from the user or the model, or instructions; `type` may be omitted."""
+    """Message from the user or the model, or instructions; clients may omit `type`."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -87,7 +87,7 @@ class FunctionCallOutputItem(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """Reasoning in an earlier reply, or its summary; encrypted content is ignored."""
+    """Reasoning in an earlier reply; encrypted content is ignored."""
 
     type: Literal["reasoning"]
     content: _Parts | None = None
@@ -95,7 +95,7 @@ class ReasoningItem(BaseModel):
 
     @property
     def text(self) -> str:
-        """Text of the reasoning, or of its summary."""
+        """Text of the reasoning; if it has no content, the text of its summary."""
         return _text(self.content or self.summary or "")
 
 
@@ -107,25 +107,25 @@ class ItemReference(BaseModel):
 
 
 class ForeignItem(BaseModel):
-    """Call to a foreign tool, or its result; becomes text in the prompt."""
+    """Call to a foreign tool (see `shown_text`) or its result; becomes text in the prompt."""
 
     type: Literal["foreign"]
     item: JsonObject
 
     @property
     def is_result(self) -> bool:
-        """True if the item is a result."""
+        """True for a tool result, False for a call."""
         return is_foreign_result(self.item["type"])
 
     @property
     def call_id(self) -> str:
-        """Id that the call and its result share; "" if there is none."""
+        """Id that connects a call to its result; "" if there is none."""
         found = self.item.get("call_id")
         return found if isinstance(found, str) else ""
 
 
 def _with_type(item: Any) -> Any:
-    """Return an item with its missing type added, or wrapped as a foreign item."""
+    """Add a missing item type; wrap a foreign tool's item in a `ForeignItem`."""
     if not isinstance(item, Mapping):
         return item
     kind = item.get("type")
@@ -154,12 +154,12 @@ _INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 
 
 def kept_item(item: Mapping[str, Any]) -> Any:
-    """Convert an output item of a stored response to an input item."""
+    """Convert a stored response's output item to an input item."""
     return _INPUT_ITEM.validate_python(item)
 
 
 def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
-    """Convert items to chat messages; merge adjacent items produced by the model into one message."""
+    """Convert input items to chat messages; merge adjacent items from the model into one assistant message."""
     messages = _Messages()
     for item in items:
         messages.add(item)
@@ -167,7 +167,7 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
 
 
 class _Messages:
-    """Builder of chat messages from items."""
+    """Builder that converts input items to chat messages."""
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []

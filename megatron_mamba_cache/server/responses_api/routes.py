@@ -1,4 +1,4 @@
-"""Routes of OpenAI's responses API, and the format of its responses."""
+"""Routes of OpenAI's responses API, and its response format."""
 
 import time
 import uuid
@@ -57,12 +57,12 @@ def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, st
 
 
 class ResponsesFormat:
-    """`Format` for `/v1/responses`, for jobs with one choice.
+    """`Format` for `/v1/responses`; the job must have exactly one choice.
 
     Args:
         settings: Request fields that the response repeats.
-        keep: Called when a response is complete, with the reply as a message and with the response's body.
-        summarizes: True to repeat the reasoning as its summary.
+        keep: Called with (reply as a chat message, response body) when a response is complete.
+        summarizes: If True, the reasoning's summary repeats the whole reasoning.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ResponsesFormat:
         return self._complete(job)
 
     def _complete(self, job: Job) -> dict[str, Any]:
-        """Return the body of a complete response, and store it."""
+        """Return the body of the complete response, and pass it to `keep`."""
         response = self._response(_status(job), usage=_usage(job))
         self._keep(self._output.message(), response)
         return response

@@ -1,4 +1,4 @@
-"""Schemas for requests to the responses API."""
+"""Schemas for requests to OpenAI's responses API."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -43,7 +43,7 @@ _UNSUPPORTED: Table = {
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
     "access_programs": Unsupported(({},)),
     "top_logprobs": Unsupported((0,), "leave it out; /v1/chat/completions has it"),
-    "truncation": Unsupported(("disabled", "auto")),  # input that is too long is refused; "auto" allows this too
+    "truncation": Unsupported(("disabled", "auto")),  # both: input that is too long is refused
     "include": Unsupported(([],), "leave it out", _NEVER_INCLUDED),
 }
 
@@ -59,15 +59,15 @@ class ResponsesTool(BaseModel):
     cache_control: CacheControl | None = Field(default=None, exclude=True)
 
     def as_function(self) -> dict[str, Any]:
-        """Return the tool in the format of chat completions."""
+        """Convert the tool to the format of chat completions."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function, "cache_control": self.cache_control}
 
 
 class ReasoningSettings(BaseModel):
-    """Settings for reasoning; templates read `effort` as `reasoning_effort`.
+    """The field `reasoning`; `effort` sets the template variable `reasoning_effort`.
 
-    If `summary` is set, to any length, the whole reasoning is repeated as the summary.
+    For any `summary` except "none", the summary in the response repeats the whole reasoning.
     """
 
     effort: Name | None = None
@@ -75,23 +75,23 @@ class ReasoningSettings(BaseModel):
 
     @property
     def summarizes(self) -> bool:
-        """True if reasoning items have a summary."""
+        """True if reasoning items should have a summary."""
         return self.summary not in (None, "none")
 
 
 class TextFormat(NamedSchema):
-    """Format of the answer: a flat form of `response_format` in chat completions."""
+    """Answer format: like `response_format` in chat completions, but not nested."""
 
     type: Literal["text", "json_object", "json_schema"]
 
     def as_response_format(self) -> dict[str, Any]:
-        """Return the format as a chat completion's `response_format`."""
+        """Convert the format to a chat completion's `response_format`."""
         schema = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
         return {"type": self.type, **({"json_schema": schema} if self.type == "json_schema" else {})}
 
 
 class TextSettings(BaseModel):
-    """Format of the answer, and the variable `verbosity` for chat templates."""
+    """The field `text`: answer format, and the template variable `verbosity`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -100,7 +100,7 @@ class TextSettings(BaseModel):
 
 
 def _flat(tool: Any) -> Any:
-    """Convert a function nested as in chat completions to the flat form."""
+    """Convert a function in the nested format of chat completions to the flat format of this API."""
     inner = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(inner, Mapping):
         return tool
@@ -119,7 +119,7 @@ class ResponsesRequest(PartlySupported):
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
     unsupported = _UNSUPPORTED
-    labels = LABELS - {"metadata", "store"}  # this API uses both fields
+    labels = LABELS - {"metadata", "store"}  # these two fields have an effect in this API
 
     model: Name | None = None
     input: Text | InputItems
@@ -146,7 +146,7 @@ class ResponsesRequest(PartlySupported):
     safety_identifier: Name | None = None
 
     def messages(self, find: Callable[[str], Item]) -> list[ChatMessage]:
-        """Return the input as chat messages; `find` returns a stored item by id or raises `ApiError` 400."""
+        """Convert the input to chat messages; `find` returns a stored item by id or raises `ApiError` 400."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return messages_of(
@@ -154,7 +154,7 @@ class ResponsesRequest(PartlySupported):
         )
 
     def as_chat(self, messages: Sequence[ChatMessage]) -> ChatRequest:
-        """Return the request as a chat completion; `messages` come from earlier responses and this input."""
+        """Translate the request to a chat completion; `messages` are those of earlier responses and this input."""
         text = self.text or TextSettings()
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatRequest.model_validate(
@@ -174,7 +174,7 @@ class ResponsesRequest(PartlySupported):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the request fields that the response repeats."""
+        """Return the request's settings as the response repeats them."""
         text = {} if self.text is None else self.text.model_dump(exclude_none=True, by_alias=True)
         return {
             "instructions": self.instructions,

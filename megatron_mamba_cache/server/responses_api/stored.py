@@ -1,4 +1,4 @@
-"""Stored responses that later requests can continue or read, with a memory limit for each API key."""
+"""Store for responses that later requests can continue or read, with a memory limit per API key."""
 
 import json
 import threading
@@ -13,10 +13,10 @@ from .items import ChatMessage
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Stored response with its input and reply as messages."""
+    """Stored response: its body, and its input and reply as chat messages."""
 
-    messages: tuple[ChatMessage, ...]  # its input and reply, excluding messages of the previous response
-    body: dict[str, Any]  # body as sent to the client
+    messages: tuple[ChatMessage, ...]  # input and reply, without the previous responses' messages
+    body: dict[str, Any]  # response body as sent to the client
 
 
 class StoredResponses:
@@ -26,18 +26,18 @@ class StoredResponses:
         self._max_bytes = max_bytes
         self._stored: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._sizes: dict[str, int] = {}
-        self._response_of: dict[tuple[str, str], str] = {}  # ids of responses by (owner, id of an output item)
+        self._response_of: dict[tuple[str, str], str] = {}  # response id, by (owner, output item's id)
         self._lock = threading.Lock()
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
-        """Return one of the owner's responses; raise `ApiError` 404 if it is not stored."""
+        """Return an owner's response by id; raise `ApiError` 404 if it is not stored."""
         found = self._used(owner, response_id)
         if found is None:
             raise ApiError(404, f"the response {response_id!r:.300} is not stored in this server", "response_not_found")
         return found
 
     def messages_up_to(self, owner: str, response_id: str) -> list[ChatMessage]:
-        """Return the messages of a response and of all responses that it continues, oldest first.
+        """Return the messages of a response and of all responses before it in the conversation, oldest first.
 
         Raise `ApiError` 400, with the code that OpenAI's API uses, if one of the responses is not stored.
         """
@@ -53,7 +53,7 @@ class StoredResponses:
         return [message for stored in reversed(found) for message in stored.messages]
 
     def item(self, owner: str, item_id: str) -> dict[str, Any]:
-        """Return an output item of one of the owner's responses; raise `ApiError` 400 if it is not stored."""
+        """Return an output item of any of the owner's responses by id; raise `ApiError` 400 if it is not stored."""
         response = self._used(owner, self._response_of.get((owner, item_id), ""))
         for item in () if response is None else response.body["output"]:
             if item["id"] == item_id:
@@ -62,7 +62,7 @@ class StoredResponses:
         raise bad_request(sentence, "input", "item_not_found")
 
     def keep(self, owner: str, messages: Sequence[ChatMessage], body: dict[str, Any]) -> None:
-        """Store a response under the id in its body, unless the response alone exceeds `max_bytes`."""
+        """Store a response under the id in `body`; evict old responses, but skip one that alone exceeds `max_bytes`."""
         stored = StoredResponse(tuple(messages), body)
         size = _size(stored)
         if size > self._max_bytes:
@@ -76,17 +76,17 @@ class StoredResponses:
                 self._forget(owner, next(iter(entries)))
 
     def forget(self, owner: str, response_id: str) -> None:
-        """Delete one of the owner's responses; raise `ApiError` 404 if it is not stored."""
+        """Delete an owner's response; raise `ApiError` 404 if it is not stored."""
         self.find(owner, response_id)
         with self._lock:
             self._forget(owner, response_id)
 
     def num_bytes(self, owner: str) -> int:
-        """Return the total size of an owner's responses, as counted against `max_bytes`."""
+        """Return the number of bytes in an owner's responses that count toward `max_bytes`."""
         return self._sizes.get(owner, 0)
 
     def _used(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return a response and mark it as most recently used; return None if it is not stored."""
+        """Mark a response as most recently used and return it; return None if it is not stored."""
         with self._lock:
             entries = self._stored.get(owner)
             if entries is None or response_id not in entries:
