@@ -57,7 +57,7 @@ class Entrance:
 
     @property
     def num_open(self) -> int:
-        """Number of requests that have not ended, excluding probes."""
+        """Number of open requests, excluding probes."""
         return sum(not exchange.is_probe for exchange in self._open.values())
 
     async def open_requests_end(self) -> None:
@@ -140,7 +140,7 @@ _OPEN_PATHS = ("/health", "/ping")
 _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
 """Paths that need an administrator's key. Any API key gives access to all other paths."""
 _SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize", "/tokenizer_info")
-"""Paths that are refused before the server is ready and while it drains, and whose bodies are limited."""
+"""Paths that return 503 unless the server is ready, and whose request bodies have a size limit."""
 _METHODS = ("GET", "POST")
 _EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
@@ -178,7 +178,7 @@ class AccessControl:
             else:
                 await self._app(scope, receive, send)
         except ClientLeftError:
-            pass  # no response can reach the client
+            pass  # the client has disconnected
         except ApiError as error:
             exchange_of(scope).note_error(error)
             await error_response(error, scope)(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Request fields that constrain the answer's format, under OpenAI's and vLLM's names."""
+"""OpenAI's and vLLM's request fields for structured output."""
 
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -51,7 +51,7 @@ class ResponseFormat(BaseModel):
     json_schema: NamedSchema | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar that the answer must follow; None allows any text."""
+        """Return the grammar that constrains the answer; return None if any text is allowed."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -89,7 +89,7 @@ class StructuredOutputs(PartlySupported):
 
 
 class AnswerFields(PartlySupported):
-    """Request fields that constrain the answer's format; at most one may be set."""
+    """Base schema with the structured-output fields; a request may set at most one of them."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -60,7 +60,7 @@ class ServerSettings:
     access_log: AccessLog = field(default_factory=AccessLog)
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the server from a browser
     versions: Mapping[str, str] = field(default_factory=dict)  # versions that `/version` reports, by package name
-    syntax: ReplySyntax = field(default_factory=ReplySyntax)  # how the model writes reasoning and tool calls
+    syntax: ReplySyntax = field(default_factory=ReplySyntax)  # formats of the model's reasoning and tool calls
     load_record: LoadRecord = field(default_factory=LoadRecord)
     describes_tokenizer: bool = False  # True enables the route `/tokenizer_info`
     traces: Traces = field(default_factory=Traces)

@@ -20,8 +20,8 @@ class Progress:
 
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()  # log-prob of each new token; empty unless requested
-    alternatives: tuple[Mapping[int, float], ...] = ()  # for each new token: top-n log-probs, by token id
-    prompt_log_probs: tuple[float, ...] = ()  # of all prompt tokens except the first; sent with the first new token
+    alternatives: tuple[Mapping[int, float], ...] = ()  # top-n log-probs for each new token, by token id
+    prompt_log_probs: tuple[float, ...] = ()  # for all prompt tokens but the first; sent with the first new token
     prompt_alternatives: tuple[Mapping[int, float], ...] = ()
     prompt_scores: tuple[ScoredToken, ...] = ()  # log-probs of the prompt with ranks and token ids
     cached_tokens: int = 0  # prompt tokens that needed no prefill at the first admission
@@ -30,18 +30,18 @@ class Progress:
     written_tokens: int = 0  # number of prompt tokens that the request added to the cache
     draft_tokens: int = 0  # number of draft tokens verified so far
     accepted_tokens: int = 0  # number of draft tokens accepted so far
-    running_s: float = 0.0  # seconds since the request's first step started
+    running_s: float = 0.0  # seconds since the start of the request's first step
     end: EndReason | None = None  # why the reply has ended; None while it continues
     error: str | None = None  # error message; set only if `end` is "error"
 
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """Snapshot of the engines' state."""
+    """Snapshot of the engines' readiness, load and counters."""
 
     is_ready: bool = False  # True after warmup
     failure: str | None = None  # why the engines have stopped serving requests; None while they serve
-    cache: CacheSnapshot | None = None  # sum over all engines; None before the first report
+    cache: CacheSnapshot | None = None  # counters summed over all engines; None before the first report
     num_running: int = 0
     num_waiting: int = 0
     generated_tokens: int = 0
@@ -73,13 +73,13 @@ class Backend(Protocol):
         """
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request before the next step; do nothing if it has ended."""
+        """Cancel a request, with effect before the next step; do nothing if the request has ended."""
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error before the next step."""
 
     async def flush(self, weights_version: str | None) -> None:
-        """Flush the cache; see `MambaCacheContext.flush`."""
+        """Flush the cache as `MambaCacheContext.flush` does."""
 
     async def stop(self) -> None:
         """Stop the engines."""
@@ -90,12 +90,12 @@ class Listener:
     """Callback for one request's progress, with the number of tokens already delivered."""
 
     deliver: Callable[[Progress], None]
-    end_ids: frozenset[int]  # tokens that end the reply before its length limit
+    end_ids: frozenset[int]  # token ids that end the reply
     num_tokens: int = 0  # number of generated tokens delivered so far
 
     @staticmethod
     def of(spec: RequestSpec, deliver: Callable[[Progress], None], end_ids: frozenset[int]) -> "Listener":
-        """Return the listener for a request; `end_ids` are the model's end tokens."""
+        """Return the listener for a request; `end_ids` are the model's end-of-sequence tokens."""
         own = end_ids if spec.sampling.termination_id is None else frozenset[int]()
         return Listener(deliver, own.union(spec.sampling.end_ids))
 

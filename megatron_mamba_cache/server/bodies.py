@@ -42,11 +42,11 @@ class Bodies:
 
     @asynccontextmanager
     async def whole(self, owner: str, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
-        """Context manager: read a request's body; its bytes count against the owner until the context exits.
+        """Context manager that reads a request's body; the bytes count against the owner until the context exits.
 
         Raises:
             ApiError: 408 if the body takes too long, 413 if it is too large, 415 if it is compressed, 429 if the
-                owner's share is full, 503 if the server drains before the body is complete.
+                owner's share is full, 503 if the server begins to drain before the body is complete.
             ClientLeftError: If the client disconnects.
         """
         headers = Headers(scope=scope)

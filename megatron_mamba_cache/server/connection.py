@@ -18,7 +18,7 @@ _LEAST_READ = 256 * 2**10
 class Connection(H11Protocol):
     """uvicorn HTTP protocol that keeps reading while it sends a response, and thereby detects disconnects.
 
-    uvicorn stops reading when more bytes follow a request, and then does not notice that the client disconnects.
+    uvicorn stops reading when more bytes follow a request; it then does not notice a disconnect.
     This class also closes the connection if the client
 
     - sends more than 64 KiB of further requests before the current response is complete,
@@ -52,7 +52,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the keep-alive timeout on connect, so that it also covers the wait for the first request."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # any unread output then calls `pause_writing`
+        transport.set_write_buffer_limits(high=0)  # call `pause_writing` for any unread output
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -96,7 +96,7 @@ class Connection(H11Protocol):
                 self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """Start the timer for a client that reads more slowly than the server writes."""
+        """Start the timer that limits how slowly the client may read the pending output."""
         super().pause_writing()
         self._watch_reader()
 

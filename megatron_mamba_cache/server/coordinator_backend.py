@@ -1,4 +1,4 @@
-"""A `Backend` whose engines run in other processes, reached through a coordinator.
+"""A `Backend` for engines in other processes; a coordinator process routes the requests.
 
 Megatron's `InferenceClient` returns only complete replies; this client also receives the progress after every step.
 The messages are defined in `replicas.front_end`.
@@ -38,7 +38,7 @@ _COUNTS = (
     *("cached_tokens_from_host", "cached_tokens_from_disk", "written_tokens"),
     *("draft_tokens", "accepted_tokens", "running_s"),
 )
-"""Names of the counts in a reply's sampling parameters, except `cached_tokens`."""
+"""Counters that replicas report in a reply's sampling parameters, except `cached_tokens`."""
 
 
 class CoordinatorBackend:
@@ -48,7 +48,7 @@ class CoordinatorBackend:
 
     Args:
         address: Address of the coordinator, such as "tcp://host:5555".
-        rules: Rules for requests, identical in all replicas.
+        rules: Limits that requests must satisfy, identical in all replicas.
         end_ids: Ids of the tokens that end a reply.
         access: Encryption and authentication for the connection; None: plain loopback.
         tokenizer: Tokenizer of the model; None: grammars cannot be enforced on replies.

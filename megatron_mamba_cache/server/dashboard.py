@@ -45,7 +45,7 @@ class Sample:
     prompt_tokens_from_host: int
     prompt_tokens_from_disk: int
     prompt_tokens_computed: int
-    first_token_p50: float | None  # this and the next five fields: latency in seconds; None without new tokens
+    first_token_p50: float | None  # seconds, as in the next five fields; None if no token was generated
     first_token_p95: float | None
     first_token_p99: float | None
     inter_token_p50: float | None

@@ -17,7 +17,7 @@ class Echo:
     text: str  # the client's text, or the decoded token ids
     reader: TokenReader
     tokens: Sequence[int] = ()  # empty unless log-probs are requested
-    offsets: Sequence[int] = ()  # for each token, the number of characters before it
+    offsets: Sequence[int] = ()  # number of characters before each token
 
     def piece(self, progress: Progress) -> Piece:
         """Return the echo as the first piece of a reply; `progress`, the first of the reply, has the log-probs."""

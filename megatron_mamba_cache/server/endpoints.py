@@ -39,7 +39,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "Administration": "These need an admin key if one is set",
     }
 )
-"""Groups of operations on the documentation page, with their descriptions."""
+"""Groups of routes on the documentation page, with their descriptions."""
 
 OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
     {
@@ -65,7 +65,7 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("get", "/admin/weights"): ("Administration", "Return the version of the weights"),
     }
 )
-"""Group and summary of each operation, by method and path."""
+"""Group and summary of each route, by method and path."""
 
 
 def add_documentation(app: FastAPI, *, needs_key: bool) -> None:

@@ -29,7 +29,7 @@ Write = Callable[[str], object]
 class Exchange:
     """Record of one HTTP request and its response, for logs, metrics and traces."""
 
-    request_id: str  # id sent by the client, or a generated id
+    request_id: str  # the client's id or a random id
     method: str
     path: str  # percent-encoded as received; without the query string
     arrived: float = field(default_factory=time.monotonic)  # monotonic clock, in seconds
@@ -39,7 +39,7 @@ class Exchange:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     first_token: float | None = None
-    queue_seconds: float | None = None  # seconds from the queue gate to the first reply's first step
+    queue_seconds: float | None = None  # seconds in the queue, until the first reply's first step
     finish_reasons: tuple[str, ...] = ()
     ended: float | None = None
     error: str | None = None  # code, or else type, of the error sent to the client

@@ -12,7 +12,7 @@ _Found = TypeVar("_Found")
 class FairThreads:
     """Thread pool that starts queued work round-robin over owners (API keys). The queue length is unlimited.
 
-    Call every method in the same event loop.
+    Call all methods in the same event loop.
     """
 
     def __init__(self, num_threads: int) -> None:

@@ -31,8 +31,8 @@ class Choice:
     reply: Reply
     ticket: Ticket | None = None  # None before submission, and after the request ends or is cancelled
     echo: Echo | None = None  # echo of the prompt, if requested; None after it is sent
-    num_log_probs: int | None = None  # number of alternatives per token; see `Order`
-    prompt_scores: tuple[ScoredToken, ...] = ()  # of all prompt tokens except the first, if requested
+    num_log_probs: int | None = None  # number of top log-probs per token; see `Order`
+    prompt_scores: tuple[ScoredToken, ...] = ()  # log-probs of all prompt tokens but the first, if requested
 
 
 async def _ignore(_job: "Job", _choice: Choice) -> None: ...
@@ -60,7 +60,7 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
     """Context manager that tokenizes the prompts and submits the job; on exit, it cancels unfinished choices.
 
     Raises:
-        ApiError: 400 if a prompt or a grammar cannot be read or a request can never run, 429 if too many requests
+        ApiError: 400 if a prompt or a grammar is invalid or a request can never run, 429 if too many requests
             are running or queued, 503 if the server is draining.
     """
     if rules.is_draining:
@@ -149,7 +149,7 @@ class Job:
                 yield choice, piece
 
     def usage(self) -> Usage:
-        """Return the token counts so far."""
+        """Return the job's token counts so far."""
         firsts = {choice.prompt_index: choice for choice in reversed(self.choices)}
         prompts = [prompt_usage(choice.spec, choice.reply.latest) for choice in firsts.values()]
         latest = [choice.reply.latest for choice in self.choices]

@@ -1,4 +1,4 @@
-"""Progress of a job: unread tokens, token counts and times."""
+"""A job's progress: unread tokens, token counts and times."""
 
 import asyncio
 import time
@@ -94,7 +94,7 @@ class JobTimes:
         hears: Receives the latency of tokens when the engine reports them, before the client reads them.
 
     Attributes:
-        started: Time just before the job is submitted to the engine, after its prompts were read.
+        started: Time after tokenization, just before submission to the engine.
         queue_seconds: Duration from the request's arrival to the first step of the first reply to produce tokens.
     """
 

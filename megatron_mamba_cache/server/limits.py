@@ -1,4 +1,4 @@
-"""Limits on the queues and memory of a server."""
+"""A server's limits, and admission control for its queue."""
 
 import math
 from collections import deque
@@ -15,16 +15,16 @@ _REMEMBERED_ENDS = 64
 class ServerLimits:
     """Limits on a server's queues, bodies, times and memory; raises `ValueError` if one is out of range."""
 
-    max_running: int = 16  # number of requests that the engine runs concurrently
-    max_queued: int = 1024  # number of waiting requests; each choice of each prompt counts as one
-    max_choices: int = 1024  # maximum of prompts times n in one HTTP request
+    max_running: int = 16  # maximum number of requests that run concurrently
+    max_queued: int = 1024  # maximum number of waiting requests; each choice of each prompt counts as one
+    max_choices: int = 1024  # maximum number of prompts times n in one HTTP request
     max_body_bytes: int = 4 * 2**20  # maximum size of one request body
-    max_buffered_bytes: int = 64 * 2**20  # for bodies of unanswered requests; shared equally by API keys
-    body_timeout_s: float = 30.0  # limit for receiving a request's head, and again for its body
-    send_timeout_s: float = 30.0  # limit for a client to read the next part of the output
-    drain_s: float = 25.0  # time that accepted requests have to finish after SIGTERM
-    transcript_bytes: int = 16 * 2**20  # per API key: memory for token ids of earlier prompts and replies
-    response_bytes: int = 16 * 2**20  # per API key: memory for stored responses
+    max_buffered_bytes: int = 64 * 2**20  # memory for the bodies of unanswered requests; shared equally by API keys
+    body_timeout_s: float = 30.0  # maximum time to receive a request's head, and then its body
+    send_timeout_s: float = 30.0  # maximum time until a client has read more of the output
+    drain_s: float = 25.0  # time for accepted requests to finish after SIGTERM
+    transcript_bytes: int = 16 * 2**20  # memory per API key for the token ids of earlier prompts and replies
+    response_bytes: int = 16 * 2**20  # memory per API key for stored responses
 
     def __post_init__(self) -> None:
         for name, least in (("max_running", 1), ("max_choices", 1), ("max_body_bytes", 1024), ("max_queued", 0)):
@@ -75,7 +75,7 @@ class QueueGate:
         return QueuePermits(self, count)
 
     def leave(self) -> None:
-        """Record that one admitted request has ended."""
+        """Count one admitted request as ended."""
         self.num_inside -= 1
         self._ends.append(self._clock())
 

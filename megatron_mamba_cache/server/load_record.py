@@ -31,7 +31,7 @@ class ServedRequest:
     """Finished engine request, as passed to the recorder."""
 
     arrived: float  # in seconds since the epoch
-    tenant: str  # requests share prefixes only within a tenant
+    tenant: str  # name of the tenant; tenants do not share prefixes
     prompt: TokenIds
     reply_len: int
 

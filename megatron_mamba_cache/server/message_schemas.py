@@ -12,7 +12,7 @@ from .shown_text import text_instead
 from .tool_schemas import Calls, Tools, own_tools
 from .unsupported import MESSAGE, REFUSED, schema_error
 
-_MOST_BREAKPOINTS = 4  # Anthropic's API refuses more; OpenAI's uses the last 4
+_MOST_BREAKPOINTS = 4  # if there are more, Anthropic's API fails and OpenAI's uses the last 4
 _LINE_END = "\n"  # joins the text parts of a message
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -24,7 +24,7 @@ def _text_only(kind: str) -> str:
 
 
 class TextPart(BaseModel):
-    """Text part of a message; parts of all other types are refused."""
+    """Text part of a message; a part of any other type is an error."""
 
     type: Annotated[Text, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
     text: Text
@@ -112,7 +112,7 @@ class Message(PartlySupported):
         return content if isinstance(content, str) else _LINE_END.join(part.text for part in content)
 
     def plain(self) -> dict[str, Any]:
-        """Return the message in the format that chat templates read, with its text parts joined."""
+        """Return the message as a dictionary for chat templates, with its text parts joined."""
         others = {
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning or None,
@@ -127,7 +127,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class Templated(BaseModel):
-    """Request fields of the routes that render a chat template."""
+    """Base schema with the request fields for chat templates."""
 
     tools: Tools | None = None
     add_generation_prompt: Flag | None = None

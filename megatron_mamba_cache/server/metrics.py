@@ -1,4 +1,4 @@
-"""Metrics of the engines and the server, for Prometheus and the dashboard."""
+"""Metrics for the engines and the server, exported to Prometheus and shown on the dashboard."""
 
 import math
 from collections import Counter as Tally
@@ -21,7 +21,7 @@ PREFIX = "mamba_cache_"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-_RATIO = 1.05  # ratio of a histogram bucket's bounds
+_RATIO = 1.05  # upper bound of a histogram bucket divided by its lower bound
 _LEAST = 1e-6
 
 COUNTER_TEXTS = {

@@ -35,14 +35,14 @@ class Order:
     readings: tuple[Callable[[], Prompt], ...]  # functions that tokenize one prompt; may take seconds or raise
     num_choices: int  # number of replies to generate for each prompt
     sampling: SamplingSettings  # without the grammar; the seed is for choice 0
-    max_tokens: int | None  # maximum reply length, at least 1; None: all that fits in the context
+    max_tokens: int | None  # maximum reply length, at least 1; None: limited by the context
     stops: tuple[str, ...]
     fits_room: bool = False  # True lowers `max_tokens` to what fits in the context
     is_empty: bool = False  # True if only the prompts are processed; replies have no tokens
     reading: ReplyReading | None = None  # parser settings for replies; None: all text is content
     form: ReplyForm | None = None  # grammar that constrains the replies; None: any text
-    num_log_probs: int | None = None  # number of top log-probs; 0: sampled token only; None: no log-probs
-    scores_prompt: bool = False  # True: also return log-probs for the prompt; prefill it all
+    num_log_probs: int | None = None  # number of alternatives with log-probs; None: no log-probs at all
+    scores_prompt: bool = False  # True: also return the prompt's log-probs, so prefill all of it
     scoring: PromptScoring | None = None  # settings for `prompt_logprobs`; None: not requested
 
     def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
@@ -165,7 +165,7 @@ class OrderMaker:
         max_tokens: int | None,
         num_log_probs: int | None,
     ) -> Order:
-        """Return an order; `max_tokens` None fills the context, and 0 only processes the prompts."""
+        """Return an order; with `max_tokens` None, replies may fill the context; with 0, they are empty."""
         self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:

@@ -82,8 +82,8 @@ class PromptReader:
             add_special_tokens: True adds the tokenizer's special tokens in addition to the template's.
 
         Raises:
-            ApiError: 400 if there is no template; if the template does not render tools or calls, or refuses the
-                messages; or if the prompt is too long or has tokens that are not text.
+            ApiError: 400 if there is no template, if the template refuses the messages or does not support their tools
+                or calls, or if the prompt is too long or has non-text tokens.
         """
         template = template_of(self._tokenizer, has_tools=bool(conversation.tools))
         if not template:

@@ -19,7 +19,7 @@ from .text_stream import IncrementalText, StopStrings
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """Token of a reply or an echoed prompt, or an alternative to such a token."""
+    """Token of a reply or echoed prompt, or one of the top-n alternatives at its position."""
 
     token_id: int
     text: str = ""  # empty without log-probs; U+FFFD for a partial character
@@ -100,7 +100,7 @@ class Reply:
         self._special_stops = special_stops(tokenizer, stops)
         self._new_parser = partial(reading.parser, prompt.opens_reasoning)
         self._tags = TagPositions(reading.tags)
-        self._num_pushed = 0  # number of characters in the tokens' text, including a stop string and later text
+        self._num_pushed = 0  # number of decoded characters, including text after a stop string
         self._parser = self._new_parser(self._tags.texts)
         self._most_calls = reading.most_calls
         self._end_ids = end_ids
@@ -179,10 +179,10 @@ class Reply:
         return assembled(self.parts)
 
     def same_in(self, text: str) -> str | None:
-        """Return the prefix of `text`, a template's version of this reply, that parses to it; None if none does.
+        """Return the prefix of `text`, a template's version of this reply, that parses to the same reply, else None.
 
-        White space at both ends and inside arguments may differ. If a stop string or limit cut the reply after a call,
-        the prefix ends with that call, because the reply lacks the closing marker that templates write. Otherwise the
+        White space at both ends and in arguments may differ. If a stop string or limit ended the reply after a call,
+        the reply lacks the closing marker that templates render; the prefix then ends with that call. Otherwise, the
         prefix is the whole text.
         """
         if self._was_cut and self._parser.num_calls:

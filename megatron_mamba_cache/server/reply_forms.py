@@ -28,7 +28,7 @@ class ReplyForm:
     grammar: Grammar  # grammar for the text after reasoning
     reasoning: ReasoningForm | None  # None: the grammar applies from the first token
     special_id: SpecialId  # returns the token id of a tag; None if the tag is not a token
-    calls: CallsInReasoning | None = None  # calls that may end reasoning; None: calls may not
+    calls: CallsInReasoning | None = None  # calls that may end reasoning; None: no calls
 
     def grammar_after(self, prompt: Prompt) -> str:
         """Return the grammar for a prompt's replies, as text; it includes reasoning unless the prompt has ended it."""

@@ -93,7 +93,7 @@ def with_turns(conversation: Conversation, turns: Sequence[Turn]) -> Conversatio
 
 
 def developer_as_system(turns: Sequence[Turn]) -> list[Turn]:
-    """Change the role `developer` to `system`."""
+    """Change the role of messages from `developer` to `system`."""
     return [
         replace(turn, message={**turn.message, "role": "system"}) if turn.role == DEVELOPER else turn for turn in turns
     ]

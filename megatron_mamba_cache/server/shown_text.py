@@ -98,7 +98,7 @@ def _written(value: Any) -> str:
 
 
 def _without_data(found: dict[str, Any]) -> Any:
-    """Replace a JSON object that is an image or file, or fields with `data:` URLs, with text."""
+    """Replace images, files and `data:` URLs in a JSON object with text; if the object is a file, return the text."""
     kind = _OMITTED.get(str(found.get("type")))
     if kind is not None:
         return omitted(kind)

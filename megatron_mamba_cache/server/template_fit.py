@@ -34,7 +34,7 @@ _PROBE = ({"role": "user", "content": "x"},)
 class Efforts:
     """Adapter for `reasoning_effort`; finds the values that a template accepts by rendering a test conversation.
 
-    `render` returns the text of a conversation, or raises `ValueError` if the template refuses the conversation.
+    `render` renders a conversation; it raises `ValueError` if the template refuses the conversation.
     """
 
     def __init__(self, render: Callable[[Conversation], str], source: str) -> None:
@@ -82,7 +82,7 @@ _ORDER: tuple[Rewrite, ...] = (
     calls_as_text,
     joined_users,
 )
-"""All rewrites, in the order of application."""
+"""All rewrites, in the order in which they are applied."""
 
 _SYSTEM, _DEVELOPER, _USER, _REPLY = "system", "developer", "user", "assistant"
 _CALL, _SAYING_CALL, _CALLS, _RESULT, _OTHER_RESULT = "call", "saying call", "calls", "result", "other result"
@@ -143,12 +143,12 @@ class TemplateFit:
         self.efforts = Efforts(render, source)
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """Return an equivalent conversation that the template renders completely.
+        """Rewrite a conversation so that the template renders all of its messages.
 
         If the template refuses every rewrite, return one that it refuses; the caller gets the error when rendering it.
 
         Raises:
-            ApiError: 400 if the template leaves out a message in every rewrite.
+            ApiError: 400 if the template leaves out a message after every rewrite.
         """
         for rewrites in self._choices(conversation):
             found = _rewritten(conversation, rewrites)
@@ -177,7 +177,7 @@ class TemplateFit:
 
     @cached_property
     def _needed(self) -> frozenset[Rewrite]:
-        """Rewrites that the template always needs."""
+        """Rewrites to apply to every conversation, found with test conversations."""
         needed: set[Rewrite] = {joined_instructions}
         if DEVELOPER not in self._source:
             needed.add(developer_as_system)

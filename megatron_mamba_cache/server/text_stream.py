@@ -18,8 +18,8 @@ class IncrementalText:
     The added text is the text of all tokens, minus its common prefix with the text of the earlier tokens alone. If the
     earlier tokens end inside a character, the character belongs to the token that completes it.
 
-    Text that a later token may change is held back: an incomplete character, and single-byte tokens until their run
-    ends (see `TokenReader.joins`), unless the run is certainly not UTF-8.
+    Text that a later token may change is held back. This is the case for an incomplete character, and for a run of
+    single-byte tokens (see `TokenReader.joins`) until it ends or cannot be UTF-8.
 
     Attributes:
         ends: Offset of each token's end, in characters; None while unknown, or if the token ends inside a character.
@@ -221,10 +221,10 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None
-        """Stop string that ended the text."""
+        """Stop string that ended the text; None before that."""
 
     def __bool__(self) -> bool:
-        """Return True if there are stop strings."""
+        """Return True if there is at least one stop string."""
         return bool(self._stops)
 
     def ends_in(self, text: str) -> bool:

@@ -54,7 +54,7 @@ def own_or_foreign(*own: str) -> Discriminator:
 OwnOrForeign = Annotated[
     Annotated[_Own, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")], own_or_foreign("function")
 ]
-"""Function of the request, or a foreign tool."""
+"""Function that the client runs, or a foreign tool."""
 
 
 def counted_foreign(tools: list[Any]) -> list[Any]:
@@ -129,7 +129,7 @@ Tools = Annotated[
 
 
 class NamedFunction(BaseModel):
-    """Name of the function in a `tool_choice`."""
+    """The field `function` in a `tool_choice`."""
 
     name: Text
 
@@ -142,7 +142,7 @@ class NamedTool(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """A `tool_choice` that allows only some tools; the prompt still shows all tools."""
+    """A `tool_choice` that allows only some tools; the prompt still contains all tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

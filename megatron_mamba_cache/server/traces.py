@@ -1,6 +1,6 @@
 """OpenTelemetry traces: one span per request, with attributes from the GenAI conventions.
 
-Requires the extra `otel`. The environment variables of OpenTelemetry's packages apply (`OTEL_SERVICE_NAME`,
+Requires the extra `otel`. OpenTelemetry's environment variables apply (`OTEL_SERVICE_NAME`,
 `OTEL_TRACES_SAMPLER`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_SCHEDULE_DELAY` and so on).
 """
 

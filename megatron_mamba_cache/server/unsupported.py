@@ -39,7 +39,7 @@ def note_ignored(reason: str, names: Iterable[str]) -> None:
 
 
 REFUSED = "unsupported_field"
-"""Error type of a refusal among pydantic's errors; the error's context names the field."""
+"""Type of the pydantic error for an unsupported field; the error's context names the field."""
 
 
 def schema_error(kind: LiteralString, sentence: str, field: str | None = None) -> PydanticCustomError:

@@ -15,7 +15,7 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 class TextBlock(BaseModel):
-    """Text block."""
+    """Content block with text."""
 
     type: Literal["text"] = "text"
     text: Text

@@ -31,7 +31,7 @@ class MarkedCalls:
     # Returns the grammar for the text after a marker. The integer is the maximum length of a list of calls.
     rest: Callable[[Sequence[CallableTool], SpecialId, int], Grammar]
     separator: str | None = None  # rule between calls; None: one marker precedes a list of calls
-    others: tuple[str, ...] = ()  # other texts that begin a call for the parser
+    others: tuple[str, ...] = ()  # other texts that the parser treats as the start of a call
 
     def calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
         """Return the grammar for at least 1 and at most `most` calls."""
@@ -89,7 +89,7 @@ MARKED_CALLS: Mapping[str, MarkedCalls] = {
 
 
 def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool) -> Grammar:
-    """Return the grammar for a reply that consists of calls: at least one, exactly one if `only_one`."""
+    """Return the grammar for a reply that consists of one or more calls; exactly one if `only_one`."""
     form = MARKED_CALLS.get(family)
     if form is None:
         return _json_call(tools, "parameters")

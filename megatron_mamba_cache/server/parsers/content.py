@@ -60,7 +60,7 @@ def _mentions(tag: str, text: str) -> list[int]:
 _FENCE = "```"
 _SPACES = " \t"
 _SENTENCE_ENDS = frozenset(".!?\u2026\u3002\uff01\uff1f")
-_OPENING = frozenset(  # same characters as in `after_reasoning`
+_OPENING = frozenset(  # opening quotes and brackets, as in `after_reasoning`
     "`'\"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b([{<"
 )
 
@@ -75,7 +75,7 @@ class LinePosition:
     def __init__(self, *, is_held: bool) -> None:
         self._is_held = is_held
         self.is_in_code = False
-        """True within a fenced code block."""
+        """True inside a fenced code block."""
         self._start_line()
 
     def add(self, text: str) -> None:
@@ -94,8 +94,7 @@ class LinePosition:
     def ends_reasoning(self, *, is_tag: bool) -> bool:
         """Return True if a closing marker here ends reasoning; return False if it is a mention or in a code block.
 
-        At the start of a line, a marker ends reasoning. Within a line, a quoted marker is a mention, and a tag in
-        the middle of a sentence is, too.
+        Within a line, a quoted marker is a mention; so is a tag in the middle of a sentence.
         """
         if self.is_in_code:
             return False
@@ -125,11 +124,11 @@ class LinePosition:
 _BLANK = " \t\r"
 
 Reading = Generator[Part | None, None, bool]
-"""Generator of parts as they become certain; returns True if the expected text was found."""
+"""Generator that yields parts, or None to wait for text; returns True if the expected text was found."""
 
 
 class MarkedCalls(Protocol):
-    """Syntax of a model family's tool calls that begin with a marker."""
+    """Interface of a parser for tool calls that begin with a marker."""
 
     @property
     def open(self) -> Sequence[str]:

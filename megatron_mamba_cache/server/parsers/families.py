@@ -33,7 +33,7 @@ class _HeldCalls:
 
 
 class CallForm(MarkedCalls, Protocol):
-    """Format of a model family's tool calls."""
+    """Interface of a parser for replies with a model family's tool calls."""
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""
@@ -73,7 +73,7 @@ class ReplySyntax:
     """Tool-call and reasoning formats of a model's replies."""
 
     tool_calls: str | None = None  # a name in `TOOL_CALL_PARSERS`; None: the model cannot call tools
-    reasoning: ReasoningForm | None = None  # None: replies are not searched for reasoning
+    reasoning: ReasoningForm | None = None  # None: replies are parsed without reasoning
 
     def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
         """Return the ids of those tags in replies that are single added tokens of the tokenizer, by tag."""

@@ -37,13 +37,13 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """End of a complete tool call."""
+    """End of a tool call; missing if the call is incomplete."""
 
 
 Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 Parsing = Generator[Part | None, None, None]
-"""Generator of parts as they become certain; yields None when it needs more text."""
+"""Generator that yields parts, or None when it needs more text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class ReplyParser:
 
 
 def plain_text(feed: TextFeed) -> Parsing:
-    """Parse a reply as content only."""
+    """Parse a reply without reasoning or calls: all text is content."""
     while True:
         if text := feed.take_all():
             yield Content(text)

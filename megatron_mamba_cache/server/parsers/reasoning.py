@@ -16,7 +16,7 @@ class PromptReasoning(Enum):
     ALLOWED = "allowed"
     """The prompt has no reasoning after the last message; the reply may begin with reasoning."""
     DONE = "done"
-    """The prompt closes the reasoning, which may be empty, or already begins the answer."""
+    """The prompt closes the reasoning, possibly empty, or begins the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ReasoningForm:
         """Return the state of reasoning after a prompt that ends with `begun` and `prefill`.
 
         Args:
-            begun: Text of the prompt after the last complete message. Every tag in it counts.
+            begun: Text of the prompt after the last complete message. No tag in it is a mention.
             prefill: Beginning of the reply, sent by the client; follows `begun`. It is parsed like a reply.
         """
         opened, closed = begun.rfind(self.open), begun.rfind(self.close)
@@ -108,7 +108,7 @@ class ReasoningForm:
 
 
 THINK = ReasoningForm("<think>", "</think>")
-"""Format of Qwen 3, Nemotron and most others; the template or the model writes the opening marker."""
+"""Format of Qwen 3, Nemotron and most other models; the opening marker is in the prompt or in the reply."""
 DEEPSEEK_R1 = ReasoningForm("<think>", "</think>", begins_open=True)
 GRANITE = ReasoningForm("Here is my thought process:", "Here is my response:")
 """Format of Granite 3.2 and 3.3."""

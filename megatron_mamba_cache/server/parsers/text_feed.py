@@ -16,7 +16,7 @@ class TextFeed:
 
     Args:
         token_tags: Tags that are single tokens. Their text is a tag only at positions passed to `note_tag`.
-        is_held: True if a grammar constrains the reply and thus the positions of its tags.
+        is_held: True if a grammar constrains the reply, and thereby the positions of its tags.
     """
 
     def __init__(self, token_tags: Collection[str] = (), *, is_held: bool = False) -> None:
@@ -32,7 +32,7 @@ class TextFeed:
         self.has_ended = False
         """True if no more text will arrive."""
         self.is_reasoning = False
-        """True while the parser is between the reasoning markers."""
+        """True while the parser is within reasoning."""
 
     def note_tag(self, position: int) -> None:
         """Record that one of `token_tags` begins at this character of the reply."""

@@ -40,10 +40,10 @@ class CallableTool:
 _COMBINED = {"anyOf", "oneOf", "allOf"}
 _NOTHING: tuple[Any, ...] = (False, {"not": {}})
 _MOST_RICH, _MOST_SAFE = 100, 2_000
-"""Maximum lengths of bounded texts that may contain any markup, and markup unlike the end of a value, because the time
-to exclude value ends grows with the length. Longer texts may not contain `<`."""
+"""Maximum lengths of two kinds of strings with `maxLength`: those with any markup except the end of a value, and those
+that match `_SAFE`. Longer ones may not contain `<`, because the cost to exclude value ends grows with the length."""
 _SAFE = "([^<]|<([^<\\/p]|p[^<a]|\\/([^<pf]|p[^<a]|f[^<u])))*"
-"""Pattern for texts without the start of a value's end."""
+"""Pattern for strings that do not contain even the first characters of a value's end."""
 _VALUE_END = r"\n<\/parameter>\n"
 _VALUE_ENDS = (  # tags that end a value for `XmlCalls`
     rf"<\/parameter>{SPACE}(<parameter=|<\/parameter>|<\/function>|<\/tool_call>)"

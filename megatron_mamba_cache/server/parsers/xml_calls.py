@@ -80,7 +80,7 @@ class _WithConstants(ast.NodeTransformer):
 
 
 def _plain(value: Any) -> Any:
-    """Convert a Python value to a JSON value: tuples to lists, keys to text; raise `ValueError` if it has none."""
+    """Convert a Python value to a JSON value: tuples to lists, keys to text; raise `ValueError` if impossible."""
     match value:
         case list() | tuple():
             return [_plain(item) for item in value]

@@ -37,7 +37,7 @@ def _unsupported(what: str, kind: str, names: Sequence[str]) -> PydanticCustomEr
 
 
 class TextItemPart(BaseModel):
-    """Text part of an item."""
+    """Text part of a message, tool result or reasoning item."""
 
     type: Text = "input_text"
     text: Text
@@ -172,7 +172,7 @@ class _Messages:
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
         self._reply: ChatMessage = {}
-        self._foreign_results: list[str] = []  # added after function results, which must directly follow their calls
+        self._foreign_results: list[str] = []  # kept back, because function results must follow their calls directly
         self._tools: dict[str, str] = {}
 
     def all(self) -> list[ChatMessage]:

@@ -31,7 +31,7 @@ _NEVER_INCLUDED = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-"""Values of `include` that have no effect: this server runs no tools and encrypts nothing."""
+"""Accepted values of `include`; they have no effect, because this server runs no tools and encrypts nothing."""
 _UNSUPPORTED: Table = {
     "background": Unsupported((False,)),
     "background_options": Unsupported(({},)),
