@@ -14,32 +14,32 @@ tags: [nemotron_h, mamba2, python, tiny]
 # A small model of Python source
 
 A hybrid Mamba2 + attention language model in the Hugging Face layout of NemotronH. It ships with megatron-mamba-cache
-so that its examples run without a download: small enough for a repository, trained enough to write readable text.
+so that the examples run without a download. It is small enough for a repository, and its output is readable.
 
 | | |
 |---|---|
-| layers | `{pattern}`: M Mamba2, * attention without positions, - MLP with squared ReLU |
-| sizes | hidden {hidden_size}, MLP {mlp_size}, context {sequence_length:,} tokens |
-| Mamba2 | {mamba_heads} heads of {mamba_head_dim}, {groups} groups, state {state_size}, convolution 4, chunks of 64 |
-| attention | {attention_heads} heads of {attention_head_dim}, {key_value_heads} of keys and values |
+| layers | `{pattern}`: M Mamba2, * attention without position embeddings, - MLP with squared ReLU |
+| dimensions | hidden size {hidden_size}, MLP size {mlp_size}, context of {sequence_length:,} tokens |
+| Mamba2 | {mamba_heads} heads x {mamba_head_dim}, {groups} groups, state {state_size}, convolution 4, chunk 64 |
+| attention | {attention_heads} query heads and {key_value_heads} KV heads with {attention_head_dim} channels |
 | parameters | {parameters:,}, stored in bf16; input and output embeddings are not tied |
-| tokenizer | byte-level BPE, {vocabulary:,} tokens, of the same text; `<|endoftext|>` begins and ends documents |
+| tokenizer | byte-level BPE, {vocabulary:,} tokens, from the same text; `<|endoftext|>` begins and ends documents |
 
-## How well it predicts
+## Evaluation
 
 | files | bytes | bits per byte | xz -9e |
 |---|---|---|---|
 {scores}
-Neither split was used to train the model or the tokenizer; a hash of a file's path assigns it to a split. Both exclude
-CPython's own tests, but the tests in the training text exercise modules of both.
-`python examples/measure_bits_per_byte.py` measures the held-out files again. Each document is scored whole, including
-the line with its name, in windows of {sequence_length:,} tokens that overlap by half. CPython versions other than
-{cpython} have other files and give other numbers.
+Each file is assigned to a split by a hash of its path. Neither of these two splits was used to train the model or the
+tokenizer. They contain none of CPython's tests, but some tests in the training text exercise modules in these splits.
+`python examples/measure_bits_per_byte.py` repeats the measurement on the held-out files. Each document is scored as a
+whole, including the line with its name, in windows of {sequence_length:,} tokens that overlap by half. CPython
+versions other than {cpython} have different files and give different results.
 
 ## Prompts
 
-A document is a line that names the file, then the source. Sample at temperature 0.9 to 1, with top-k 20: at
-lower temperatures, and above all in greedy decoding, the text soon repeats itself.
+A document is a line that names the file, followed by the source. Sample with top-k 20 and a temperature between 0.9
+and 1. At lower temperatures, and especially in greedy decoding, the text soon repeats itself.
 
 ```
 # file: json/decoder.py
@@ -48,24 +48,24 @@ lower temperatures, and above all in greedy decoding, the text soon repeats itse
 
 ## Conversations
 
-`chat_template.jinja` lets the server hold conversations: a conversation is one file, to which the user and the model
-append text in turn. Start with a message such as `# file: bridge.py` and a few lines of code.
+With `chat_template.jinja`, the server can hold conversations. A conversation is one file, to which the user and the
+model alternately append text. Start with a message such as `# file: bridge.py` and a few lines of code.
 
 ## Training
 
-- Text: {files:,} files, {size_bytes:,} bytes, {text_tokens:,} tokens of the standard library of CPython {cpython},
+- Text: {files:,} files, {size_bytes:,} bytes, {text_tokens:,} tokens from the standard library of CPython {cpython},
   including its tests, without tables such as `encodings`. The files are under the PSF License Version 2
   (https://docs.python.org/3/license.html), © Python Software Foundation; so is any text that the model repeats.
 - Command: `{command}`
-- {tokens:,} tokens in {steps:,} steps of {batch_size} x {sequence_length:,}, {epochs:.1f} epochs; AdamW, on a
-  GPU in bf16 autocast. The training time is fixed, so a faster GPU sees more tokens.
+- AdamW with bf16 autocast on one GPU: {tokens:,} tokens ({epochs:.1f} epochs) in {steps:,} steps with
+  {batch_size} x {sequence_length:,} tokens each. The training time is fixed, so a faster GPU processes more tokens.
 - Machine: {device}; torch {torch}, transformers {transformers}, tokenizers {tokenizers}.
 
-## What it is not good for
+## Limitations
 
-The model is only good for trying out software. It writes text that looks like Python: names, signatures and docstrings
-are plausible, but the code mostly makes no sense. It knows no other language, follows no instructions, and repeats
-passages of the standard library.
+The model is only useful for trying out software. It generates text that looks like Python: names, signatures and
+docstrings are plausible, but most of the code makes no sense. The model was trained on no other language, does not
+follow instructions, and repeats passages from the standard library.
 """
 
 

@@ -1,4 +1,4 @@
-"""Models, tokenizers and draft models: loaded from checkpoints, built with random weights, or shipped here."""
+"""Load models, tokenizers and draft models from checkpoints, and build models with random weights."""
 
 from typing import TYPE_CHECKING
 

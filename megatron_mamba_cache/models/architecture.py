@@ -1,4 +1,4 @@
-"""Architecture of a hybrid model: layer pattern, sizes, and checks that they are consistent."""
+"""Architecture of a hybrid model: its layer pattern and dimensions, with consistency checks."""
 
 import math
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from ..mcore.specs import check_layer_pattern
 from .checkpoints.checkpoint_config import CheckpointConfig
 
 ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
-"""Activation name in a checkpoint's configuration → function."""
+"""Name of an activation in a checkpoint's configuration → function."""
 
 
 @dataclass(frozen=True, slots=True)
 class MambaSizes:
-    """Sizes of the Mamba2 mixers.
+    """Dimensions and constants of the Mamba2 mixers.
 
     Args:
-        gated_norm_eps: Epsilon of the gated norm at the end of a mixer; None: the model's `norm_eps`.
+        gated_norm_eps: Epsilon of the gated norm before the output projection; None for the model's `norm_eps`.
     """
 
     num_heads: int
@@ -53,7 +53,7 @@ class MambaSizes:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaSizes:
-    """Sizes of the Gated DeltaNet mixers.
+    """Dimensions of the Gated DeltaNet mixers.
 
     Args:
         num_key_heads: Number of query and key heads; consecutive value heads share a key head.
@@ -88,12 +88,12 @@ class GatedDeltaSizes:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """Sizes of the attention layers.
+    """Dimensions and options of the attention layers.
 
     Args:
-        scale: Scale of the attention scores; None: 1 / sqrt(head_dim).
-        rotary_base: Base of the rotary embeddings; None: no position embeddings.
-        rotary_percent: Fraction of the channels of a head that is rotated.
+        scale: Factor applied to the attention scores; None for 1 / sqrt(head_dim).
+        rotary_base: Base of the rotary embeddings; None for no position embeddings.
+        rotary_percent: Fraction of each head's channels to which the rotation is applied, between 0 and 1.
         has_output_gate: True if each head's output is multiplied by the sigmoid of a gate projected with its query.
         has_head_norms: True if queries and keys are RMS-normalized per head before the rotation.
     """
@@ -110,7 +110,7 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSizes:
-    """Sizes of the dense feed-forward layers. If `gated`, a second projection multiplies the activation."""
+    """Dimensions of the dense feed-forward layers. If `gated`, a second projection is multiplied by the activation."""
 
     hidden_size: int
     activation: str  # a key of ACTIVATIONS
@@ -119,17 +119,17 @@ class FeedForwardSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSizes:
-    """Sizes and routing of the mixture-of-experts layers.
+    """Dimensions and routing of the mixture-of-experts layers.
 
     Args:
-        shared_hidden_size: Hidden size of the shared expert; None: there is no shared expert.
+        shared_hidden_size: Hidden size of the shared expert; None if there is no shared expert.
         score: Scoring function of the router: "sigmoid" with a selection bias, or "softmax".
-        num_groups, top_groups, num_scoring: Experts are chosen from the `top_groups` groups in which the scores of the
-            best `num_scoring` experts have the largest sum. With one group, they are chosen from all experts.
+        num_groups, top_groups, num_scoring: For each token, a group's score is the sum of its `num_scoring` highest
+            expert scores. The experts are selected from the `top_groups` groups with the highest scores.
         normalizes: True to divide the routing weights of each token by their sum.
         scaling: Factor applied to the routing weights.
         latent_size: Width to which the input of the routed experts is projected down, and from which their output is
-            projected up; None: the hidden size, without projections.
+            projected up; None if the routed experts have no such projections.
         has_shared_gate: True if the output of the shared expert is multiplied by the sigmoid of a learned gate, one
             number per token.
     """
@@ -149,7 +149,7 @@ class ExpertsSizes:
 
     @property
     def rule(self) -> RoutingRule:
-        """Rule by which tokens choose experts; raises `ValueError` if the numbers are inconsistent."""
+        """Rule that routes tokens to experts; raises `ValueError` if the numbers are inconsistent."""
         return RoutingRule(
             top_k=self.top_k,
             score=self.score,
@@ -163,12 +163,12 @@ class ExpertsSizes:
 
 @dataclass(frozen=True, slots=True)
 class HybridArchitecture:
-    """Architecture of a hybrid model, as a checkpoint's configuration describes it.
+    """Architecture of a hybrid model, read from a checkpoint's configuration or given by the caller.
 
     Args:
         pattern: One symbol per layer: M recurrent, * attention, - feed-forward, E mixture of experts.
         zero_centered_norms: True if all norms except those inside the mixers scale by 1 + weight, computed in fp32.
-        input_multiplier, residual_multiplier, output_multiplier: As in `LocalSpecOptions`.
+        input_multiplier, residual_multiplier, output_multiplier: See `LocalSpecOptions`.
     """
 
     pattern: str
@@ -188,7 +188,7 @@ class HybridArchitecture:
 
 
 def check_architecture(architecture: HybridArchitecture) -> None:
-    """Raise `ValueError` if a kind of layer is unknown or missing, or numbers of heads or experts are inconsistent."""
+    """Raise `ValueError` if the pattern lacks a kind of layer or has an unknown one, or if dimensions do not fit."""
     check_layer_pattern(architecture.pattern)
     _check_heads(architecture)
     _check_experts(architecture)
@@ -219,7 +219,7 @@ def _check_experts(architecture: HybridArchitecture) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFields:
-    """Field names in a configuration for the numbers in `ExpertsSizes`; group fields are empty without groups."""
+    """Names of the configuration fields for `ExpertsSizes`; "" for group fields that a model family does not have."""
 
     num_experts: str
     top_k: str
@@ -228,7 +228,7 @@ class ChoiceFields:
 
 
 def checked_choice(config: CheckpointConfig, experts: ExpertsSizes, fields: ChoiceFields) -> ExpertsSizes:
-    """Return `experts`, read from `config`; raise `ValueError`, naming the fields, if they are inconsistent."""
+    """Return `experts` unchanged; raise `ValueError`, naming the fields in `config`, if numbers are inconsistent."""
     num_groups = experts.num_groups
     all_experts = config.shown(fields.num_experts, experts.num_experts)
     all_groups = config.shown(fields.num_groups, num_groups)

@@ -22,13 +22,13 @@ _TRANSFERS = (Tensor.to, Tensor.cuda, Tensor.cpu)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Context manager: create all tensors on the meta device, whatever device is requested."""
+    """Context manager that creates all tensors on the meta device, even if another device is requested."""
     with torch.device("meta"), _OnMeta():
         yield
 
 
 class _OnMeta(TorchFunctionMode):
-    """Replace any requested device by the meta device, and ignore transfers to other devices."""
+    """Function mode that replaces any requested device by the meta device and ignores transfers between devices."""
 
     def __torch_function__(
         self,
@@ -51,10 +51,10 @@ _SIZES_SHOWN = 4
 
 @contextmanager
 def largest_sizes_named(fields: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: turn torch's allocation errors into a `MemoryError` that names the model's largest sizes.
+    """Context manager that turns torch's allocation errors into a `MemoryError` with the model's largest dimensions.
 
     Args:
-        fields: Fields of an architecture; all integers, including nested ones, are sizes.
+        fields: Fields of an architecture, by name; nested fields are included, and each integer is a dimension.
     """
     try:
         yield
@@ -78,12 +78,12 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
     """Build this rank's shard of the model, in eval mode, with uninitialized parameters.
 
     The model is split over Megatron's tensor-, pipeline- and expert-parallel ranks. If `parallel_state` is not
-    initialized, the model is built for a single process.
+    initialized, the whole model is built.
 
     Raises:
-        ValueError: If the layer pattern has an unknown symbol or lacks recurrent or attention layers, or if heads or
-            ranks cannot divide the sizes evenly.
-        MemoryError: If the weights do not fit in memory; the message gives the largest sizes.
+        ValueError: If the layer pattern has an unknown symbol or lacks recurrent or attention layers, or if a
+            dimension is not divisible by the number of heads or ranks that divide it.
+        MemoryError: If the weights do not fit in memory; the message gives the largest dimensions.
     """
     check_buildable(architecture)
     part = RankShard.of_process(architecture)
@@ -118,14 +118,14 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
 
 
 def check_buildable(architecture: HybridArchitecture) -> None:
-    """Raise `ValueError`, as `build_hybrid_model` does, if this model cannot be built on the present ranks."""
+    """Raise the `ValueError` of `build_hybrid_model` if the model cannot be split over Megatron's current ranks."""
     check_architecture(architecture)
     initialize_single_process()
     check_ranks(architecture)
 
 
 def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
-    """Compute the rotary frequencies on the CPU, because a GPU rounds the powers differently."""
+    """Set the model's rotary frequencies, computed on the CPU, because a GPU rounds the powers differently."""
     rotary = model.rotary_pos_emb
     dim = 2 * rotary.inv_freq.numel()
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
@@ -133,7 +133,7 @@ def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
 
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
-    """Return Megatron's configuration for the architecture on the present ranks."""
+    """Return Megatron's configuration for the architecture, split over Megatron's current ranks."""
     attention, experts = architecture.attention, architecture.experts
     feed_forward = architecture.feed_forward
     routing = {} if experts is None else _routing(experts)
@@ -201,7 +201,7 @@ def _mixer_settings(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, object]:
 
 
 def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, object]:
-    """Return the fields of Megatron's configuration for pipeline stages; none for a single stage."""
+    """Return the fields of Megatron's configuration for pipeline stages; empty for a single stage."""
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if num_stages == 1:
         return {}
@@ -213,7 +213,7 @@ def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, o
 
 
 def _routing(experts: ExpertsSizes) -> dict[str, object]:
-    """Return the fields of Megatron's configuration for the experts; the spec has the full routing rule."""
+    """Return the fields of Megatron's configuration for MoE layers; the layer spec has the full routing rule."""
     return {
         "num_moe_experts": experts.num_experts,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
@@ -229,6 +229,6 @@ def _routing(experts: ExpertsSizes) -> dict[str, object]:
         "moe_latent_size": experts.latent_size,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "allgather",  # the only dispatcher that needs no CUDA stream
+        "moe_token_dispatcher_type": "allgather",  # the only dispatcher that works without a CUDA stream
         "moe_grouped_gemm": False,
     }

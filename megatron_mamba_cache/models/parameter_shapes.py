@@ -1,4 +1,4 @@
-"""Shapes and tensor-parallel splits of all parameters of a hybrid model, under Megatron's names."""
+"""Compute the shape and tensor-parallel split of each parameter in a hybrid model, under Megatron's names."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from .rank_shard import EMBEDDINGS, OUTPUT
 
 @dataclass(frozen=True, slots=True)
 class WholeParameter:
-    """Shape of a parameter in the undivided model, and its split over tensor-parallel ranks."""
+    """Shape of a parameter in the undivided model, and how tensor-parallel ranks split it."""
 
     shape: tuple[int, ...]
     split: Split | GroupedSplit
@@ -19,7 +19,7 @@ Parameters = dict[str, WholeParameter]
 
 
 def parameters_of(architecture: HybridArchitecture) -> Parameters:
-    """Return all parameters by their names in a single-rank model, in the order of its `named_parameters`."""
+    """Return all parameters, by their names in a single-rank model and in the order of `named_parameters`."""
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
     layers = {"M": recurrent_parameters, "*": _attention, "-": _feed_forward, "E": _experts}
     found = {EMBEDDINGS: WholeParameter((vocab, hidden), Split(0))}
@@ -33,7 +33,7 @@ def parameters_of(architecture: HybridArchitecture) -> Parameters:
 
 
 def filled_of(architecture: HybridArchitecture) -> Parameters:
-    """Return all tensors that a checkpoint fills: the parameters, and the selection biases of sigmoid routers."""
+    """Return all tensors that are loaded from a checkpoint: parameters, and selection biases of sigmoid routers."""
     experts = architecture.experts
     if experts is None or experts.score != "sigmoid":
         return parameters_of(architecture)

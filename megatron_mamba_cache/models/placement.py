@@ -15,8 +15,8 @@ class Split:
     """Split of a checkpoint tensor over tensor-parallel ranks.
 
     Args:
-        dim: The dimension that is split; None: every rank keeps the whole tensor.
-        sections: Sizes along `dim` of the parts that are split separately; empty: the whole tensor is one part.
+        dim: The dimension that is split; None if every rank keeps the whole tensor.
+        sections: Lengths, along `dim`, of sections that are split separately; empty if there is only one section.
     """
 
     dim: int | None = None
@@ -26,7 +26,7 @@ class Split:
         """Return the shard of the tensor for a rank; `size` is the number of ranks.
 
         Raises:
-            ValueError: If the sections do not add up to the tensor, or one is not divisible by the number of ranks.
+            ValueError: If the lengths of the sections do not add up, or one is not divisible by the number of ranks.
         """
         if self.dim is None or size == 1:
             return tensor
@@ -43,14 +43,14 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class GroupedSplit:
-    """Split of rows, grouped by KV head, over tensor-parallel ranks.
+    """Split of a tensor whose rows are grouped by KV head, over tensor-parallel ranks.
 
     The groups are divided among the ranks. If there are more ranks than groups, consecutive ranks share a group.
 
     Args:
-        num_groups: Number of groups of equal length along dimension 0.
-        divided: Lengths of the leading parts of a group that are divided among the ranks that share it. Each of these
-            ranks keeps all remaining rows.
+        num_groups: Number of groups, all of equal length along dimension 0.
+        divided: Lengths of the sections at the start of a group that are divided among the ranks that share the group.
+            Each of these ranks keeps all remaining rows of the group.
     """
 
     num_groups: int
@@ -60,7 +60,8 @@ class GroupedSplit:
         """Return the shard of the tensor for a rank; `size` is the number of ranks.
 
         Raises:
-            ValueError: If groups do not divide the rows, or neither of groups and ranks divides the other.
+            ValueError: If the number of rows is not divisible by the number of groups, or if neither the number of
+                groups nor the number of ranks divides the other.
         """
         if size <= self.num_groups:
             return Split(0).local(tensor, rank, size)
@@ -84,10 +85,10 @@ class Placement:
 
     Args:
         target: Name of a Megatron parameter or buffer.
-        split: Split of the selected values over tensor-parallel ranks.
-        entry: Index into a stack of tensors; None: the checkpoint tensor is not a stack.
-        rows: Selects the rows of the tensor, or of the entry, that go to the target.
-        view: Selects the part of the target that the values fill, on each rank.
+        split: Split of the selected rows over tensor-parallel ranks.
+        entry: Index of the tensor in a stack; None if the checkpoint tensor is not a stack.
+        rows: Selects the rows of the tensor, or of the stack's entry, that are copied to the target.
+        view: Returns the view of a rank's target into which the rows are copied.
     """
 
     target: str
@@ -97,11 +98,11 @@ class Placement:
     view: Callable[[Tensor], Tensor] = _whole
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the part of a checkpoint tensor that goes to this destination."""
+        """Return the part of a checkpoint tensor that is copied to this destination, before it is split over ranks."""
         return self.rows(tensor if self.entry is None else tensor[self.entry])
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of the selected part, given the parameter shapes of the undivided model."""
+        """Return the shape of the selected part, given the shapes of the undivided model's parameters by name."""
         return _needed_shape(self.view(torch.empty(shapes[self.target], device="meta")))
 
 
@@ -110,9 +111,10 @@ Placements = Mapping[str, tuple[Placement, ...]]
 
 
 def stacked(targets: Iterable[Placement]) -> tuple[Placement, ...]:
-    """Combine the destinations of several tensors into those of a tensor that stacks them, in this order.
+    """Return the destinations of a tensor that stacks several tensors, given the tensors' destinations in order.
 
-    Tensors with the same target, such as the halves of a gated projection, are equal parts of the rows of one entry.
+    Consecutive tensors with the same target, such as the halves of a gated projection, form one entry of the stack;
+    each has an equal share of the entry's rows.
     """
     entries = [list(parts) for _, parts in groupby(targets, key=lambda placement: placement.target)]
 
@@ -127,7 +129,7 @@ def stacked(targets: Iterable[Placement]) -> tuple[Placement, ...]:
 
 
 def stored_shape(targets: tuple[Placement, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of a checkpoint tensor from its destinations.
+    """Return the shape that a checkpoint tensor must have, given its destinations.
 
     Args:
         shapes: Shapes of the parameters and buffers in the undivided model, by name.
@@ -139,11 +141,11 @@ def stored_shape(targets: tuple[Placement, ...], shapes: Mapping[str, tuple[int,
 
 
 class ModelFiller:
-    """Copies checkpoint tensors into a model's parameters and buffers, and tracks which are not yet filled.
+    """Copies checkpoint tensors into a model's parameters and buffers, and tracks which are incomplete.
 
     Args:
         rank, size: Tensor-parallel rank and number of ranks.
-        local_name: Maps a target's name to its name in `model`; None if it is on another rank. The default keeps names.
+        local_name: Maps the name of a target to its name in `model`, or to None if the target is on another rank.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class ModelFiller:
 
     @torch.no_grad()
     def fill(self, name: str, tensor: Tensor) -> None:
-        """Copy a checkpoint tensor to its destinations.
+        """Copy this rank's share of a checkpoint tensor to each of its destinations.
 
         Raises:
             ValueError: If the tensor does not have the shape that the model needs; the message gives both shapes.
@@ -179,11 +181,11 @@ class ModelFiller:
                 self._copy(name, placement, part, target)
 
     def wants(self, name: str) -> bool:
-        """Return True if a checkpoint tensor has a destination in this model."""
+        """Return True if a checkpoint tensor has a destination on this rank."""
         return any(self._local_name(placement.target) is not None for placement in self._placements[name])
 
     def target(self, name: str) -> Tensor:
-        """Return the first parameter or buffer of this model that a checkpoint tensor fills."""
+        """Return the first parameter or buffer on this rank that a checkpoint tensor fills."""
         names = (self._local_name(placement.target) for placement in self._placements[name])
         return next(self._targets[target] for target in names if target is not None)
 
@@ -205,7 +207,7 @@ class ModelFiller:
 
 
 def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's parameters by name, with stacks of experts replaced by the views of each expert."""
+    """Return the model's parameters by name; a parameter that stacks experts is replaced by one view per expert."""
     stacks = {name: module for name, module in model.named_modules() if isinstance(module, StackedExperts)}
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -216,7 +218,7 @@ def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _selected(name: str, tensor: Tensor, targets: tuple[Placement, ...]) -> list[Tensor]:
-    """Return the part of the tensor for each destination; raise `ValueError` unless the parts cover it."""
+    """Return the part of a tensor for each destination; raise `ValueError` unless the parts make up the tensor."""
     try:
         parts = [placement.select(tensor) for placement in targets]
     except IndexError:
@@ -228,7 +230,7 @@ def _selected(name: str, tensor: Tensor, targets: tuple[Placement, ...]) -> list
 
 
 def _needed_shape(part: Tensor) -> tuple[int, ...]:
-    """Return the shape that a part has in checkpoints, where KV heads are not a separate dimension."""
+    """Return the shape of a target view in a checkpoint, where KV heads are not a separate dimension."""
     return (part[..., 0].numel(), part.shape[-1]) if part.dim() > 3 else _shape(part)
 
 

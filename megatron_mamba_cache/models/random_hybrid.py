@@ -1,4 +1,4 @@
-"""Build a small hybrid model with seeded random weights, to try the cache without a checkpoint."""
+"""Build a small hybrid model with seeded random weights, for use without a checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -27,19 +27,20 @@ _INTO_RESIDUAL = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
 
 @dataclass(frozen=True, slots=True)
 class RandomHybridConfig:
-    """Configuration of a random hybrid model.
+    """Configuration of a hybrid model with random weights.
 
     Args:
         pattern: One symbol per layer: M recurrent, * attention, - MLP, E mixture of experts.
-        ssm_chunk_size: Chunk size of the scan, for either kind of recurrent layer.
-        gated_delta: Sizes of Gated DeltaNet layers; None: Mamba layers. A Gated DeltaNet model also gets gated
-            attention with head norms and a quarter of each head rotated, zero-centered norms, and a gated shared
-            expert.
+        ssm_chunk_size: Chunk size of the scan in recurrent layers, in tokens.
+        gated_delta: Dimensions of Gated DeltaNet layers; None for Mamba layers. A Gated DeltaNet model also gets
+            zero-centered norms, a gated shared expert, and gated attention that normalizes each head and rotates a
+            quarter of its channels.
         use_rope: True for rotary position embeddings, False for none.
-        num_experts: Number of experts in each E layer; a softmax routes each token to 2 of them.
-        experts: Sizes and routing of the E layers, replacing `num_experts`; a sigmoid router gets a random bias.
+        num_experts: Number of experts in each E layer; a softmax router selects 2 of them for each token.
+        experts: Dimensions and routing of the E layers, used instead of `num_experts` if given. A sigmoid router gets
+            a random selection bias.
         gated: True for gated feed-forward layers and experts.
-        init_std: Standard deviation of the weights, large enough that generated tokens vary.
+        init_std: Standard deviation of the weights; the default is large enough for varied output.
     """
 
     pattern: str = "M-M*-M-M*-"
@@ -64,9 +65,10 @@ class RandomHybridConfig:
 
 
 def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
-    """Build this rank's shard of the model on the current device, in eval mode; raises as `build_hybrid_model`.
+    """Build this rank's shard of the model on the current device, in eval mode.
 
-    The same seed gives the same weights on any device and for any number of ranks.
+    The same seed gives the same weights on any device and for any number of ranks. The errors raised are those of
+    `build_hybrid_model`.
     """
     shape = shape or RandomHybridConfig()
     architecture = random_architecture(shape)
@@ -87,7 +89,7 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
 def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and float32 values of each parameter and selection bias in the whole model.
 
-    All values come from one CPU generator, because random numbers differ between devices.
+    A single CPU generator draws all values, because the same seed gives different numbers on other devices.
     """
     generator = torch.Generator().manual_seed(shape.seed)
     residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
@@ -102,7 +104,7 @@ def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
-    """Return the architecture for this configuration."""
+    """Return the architecture of a model with this configuration."""
     is_gated_delta = shape.gated_delta is not None
     experts = shape.experts or ExpertsSizes(
         num_experts=shape.num_experts,
@@ -147,7 +149,7 @@ def _recurrent(shape: RandomHybridConfig) -> MambaSizes | GatedDeltaSizes:
 
 
 def _uniform_bounds(name: str, shape: RandomHybridConfig) -> tuple[float, float] | None:
-    """Return the range of a uniformly distributed parameter; None if it is normally distributed."""
+    """Return the bounds of a parameter with a uniform distribution; None for one with a normal distribution."""
     if "norm" in name:
         is_zero_centered = shape.gated_delta is not None and "mixer.norm" not in name
         return (-0.2, 0.2) if is_zero_centered else (0.8, 1.2)

@@ -1,4 +1,4 @@
-"""Determine a rank's shard of a hybrid model: its layers, experts, embeddings and output layer."""
+"""Determine which layers, experts, embeddings and output layer of a hybrid model are on a rank."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _OF_LAST_STAGE = ("decoder.final_norm.", "output_layer.")
 
 
 def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
-    """Return the number of layers in each pipeline stage: equal for all but the last, which gets the remainder.
+    """Return the number of layers in each pipeline stage: the same for all but the last, which gets the remainder.
 
     Raises:
         ValueError: If there are fewer layers than stages.
@@ -35,7 +35,7 @@ def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """The shard of a model on one rank.
+    """The part of a model that is on one rank.
 
     Args:
         layers: Layers on this rank, numbered as in the whole model.
@@ -68,7 +68,7 @@ class RankShard:
         )
 
     def local_name(self, name: str) -> str | None:
-        """Map a parameter name in the whole model to its name on this rank; None if another rank has it."""
+        """Return the name on this rank of a parameter of the whole model; None if the parameter is on another rank."""
         if name == EMBEDDINGS and not self.is_first_stage:
             return OUTPUT if self.is_last_stage and self.is_tied else None
         if name.startswith(_OF_LAST_STAGE) and not self.is_last_stage:
@@ -83,7 +83,7 @@ class RankShard:
 
 
 def check_ranks(architecture: HybridArchitecture) -> None:
-    """Raise `ValueError` if the model cannot be split over the ranks in Megatron's parallel state."""
+    """Raise `ValueError` if the model cannot be split over the ranks that Megatron's parallel state describes."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     if (context := parallel_state.get_context_parallel_world_size()) > 1:
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_expert_ranks(architecture: HybridArchitecture, size: int) -> None:
 
 
 def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
-    """Return the sizes that tensor-parallel ranks divide, keyed by their names in error messages."""
+    """Return the dimensions that tensor-parallel ranks divide, keyed by their names in error messages."""
     attention, experts = architecture.attention, architecture.experts
     shared = {
         "vocab_size": architecture.vocab_size,

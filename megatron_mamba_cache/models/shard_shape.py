@@ -1,4 +1,4 @@
-"""Compute the `HybridModelShape` of a shard from the architecture, without building the model."""
+"""Compute the `HybridModelShape` of a rank's shard from the architecture, without building the model."""
 
 import torch
 from megatron.core import parallel_state
@@ -22,7 +22,7 @@ def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridMo
 def shard_shape(
     architecture: HybridArchitecture, dtype: torch.dtype, layers: range | None = None, num_tensor_ranks: int = 1
 ) -> HybridModelShape:
-    """Return the shape of a shard with an empty fingerprint, which only a built model has.
+    """Return the shape of a shard; its fingerprint is empty, because a fingerprint needs a built model.
 
     Args:
         dtype: Dtype of the weights.
@@ -66,7 +66,7 @@ def _recurrence(sizes: MambaSizes | GatedDeltaSizes, num_tensor_ranks: int) -> R
 
 
 def _layer_weights(architecture: HybridArchitecture, num_tensor_ranks: int) -> int:
-    """Return the mean number of matrix weights per layer that a token uses, counting `top_k` experts."""
+    """Return the mean number of matrix weights per layer that a token uses; MoE layers count `top_k` experts."""
     total = 0
     for name, whole in parameters_of(architecture).items():
         if not name.startswith("decoder.layers.") or len(whole.shape) != 2:

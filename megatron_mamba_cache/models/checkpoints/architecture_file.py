@@ -14,7 +14,7 @@ from .checkpoint_config import MOST_EXPERTS, CheckpointConfig, read_json_object
 ARCHITECTURE_FILE = "hybrid_architecture.json"
 
 _MAMBA, _GATED_DELTA = "mamba", "gated_delta"
-"""Names of the sections for the sizes of recurrent layers; a file has one of them."""
+"""Names of the sections for the dimensions of recurrent layers; a file has one of them."""
 
 
 def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:
@@ -37,7 +37,7 @@ def read_architecture(directory: Path) -> HybridArchitecture:
 
 
 def _read(sizes: type[Any], section: CheckpointConfig) -> Any:
-    """Read a dataclass of sizes; each field is parsed by its name or type, and an absent field gets its default."""
+    """Build the dataclass `sizes` from a section of the file; an absent field gets its default."""
     hints, found = get_type_hints(sizes), {}
     for field in fields(sizes):
         name = field.name

@@ -1,4 +1,4 @@
-"""Find the architecture of a Megatron checkpoint: given, in a JSON file, or in the training arguments."""
+"""Find the architecture of a Megatron checkpoint: given by the caller, in a JSON file, or in training arguments."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ _MAX_DIGITS = 12
 
 
 def weights_directory(directory: Path) -> Path:
-    """Return the directory of the latest iteration, or `directory` itself if it has no tracker file.
+    """Return the directory of a training run's latest iteration, or `directory` itself if it has no tracker file.
 
     Raises:
         ValueError: If the tracker file names no iteration, or the directory of that iteration is missing.
@@ -40,7 +40,7 @@ _REMEDY = f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture=
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """A model architecture and its source, which error messages name."""
+    """A model architecture, and a phrase that names its source in error messages."""
 
     architecture: HybridArchitecture
     source: str
@@ -49,10 +49,10 @@ class DescribedModel:
 def written_architecture(
     given: HybridArchitecture | None, directory: Path, run_directory: Path
 ) -> DescribedModel | None:
-    """Return the given architecture, or read it from a JSON file; None if there is neither.
+    """Return the given architecture or, if it is None, the one in a JSON file; None if there is no such file.
 
     Args:
-        directory: Directory of the weights. Its file takes precedence over the one in `run_directory`.
+        directory: Directory of the weights. Its JSON file takes precedence over the one in `run_directory`.
 
     Raises:
         ValueError: If the file is damaged, or the directory does not hold a checkpoint.
@@ -76,7 +76,7 @@ def trained_architecture(common: CommonState, directory: Path) -> DescribedModel
     """Return the architecture described by the arguments of the training run.
 
     Raises:
-        ValueError: If there are no arguments, or an argument is not supported; the message names file and argument.
+        ValueError: If no arguments are stored, or one is not supported; the message names the file and the argument.
     """
     path = directory / COMMON_FILE
     if common.arguments is None:

@@ -29,23 +29,23 @@ MOST_EXPERTS = 2**13
 """Upper limit on the number of experts, far above that of any model; each expert has several tensor names."""
 MOST_LAYERS = 2**13
 """Upper limit on the number of layers, far above that of any model."""
-_MOST = 2**24  # far above the sizes of any model; a larger size would fail in an allocation, without naming the field
-_LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # outside this range, the inverse or the number itself may overflow
+_MOST = 2**24  # far above the dimensions of any model; an allocation of this size would fail without naming the field
+_LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # outside this range, the number or its inverse may overflow
 _LONGEST_SHOWN = 200
 
 TEXT_CONFIGS = ("text_config", "llm_config")
-"""Fields in which the configuration of a larger model may describe its language model."""
+"""Fields that may hold the configuration of the language model inside a multimodal model."""
 
 
 class CheckpointConfig:
-    """Typed access to the fields of a `config.json`. Errors are `ValueError` and name the field.
+    """Typed access to the fields of a `config.json`; raises `ValueError` that names the file and the field.
 
-    A null field counts as absent. Numbers must be finite; all but factors must be positive. A bool is not a number.
+    A null field counts as absent. A bool is not accepted as a number.
 
     Args:
         source: The file that error messages name.
-        prefix: Prefix of field names in error messages, for a nested object.
-        other_names: Alternative field name → usual name. Error messages use the name found in the file.
+        prefix: Prefix for field names in error messages, such as "text_config." for a nested object.
+        other_names: Alternative field name → usual name. Error messages use the name that is in the file.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CheckpointConfig:
         return CheckpointConfig(read_json_object(path), str(path))
 
     def naming(self, other_names: Mapping[str, str]) -> "CheckpointConfig":
-        """Return a copy that also accepts these alternative field names."""
+        """Return a copy that accepts these alternative field names in addition to the usual names."""
         return CheckpointConfig(self._fields, self._source, self._prefix, other_names)
 
     def has(self, name: str) -> bool:
@@ -121,7 +121,7 @@ class CheckpointConfig:
         return value
 
     def section(self, *names: str) -> "CheckpointConfig":
-        """Return the object in the first of these fields that is present, or an empty object."""
+        """Return the first of these fields that is present, which must be an object; an empty object if none is."""
         for name in filter(self.has, names):
             value = self._get(name, {})
             if not isinstance(value, dict):
@@ -130,7 +130,7 @@ class CheckpointConfig:
         return CheckpointConfig({}, self._source, f"{self._label(names[0])}.")
 
     def sections(self) -> "list[CheckpointConfig]":
-        """Return the objects in all fields; a field that is not an object is an error."""
+        """Return the objects in all fields; raise `ValueError` if a field is not an object."""
         return [self.section(name) for name in self._fields]
 
     def pair(self, name: str) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class CheckpointConfig:
         return value
 
     def limits(self, name: str) -> tuple[float, float]:
-        """Return a pair of limits, by default 0 and infinity, which may be "inf" or {"__float__": "Infinity"}."""
+        """Return a field's pair of limits, or (0, infinity); accepts "inf" and {"__float__": "Infinity"}."""
         value = self._get(name, [0.0, math.inf])
         pair = [_number(entry) for entry in value] if isinstance(value, list) else []
         low, high = pair if len(pair) == 2 else (math.nan, math.nan)
@@ -162,13 +162,13 @@ class CheckpointConfig:
         return low, high
 
     def require(self, name: str, allowed: Any, default: Any) -> None:
-        """Raise `ValueError` unless a field has its only supported value."""
+        """Raise `ValueError` unless a field has the value `allowed`, the only supported one."""
         self.one_of(name, (allowed,), default)
 
     def one_of(self, name: str, allowed: Iterable[Any], default: Any = _REQUIRED) -> Any:
         """Return the value of a field that must have one of the supported values."""
         value, allowed = self._get(name, default), tuple(allowed)
-        is_plain = value is None or isinstance(value, str | int | float)  # comparing a tensor would give a tensor
+        is_plain = value is None or isinstance(value, str | int | float)  # comparing a tensor would not give a bool
         if not is_plain or value not in allowed:
             supported = f"{', '.join(map(repr, allowed))} {'is' if len(allowed) == 1 else 'are'}"
             raise self.error(f"{self.shown(name, value)} is not supported, only {supported}")
@@ -179,7 +179,7 @@ class CheckpointConfig:
         return isinstance(self._get(name, None), list)
 
     def each_of(self, name: str, known: Mapping[str, str]) -> list[str]:
-        """Return the value in `known` of each entry of a list field, which must be non-empty with known entries."""
+        """Look up each entry of a list field in `known`; the list must be non-empty and every entry known."""
         entries = self._get(name, _REQUIRED)
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, str) for entry in entries):
             raise self._wrong(name, entries, f"a non-empty list with values from {sorted(known)}")
@@ -192,7 +192,7 @@ class CheckpointConfig:
         return [known[entry] for entry in entries]
 
     def error(self, text: str) -> ValueError:
-        """Return a `ValueError` whose message starts with the file."""
+        """Return a `ValueError` with this text, prefixed with the name of the file."""
         return ValueError(f"{self._source}: {text}")
 
     def _get(self, name: str, default: Any) -> Any:
@@ -204,7 +204,7 @@ class CheckpointConfig:
         return default
 
     def _name(self, usual: str) -> str:
-        """Return the name under which the file has a field."""
+        """Return the name that the file uses for a field: an alternative name if present, else the usual name."""
         other = self._other_names.get(usual)
         return usual if other is None or self._fields.get(other) is None else other
 
@@ -215,7 +215,7 @@ class CheckpointConfig:
         return self.error(f"{self.shown(name, value)}, but must be {needed}")
 
     def shown(self, name: str, value: Any) -> str:
-        """Return a field name and value as shown in error messages."""
+        """Return "field=value" for error messages, with the field name that the file uses."""
         return f"{self._label(name)}={_short(value)}"
 
 
@@ -226,7 +226,7 @@ def _short(value: Any) -> str:
 
 
 def _number(entry: Any) -> float:
-    """Parse a number in the forms that transformers writes; NaN for anything else."""
+    """Parse a number in any form that transformers writes; return NaN for anything else."""
     if isinstance(entry, dict):
         entry = entry.get("__float__")
     if entry in ("inf", "Infinity"):

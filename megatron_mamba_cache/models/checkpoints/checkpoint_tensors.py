@@ -1,4 +1,4 @@
-"""Read checkpoint tensors under their unquantized names; quantized weights are dequantized when read."""
+"""Read tensors from a Hugging Face model directory; quantized weights are dequantized when they are read."""
 
 import math
 import re
@@ -17,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFiles:
-    """Tensors in `model.safetensors` or in the shards that its index lists. The constructor reads the headers.
+    """Tensors stored in `model.safetensors`, or in several files listed by an index. Construction reads only headers.
 
     Attributes:
         names, shapes, types: Tensor name → file, shape, and safetensors type name.
@@ -40,12 +40,12 @@ class SafetensorsFiles:
                 raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} lists for it")
 
     def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each wanted name, file by file, with its tensors on the CPU.
+        """Yield each key of `wanted` with its tensors by name, on the CPU, one file after another.
 
-        Holds only the tensors that the current file needs from other files.
+        Only tensors that belong to the current file's keys but are stored in other files are kept in memory.
 
         Args:
-            wanted: Tensor name → names of all tensors to read together, including the tensor itself.
+            wanted: Tensor name → names of all tensors to yield together, including the tensor itself.
         """
         for path in self._files:
             here = {name: parts for name, parts in wanted.items() if self.names[name] == path}
@@ -63,7 +63,7 @@ class SafetensorsFiles:
                         )
 
     def _copied(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return copies of tensors, so that their files can be closed."""
+        """Return copies of tensors, by name; their files are closed."""
         found: dict[str, Tensor] = {}
         for path in sorted({self.names[name] for name in names}):
             with _opened(path) as file:
@@ -81,7 +81,7 @@ class SafetensorsFiles:
 
 
 def _index(directory: Path) -> dict[str, str]:
-    """Return the file name of each tensor according to the index; empty if there is no index."""
+    """Return the file name for each tensor in the index; empty if the directory has no index."""
     path = directory / _INDEX
     if not path.exists():
         return {}
@@ -110,14 +110,14 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is damaged or incomplete ({error}); fetch it again") from error
 
 
-_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # integers and narrower floats are codes that need scales
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # integers and floats with fewer bits are codes that need scales
 _NAMED_TYPES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "FP8 scales", "F4": "FP4", "U8": "packed NVFP4"}
 _FACTOR_TYPES = ("F32", "BF16", "F16")
 
 _OF_PAIRS = ("_packed", "_blocks")
 _SCALES = ("_scale_inv", "_scale", "_scales", "_weight_scale")
 _GLOBAL_SCALES = {"_scale_2": False, "_global_scale": True, "_weight_scale_2": False}
-"""Name suffix → True if the tensor is the inverse of the global scale."""
+"""Suffix of a global scale's name → True if the tensor stores the inverse of the scale."""
 _UNUSED = re.compile(r"[._](input|output|activation|q|k|v|kv|prob)(_global)?_scale(_inv|_2)?$")
 
 
@@ -127,10 +127,10 @@ class CheckpointTensors:
     Attributes:
         names: Tensor name → file that contains the tensor or its codes.
         shapes: Tensor name → its shape.
-        unused: Names of the scales for activations and the KV cache, which nothing reads.
+        unused: Names of the scales for activations and the KV cache; they are ignored.
 
     Raises:
-        ValueError: As for `SafetensorsFiles`; also if two tensors are the same weight.
+        ValueError: For the same reasons as `SafetensorsFiles`, or if a weight is stored twice.
     """
 
     def __init__(self, directory: Path, quantization: QuantizationConfig | None) -> None:
@@ -149,7 +149,7 @@ class CheckpointTensors:
                 self._add(*self._stored_as(name, quantization))
 
     def check(self, left_out: Container[str]) -> None:
-        """Check the types, shapes and scales of all tensors except those in `left_out`.
+        """Check the types, shapes and scales of all tensors that are not in `left_out`.
 
         Raises:
             ValueError: If the type of a tensor is not supported, or a scale is missing, unexpected, or has a type or
@@ -160,20 +160,20 @@ class CheckpointTensors:
                 raise error
 
     def tensors(self, wanted: Container[str], like: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each wanted name with its tensor. Unquantized tensors are on the CPU; no reference is kept here.
+        """Yield each name in `wanted` with its tensor, without keeping a reference. Unquantized tensors are on the CPU.
 
         Args:
-            like: Maps a name to a tensor that has the dtype and device for the dequantized weight.
+            like: Maps a name to a tensor whose dtype and device are used for the dequantized weight.
         """
         by_first = {stored[0]: name for name, stored in self._stored.items() if name in wanted}
         for first, parts in self._files.tensors({first: self._stored[name] for first, name in by_first.items()}):
             name = by_first[first]
             weight = self._quantized.get(name)
             yield name, parts.pop(first) if weight is None else weight.values(parts, like(name))
-            del parts  # otherwise they stay in memory while the next tensors are read
+            del parts  # otherwise these tensors stay in memory while the next are read
 
     def quantized_summary(self, used: Collection[str]) -> str:
-        """Describe the number, formats and bytes of the quantized weights among these names; empty without any."""
+        """Return text with the number, formats and bytes of the quantized weights in `used`; "" if there are none."""
         weights = [self._quantized[name] for name in used if name in self._quantized]
         counts = Counter(weight.format.name for weight in weights)
         num_bytes = sum(self._bytes_of(part) for weight in weights for part in weight.parts)
@@ -181,7 +181,7 @@ class CheckpointTensors:
         return f"{len(weights):,} quantized tensors ({each}; {num_bytes:,} bytes in the files)" if weights else ""
 
     def _stored_as(self, name: str, quantization: QuantizationConfig | None) -> tuple[str, tuple[str, ...], Shape]:
-        """Return a weight's name, the names of its tensors, and its shape; record an error in how it is stored."""
+        """Return a weight's name, tensor names and shape. If it is stored incorrectly, record the error for `check`."""
         try:
             if quantization is None:
                 self._check_plain(name, "config.json has no quantization_config that says how it is scaled")
@@ -216,7 +216,7 @@ class CheckpointTensors:
         self.names[name], self.shapes[name], self._stored[name] = self._files.names[stored[0]], shape, stored
 
     def _weight(self, name: str, codes: str, formats: list[WeightFormat]) -> QuantizedWeight:
-        """Return a quantized weight in the first of these formats that fits its scales."""
+        """Return a quantized weight, in the first of `formats` that agrees with the type and shape of its scale."""
         scale = self._only(codes, [f"{name}{ending}" for ending in _SCALES], f"its scale ({formats[0].name})")
         shape = self._shape_of(codes, formats[0])
         typed = [format for format in formats if self._files.types[scale] in format.scale_types]
@@ -259,7 +259,7 @@ class CheckpointTensors:
                 raise self._error(name, f"is of type {self._files.types[name]}, but has the scale {name}{ending}")
 
     def _only(self, codes: str, choices: list[str], what: str) -> str:
-        """Return the name among `choices` that the files contain; raise `ValueError` unless there is exactly one."""
+        """Return the only name in `choices` that the files contain; raise `ValueError` unless there is exactly one."""
         found = [name for name in choices if name in self._files.names]
         if not found:
             raise self._error(
@@ -270,7 +270,7 @@ class CheckpointTensors:
         return found[0]
 
     def _is_scale(self, name: str) -> bool:
-        """Return True if a tensor is the scale of another tensor in the files."""
+        """Return True if a tensor is a scale for another tensor in the files."""
         weights = [name.removesuffix(ending) for ending in (*_SCALES, *_GLOBAL_SCALES) if name.endswith(ending)]
         return any(f"{weight}{ending}" in self._files.names for weight in weights for ending in ("", *_OF_PAIRS))
 

@@ -1,7 +1,7 @@
 """Write Megatron distributed checkpoints (torch_dist) without starting processes.
 
-Megatron's strategy starts one process for a queue and one for each file. A script without a `__main__` guard would be
-run again in each of them, and if one of them dies, the save hangs.
+Megatron's own save strategy starts one process for a queue and one per file. Each new process would run a script
+without a `__main__` guard again, and if a process dies, the save hangs.
 """
 
 import re
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 
 _FUSED_NORMS = {
-    # norm before the first linear of a layer → name of the same weights when fused into that linear
+    # norm before a layer's first linear → name of the same weights if a checkpoint stores them with that linear
     "norm.": "mixer.in_proj.layer_norm_",
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -30,7 +30,7 @@ _TRAINING_STATE = re.compile(
 
 
 def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Collection[str]) -> None:
-    """Rename, in place, the norms that a checkpoint stores fused into the linear after them.
+    """Rename norms, in place, whose weights the checkpoint stores under the name of the linear after the norm.
 
     Args:
         sharded_state: Sharded state dict of the model to load.
@@ -42,12 +42,12 @@ def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Col
 
 
 def is_training_state(name: str) -> bool:
-    """Return True if a stored name is that of training state, such as an optimizer's, and not of a weight."""
+    """Return True if a stored tensor is training state, such as optimizer state, rather than a weight."""
     return _TRAINING_STATE.match(name) is not None
 
 
 class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist strategy, except that each rank writes one file from its own process."""
+    """Strategy for saving in Megatron's torch_dist format, in which each rank writes one file from its own process."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
@@ -67,7 +67,7 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
 
 @contextmanager
 def _results_in_this_process() -> Iterator[None]:
-    """Context manager: replace the queue process of Megatron's writer by a plain queue."""
+    """Context manager that replaces the queue process of Megatron's writer by a queue in this process."""
     before = filesystem_async._results_queue
     filesystem_async._results_queue = Queue()
     try:
@@ -77,7 +77,7 @@ def _results_in_this_process() -> Iterator[None]:
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Queue) -> None:
-    """Write all files, then report their contents. Replaces the function that starts Megatron's writer processes."""
+    """Write all files, then put their contents on `results`; replaces Megatron's function that starts processes."""
     try:
         results.put({number: _written(transforms, use_msc, number, bucket) for number, bucket in enumerate(buckets)})
     except Exception as error:  # reported to the other ranks when results are exchanged

@@ -1,6 +1,6 @@
-"""Read the metadata of a Megatron checkpoint without importing or running code that it names.
+"""Read the metadata of a Megatron checkpoint without importing or running code that its pickles name.
 
-Only classes that torch or Megatron considers safe are instantiated; stand-ins replace all others.
+Only classes that torch or Megatron considers safe are instantiated. Placeholder objects replace all other classes.
 """
 
 import pickle
@@ -23,7 +23,7 @@ UNPICKLING_ERRORS = (
     *(ValueError, LookupError, AttributeError, TypeError, AssertionError, ArithmeticError),
 )
 """Errors that unpickling damaged bytes may raise."""
-_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # for arrays in a stored random state
+_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # for arrays in a stored RNG state
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class CommonState:
 
     Args:
         arguments: Arguments of the training run, by name; None if none are stored. A value whose type torch does not
-            allow, such as an enum, is a stand-in that equals no other value.
-        splits_experts: True if the tensors of each expert have their own names; False if one name covers all experts.
+            allow, such as an enum, is replaced by a placeholder that is not equal to any other value.
+        splits_experts: True if each expert's tensors have their own names; False if one tensor stacks all experts.
     """
 
     arguments: Mapping[str, Any] | None
@@ -41,7 +41,7 @@ class CommonState:
 
 
 class NoCommonState(TorchCommonLoadStrategy):
-    """Loading strategy that skips `common.pt`, in which Megatron would fail on a class that it does not allow."""
+    """Loading strategy that skips `common.pt`; Megatron would fail if the file had a class that is not allowed."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Return an empty common state."""
@@ -76,13 +76,13 @@ def _arguments(found: Any) -> dict[str, Any] | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the line of an error that gives the reason; torch adds advice before and after it."""
+    """Return the line of an error message that gives the reason, without the advice that torch adds."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("Check the")]
     return lines[-1] if lines else repr(error)
 
 
 class _StandIn:
-    """Replacement for an object whose class is not imported; accepts any arguments and keeps the attributes."""
+    """Placeholder for an object whose class is not imported; accepts any arguments and keeps the attributes."""
 
     def __new__(cls, *_: Any) -> "_StandIn":
         return super().__new__(cls)
@@ -108,10 +108,10 @@ _KNOWN_NAMES = {
 
 
 def check_tensor_index(directory: Path) -> None:
-    """Refuse a tensor index that names functions torch does not write; unpickling it could run them.
+    """Check that a checkpoint's tensor index is safe to unpickle: it may name only what torch itself writes.
 
     Raises:
-        ValueError: If a name is not allowed or the file cannot be read; the message says which.
+        ValueError: If the file names anything else, which the message gives, or if it cannot be read.
     """
     path = directory / INDEX_FILE
     if not path.is_file():

@@ -31,22 +31,22 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
 }
-"""`model_type` in config.json → module that maps the config and the tensor names."""
+"""`model_type` in config.json → module that maps the configuration and the tensor names."""
 
 _TEXT_PREFIXES = ("language_model.", "model.language_model.", "")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFamily:
-    """The language model described by the config.json of a directory.
+    """The language model that a directory's config.json describes, and the module for its model family.
 
     Attributes:
         module: The module in `FAMILIES` for this `model_type`.
         config: The fields that describe the language model.
-        whole: All fields of the file. Equal to `config`, unless a larger model contains the language model.
+        whole: All fields in the file. Equal to `config`, unless the language model is part of a multimodal model.
         dtype: bfloat16 if the file says that the weights are bfloat16 or quantized, else float32.
-        is_wrapped: True if a larger model contains the language model.
-        quantization: Quantization of the weights; None if they are not quantized.
+        is_wrapped: True if the language model is part of a multimodal model.
+        quantization: Quantization formats of the weights; None if they are not quantized.
     """
 
     module: ModuleType
@@ -80,8 +80,8 @@ class CheckpointFamily:
         """Return the architecture that the configuration describes.
 
         Args:
-            names: Tensor names in the checkpoint. If it has both embeddings and output weights, they are not tied,
-                whatever the configuration says, as in transformers.
+            names: Tensor names in the checkpoint. If both embeddings and output weights are stored, they are untied
+                even if the configuration says otherwise, as in transformers.
         """
         found: HybridArchitecture = self.module.architecture_of(self.config)
         if self.is_wrapped and self.whole.flag("tie_word_embeddings", False):
@@ -93,13 +93,13 @@ class CheckpointFamily:
         return replace(found, tie_embeddings=not has_both)
 
     def other_names(self, architecture: HybridArchitecture) -> OtherNames:
-        """Return the alternative tensor names; tied embeddings may be stored under the name of the output layer."""
+        """Return the rules for alternative tensor names, including the output layer's name for tied embeddings."""
         others, ends = self._other_names(), self.module.ENDS
         tied = {ends["embeddings"]: (ends["output"],)} if architecture.tie_embeddings else {}
         return replace(others, parts={**tied, **others.parts})
 
     def is_other_part(self, name: str) -> bool:
-        """Return True if a tensor belongs to another part of a larger model than its language model."""
+        """Return True if a tensor belongs to a multimodal model but not to its language model."""
         if name.startswith(self._other_names().left_out):
             return True
         return self.is_wrapped and not name.startswith(tuple(filter(None, _TEXT_PREFIXES)))
@@ -118,7 +118,7 @@ class LoadedModel:
     """A model with loaded weights, its architecture, and the directory of its files.
 
     Args:
-        quantized: Summary of the quantized tensors in the files, printed at start-up; empty if there are none.
+        quantized: Text about the quantized tensors in the files, printed at start-up; "" if there are none.
     """
 
     model: MambaModel
@@ -128,7 +128,7 @@ class LoadedModel:
 
 
 def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
-    """Return the architecture that config.json describes, and the default dtype for its weights.
+    """Return the architecture that config.json describes, and the default dtype for the weights.
 
     Raises:
         ValueError: If a field is missing or not supported; the message names file and field.
@@ -140,18 +140,18 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
 def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
-    The tensors that this rank needs are read one at a time, dequantized if they are stored in FP8, NVFP4 or MXFP4, and
-    cut to the shard of the rank. If `source` is not a directory, it is the name of a model, which huggingface_hub, if
-    installed, finds in its local cache or downloads.
+    Each tensor that this rank needs is read, dequantized if it is stored in FP8, NVFP4 or MXFP4, and reduced to the
+    rank's shard before the next is read. If `source` is not a directory, it is a model name on the Hugging Face hub;
+    huggingface_hub, which must be installed, finds the model in its cache or downloads it.
 
     Args:
-        dtype: Dtype of the weights; None: bfloat16 if config.json says that they are bfloat16 or quantized, else
-            float32.
+        dtype: Dtype of the weights. None selects bfloat16 if config.json says that the weights are bfloat16 or
+            quantized, and float32 otherwise.
 
     Raises:
         ValueError: If a file or tensor is missing, damaged, unexpected, of the wrong shape or not supported; the
             message names it. A partially loaded model is never returned.
-        MemoryError: If the weights do not fit in memory; the message gives the largest sizes in the configuration.
+        MemoryError: If the weights do not fit in memory; the message gives the model's largest dimensions.
     """
     directory = _directory_of(source)
     family = CheckpointFamily.read(directory)
@@ -195,7 +195,7 @@ def _directory_of(source: str | Path) -> Path:
         ) from error
     try:
         return Path(snapshot_download(str(source), allow_patterns=_FETCHED))
-    except (OSError, ValueError) as error:  # the base classes of huggingface_hub's errors
+    except (OSError, ValueError) as error:  # base classes of the errors that huggingface_hub raises
         reason = " ".join(str(error).split())
         raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
 
@@ -203,7 +203,7 @@ def _directory_of(source: str | Path) -> Path:
 def _placements(
     family: CheckpointFamily, architecture: HybridArchitecture, files: CheckpointTensors, directory: Path
 ) -> Placements:
-    """Return the destinations of the stored tensors, after checking that none is missing or unknown."""
+    """Return the destinations of each stored tensor, after checking that no tensor is missing or unknown."""
     usual, names = family.module.placements_of(architecture), files.names.keys()
     stored = StoredTensors.find(usual, names, family.other_names(architecture), directory)
     unknown, known = names - stored.placements.keys(), stored.placements.keys()
@@ -230,7 +230,7 @@ def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, 
 def _check_shapes(
     directory: Path, files: CheckpointTensors, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise `ValueError` if a stored tensor does not have the shape that the undivided model needs."""
+    """Raise `ValueError` if a stored tensor does not have the shape that it has in the undivided model."""
     for name, targets in placements.items():
         found, needed = files.shapes[name], stored_shape(targets, shapes)
         if found != needed:
@@ -243,7 +243,7 @@ def _check_shapes(
 
 @contextmanager
 def naming_source(source: str | Path) -> Iterator[None]:
-    """Context manager: add `source`, which describes the model, to errors raised while building it."""
+    """Context manager that adds `source`, which describes the model, to errors raised while the model is built."""
     try:
         yield
     except (ValueError, AssertionError) as error:
@@ -260,7 +260,7 @@ def _fill(filler: ModelFiller, files: CheckpointTensors, names: Iterable[str]) -
                 filler.fill(name, tensor)
             except ValueError as error:
                 raise ValueError(f"{files.names[name]}: {error}") from error
-            del tensor  # otherwise it stays in memory while the next tensor is read
+            del tensor  # otherwise this tensor stays in memory while the next is read
             advance()
 
 

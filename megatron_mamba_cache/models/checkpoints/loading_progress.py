@@ -1,4 +1,4 @@
-"""Show progress while weights load: a progress bar on a terminal, else a line every few seconds."""
+"""Show progress while weights load: a progress bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ LINE_EVERY_S = 5.0
 
 @contextmanager
 def loading_progress(total: int) -> Iterator[Callable[[], object]]:
-    """Yield a function to call after each of `total` tensors. Without a terminal, short loads print nothing."""
+    """Context manager that yields a function to call after each of `total` tensors is loaded."""
     if sys.stderr.isatty():
         with tqdm(total=total, desc="loading", unit="tensor", file=sys.stderr) as bar:
             yield bar.update

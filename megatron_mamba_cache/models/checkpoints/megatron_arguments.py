@@ -17,10 +17,10 @@ from .checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 
 _GATED_NORM_EPS = 1e-5  # constant in Megatron's mixer; no argument sets it
 _SSM_CHUNK_SIZE = 128  # constant in Megatron's mixer; no argument sets it
-_EXPAND = 2  # constant in Megatron's mixer, used if no argument gives the number of Mamba heads
+_EXPAND = 2  # constant in Megatron's mixer, for checkpoints without an argument for the number of Mamba heads
 
 _SUPPORTED: dict[str, tuple[Any, Any]] = {
-    # argument: (only supported value, Megatron-LM's default)
+    # argument: (the only supported value, Megatron-LM's default)
     "normalization": ("RMSNorm", "LayerNorm"),
     "apply_layernorm_1p": (False, False),
     "layernorm_zero_centered_gamma": (False, False),  # newer name of apply_layernorm_1p
@@ -50,7 +50,7 @@ _SUPPORTED_ROUTING: dict[str, tuple[Any, Any]] = {
     "moe_apply_probs_on_input": (False, False),
     "moe_expert_capacity_factor": (None, None),
 }
-_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # affect training only, unlike "sinkhorn"
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # used only in training, unlike "sinkhorn"
 _CHOICE = ChoiceFields("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
 
 
@@ -70,7 +70,7 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
         vocab_size=arguments.integer("padded_vocab_size"),
         hidden_size=arguments.integer("hidden_size"),
         max_sequence_length=arguments.integer("max_position_embeddings"),
-        # Since core 0.16, arguments have the names of the TransformerConfig fields that they set.
+        # Since megatron-core 0.16, arguments have the names of the TransformerConfig fields that they set.
         norm_eps=arguments.number("layernorm_epsilon", arguments.number("norm_epsilon", 1e-5)),
         recurrent=_mamba(arguments),
         attention=_attention(arguments),
@@ -143,9 +143,9 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     else:
         arguments.one_of("moe_router_load_balancing_type", _BALANCING, "aux_loss")
     top_k, num_groups, top_groups = arguments.integer("moe_router_topk", 2), 1, 1
-    if arguments.has("moe_router_group_topk"):  # absent: experts are chosen from all groups
+    if arguments.has("moe_router_group_topk"):  # if absent, experts are selected from all groups
         num_groups = arguments.integer("moe_router_num_groups", 1)
-        top_groups = arguments.integer("moe_router_group_topk", most=top_k)  # with more, training scored none
+        top_groups = arguments.integer("moe_router_group_topk", most=top_k)  # more groups would have no score
     experts = ExpertsSizes(
         num_experts=arguments.integer("num_experts", most=MOST_EXPERTS),
         top_k=top_k,

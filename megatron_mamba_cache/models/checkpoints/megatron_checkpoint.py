@@ -1,4 +1,4 @@
-"""Save Megatron distributed checkpoints (torch_dist), and load them or checkpoints saved by Megatron-LM."""
+"""Save Megatron distributed checkpoints (torch_dist), and load checkpoints saved here or by Megatron-LM."""
 
 import math
 import pickle
@@ -31,7 +31,7 @@ from .loading_progress import loading_progress
 from .stored_names import is_first_rank, mtp_names, warn_of_left_out
 
 PORTION_BYTES = 2 * 2**30
-"""Number of checkpoint bytes to read between two progress updates."""
+"""Number of bytes to read from a checkpoint between progress updates."""
 _MOST_PORTIONS = 16
 _FILES = (".metadata", COMMON_FILE, "metadata.json")
 
@@ -42,11 +42,11 @@ _LOAD_ERRORS = (
 
 
 class _Mismatch(ValueError):
-    """The checkpoint is intact but belongs to a different model."""
+    """Raised when a checkpoint is intact but belongs to a different model."""
 
 
 def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
-    """Save a model's weights and architecture, to be loaded by any number of ranks; collective over all ranks.
+    """Save a model's weights and architecture, which any number of ranks can load; collective over all ranks.
 
     Raises:
         ValueError: If the directory is not empty or cannot be created.
@@ -85,9 +85,9 @@ def load_megatron_checkpoint(
 
     Args:
         directory: Directory of one checkpoint, or of a training run, whose latest checkpoint is loaded.
-        dtype: Dtype of the weights; None: bfloat16 if most of them are stored as bfloat16, else float32.
-        architecture: Architecture of the model; None: read it from hybrid_architecture.json in the directory, or else
-            from the training arguments in common.pt.
+        dtype: Dtype of the weights. None selects bfloat16 if most weights are stored as bfloat16, else float32.
+        architecture: Architecture of the model. If None, it is read from hybrid_architecture.json in the directory
+            or, without that file, from the training arguments in common.pt.
 
     Raises:
         ValueError: If a file or tensor is missing, unexpected or does not fit the model; the message names it. A
@@ -112,7 +112,7 @@ def load_megatron_checkpoint(
 
 
 def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the wanted tensors in portions, to show progress. All ranks read the same number of portions."""
+    """Read the tensors in `wanted` in portions, to show progress. All ranks read the same number of portions."""
     tensors = [part for part in stored.values() if isinstance(part, ShardedTensor)]
     num_bytes = sum(part.dtype.itemsize * math.prod(part.global_shape) for part in tensors)
     num_portions = min(max(num_bytes // PORTION_BYTES, 1), _MOST_PORTIONS)
@@ -129,7 +129,7 @@ def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> d
 
 
 def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, common: CommonState) -> Mapping[str, Any]:
-    """Return the metadata of the stored tensors after checking them against a model built without memory."""
+    """Return the stored tensors' metadata, after checking it against the model built on the meta device."""
     with without_memory():
         model = _built(described, dtype)
     with _naming_weights(path, described):
@@ -141,14 +141,14 @@ def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, co
 
 
 def _built(described: DescribedModel, dtype: torch.dtype) -> MambaModel:
-    """Build the model with uninitialized weights; errors name the source of its architecture."""
+    """Build the model with uninitialized weights; error messages name the source of its architecture."""
     with naming_source(described.source):
         return build_hybrid_model(described.architecture, dtype)
 
 
 @contextmanager
 def _naming_weights(path: Path, described: DescribedModel) -> Iterator[None]:
-    """Context manager: add the checkpoint and the source of the architecture to loading errors."""
+    """Context manager that adds the checkpoint and the source of the architecture to errors raised by loading."""
     try:
         yield
     except _Mismatch:
@@ -160,7 +160,7 @@ def _naming_weights(path: Path, described: DescribedModel) -> Iterator[None]:
 
 
 def _stored_dtype(path: Path) -> torch.dtype:
-    """Return bfloat16 if most parameters are stored as bfloat16, else float32."""
+    """Return bfloat16 if most parameters are stored as bfloat16, otherwise float32."""
     try:
         stored = [part for part in load_sharded_metadata(str(path)).values() if isinstance(part, ShardedTensor)]
         sizes = [(tensor.dtype, math.prod(tensor.global_shape)) for tensor in stored]
@@ -192,7 +192,7 @@ def _check_files(path: Path) -> None:
 
 
 def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
-    """Return True if this rank has tied embeddings only as its output weights, which checkpoints do not store."""
+    """Return True if this rank's output weights are a copy of the tied embeddings on the first pipeline stage."""
     part = RankShard.of_process(architecture)
     return part.is_tied and part.is_last_stage and not part.is_first_stage
 
@@ -200,7 +200,7 @@ def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
 def _wanted(
     model: MambaModel, architecture: HybridArchitecture, common: CommonState, stored: Collection[str]
 ) -> dict[str, Any]:
-    """Return the sharded tensors to load, under their stored names, without extra state (of quantized training)."""
+    """Return the sharded tensors to load, under their stored names, without the extra state for quantized training."""
     sharded = model.sharded_state_dict(metadata={"singleton_local_shards": common.splits_experts})
     wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
     if _has_copied_embeddings(architecture):
@@ -211,7 +211,7 @@ def _wanted(
 
 
 def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any], stored: Mapping[str, Any]) -> None:
-    """Raise `_Mismatch` unless the checkpoint has exactly the tensors of the model, apart from training state."""
+    """Raise `_Mismatch` unless the checkpoint's tensors, apart from training state, are exactly the model's."""
     parts = dict(wanted)
     apply_factories(parts)
     needed = {part.key: part for part in nested_values(parts)}
@@ -227,13 +227,13 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
         raise _Mismatch(f"{path} has {listed(unknown)}, which {model} does not have")
     for name, part in needed.items():
         found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
-        if found != expected:  # checked here because Megatron pads embeddings that are too small with zeros
+        if found != expected:  # checked here, because Megatron fills up embeddings that are too small with zeros
             raise _Mismatch(f"{path}: tensor {name} has shape {found}, but {model} has {expected}")
     warn_of_left_out(path, len(left_out))
 
 
 def _stacked_parts(model: MambaModel, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the targets that are views into larger parameters: one expert's part of a stack of experts."""
+    """Return, by name, the tensors to load that are views of one expert in a parameter that stacks all experts."""
     own_names = model.state_dict().keys()
     return {
         name: part.data for name, part in wanted.items() if isinstance(part, ShardedTensor) and name not in own_names

@@ -1,4 +1,4 @@
-"""Read the formats of quantized weights that a Hugging Face model directory declares."""
+"""Read the quantization formats that a Hugging Face model directory declares for its weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ _FIELDS_OF_TOOLS = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbyte
 
 
 def kind_of(found: Any) -> str:
-    """Describe a quantization by number format and tool, as far as known, such as "NVFP4 (modelopt)"."""
+    """Return text with the number format and the tool of a quantization, if known, such as "NVFP4 (modelopt)"."""
     if not isinstance(found, Mapping):
         return repr(found)
     producer, inner = found.get("producer"), found.get("quantization")
     details = inner if isinstance(inner, Mapping) else found
     tool = details.get("quant_method") or (producer.get("name") if isinstance(producer, Mapping) else None)
-    if not tool:  # older versions of some tools wrote tool-specific fields without a name
+    if not tool:  # older versions of some tools did not write the tool's name, but have tool-specific fields
         tool = next((named for field, named in _FIELDS_OF_TOOLS.items() if field in details), "")
     tool = str(tool)
     tool = _TOOLS.get(tool.lower(), tool)
@@ -50,7 +50,7 @@ def _format_of(details: Mapping[str, Any]) -> str:
 
 
 def _group_weights(details: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the `weights` objects in the config groups of compressed-tensors."""
+    """Return the `weights` objects in the `config_groups` that compressed-tensors writes."""
     groups = details.get("config_groups")
     each = groups.values() if isinstance(groups, Mapping) else ()
     found = [group.get("weights") for group in each if isinstance(group, Mapping)]
@@ -92,11 +92,11 @@ _LAYOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """Quantization formats declared by a checkpoint directory.
+    """Quantization formats that a checkpoint directory declares.
 
     Attributes:
-        source: The file that declares them.
-        formats: Formats that weights may have; empty if only activations or the KV cache are quantized.
+        source: The file that declares the formats.
+        formats: Formats in which weights may be stored; empty if only activations or the KV cache are quantized.
     """
 
     source: Path
@@ -104,7 +104,7 @@ class QuantizationConfig:
 
     @staticmethod
     def read(directory: Path) -> "QuantizationConfig | None":
-        """Read the quantization from the files in a directory; None if the model is not quantized.
+        """Read the quantization that the files in a directory declare; return None if they declare none.
 
         Raises:
             ValueError: If the quantization is not supported; the message names file, field and value.
@@ -130,7 +130,7 @@ class QuantizationConfig:
 
 
 def _described(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each field that describes a quantization, including nested text configurations."""
+    """Yield the name and value of each field that describes a quantization, in `config` and its text configuration."""
     sections = {"": config, **{f"{name}.": config.get(name) for name in TEXT_CONFIGS}}
     for prefix, section in sections.items():
         for name in _FIELDS:
@@ -155,7 +155,7 @@ def _formats(source: Path, label: str, value: Any) -> tuple[WeightFormat, ...]:
 
 
 def _method(source: Path, value: Any) -> str:
-    """Return the name of the tool that wrote a quantization description; "" if it is not an object."""
+    """Return the name of the tool that wrote a quantization description; "" if `value` is not an object."""
     if not isinstance(value, Mapping):
         return ""
     producer, inner = value.get("producer"), value.get("quantization")
@@ -173,7 +173,7 @@ def _of_transformers(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
     fields.require("expert_dtype", "fp8", "fp8")
     fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
     if not fields.has("weight_block_size"):
-        return _FP8_TENSOR, _FP8_BLOCK  # defaults differ between tools; the shape of the scales decides
+        return _FP8_TENSOR, _FP8_BLOCK  # the default differs between tools, so the shape of the scales decides
     return (fp8(*fields.pair("weight_block_size")),)
 
 
@@ -213,7 +213,7 @@ def _of_groups(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
 
 
 def _of_weights(fields: CheckpointConfig) -> WeightFormat:
-    """Return the format described by the `weights` object of a group."""
+    """Return the weight format that the `weights` object of a config group describes."""
     for name, allowed in (("type", "float"), ("symmetric", True), ("dynamic", False)):
         fields.require(name, allowed, allowed)
     num_bits = fields.one_of("num_bits", (8, 4))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _SLABS = {"cpu": 2**18, "cuda": 2**22}
-"""Maximum number of weights to dequantize at a time, per device type; on a CPU, more would fragment memory."""
+"""Device type → maximum number of weights to dequantize at a time; on a CPU, more would fragment memory."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _FLOATS = ("F32", "BF16", "F16")
@@ -20,14 +20,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Format of quantized matrices [..., rows, columns]. Types are named as in safetensors.
+    """Storage format of quantized matrices [..., rows, columns]. Types have the names that safetensors uses.
 
     Args:
         name: Name shown in messages.
         code_type: Type of the codes. "U8" holds two e2m1 codes per byte, low four bits first.
         scale_types: Allowed types of the scales. "U8" holds exponents of 2 with a bias of 127.
-        rows, columns: Size of the block that shares a scale; None: the whole matrix. The last block may be smaller.
-        has_global: True if a second scale applies to a whole matrix.
+        rows, columns: Shape of the block that shares a scale; None for the whole length. The last block may be smaller.
+        has_global: True if each matrix has a second scale, which applies to all its blocks.
     """
 
     name: str
@@ -38,11 +38,11 @@ class WeightFormat:
     has_global: bool = False
 
     def shape_of(self, codes: Shape) -> Shape:
-        """Return the shape of a weight from the shape of its codes."""
+        """Return the shape of a weight, given the shape of its codes."""
         return (*codes[:-1], 2 * codes[-1]) if self.code_type == "U8" and codes else codes
 
     def grid(self, weight: Shape) -> Shape:
-        """Return the number of blocks of a weight along each dimension."""
+        """Return the number of blocks along the rows and the columns of a weight."""
         *leading, rows, columns = weight
         return (*leading, _ceil(rows, self.rows), _ceil(columns, self.columns))
 
@@ -58,7 +58,7 @@ class WeightFormat:
 
 
 def fp8(rows: int | None, columns: int | None) -> WeightFormat:
-    """Return an FP8 format (e4m3) with one scale per block of this size; None: all rows, or all columns."""
+    """Return an FP8 (e4m3) format with one scale per `rows` x `columns` block; None for all rows or all columns."""
     if columns is None:
         name = f"FP8 with a scale a {'tensor' if rows is None else 'row'}"
     else:
@@ -73,11 +73,11 @@ MXFP4 = WeightFormat("MXFP4", "U8", _POWERS_OF_2, 1, 32)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A quantized weight, which a checkpoint stores as several tensors.
+    """A quantized weight, which a checkpoint stores as a tensor of codes and tensors of scales.
 
     Args:
         codes, scale, global_scale: Names of the tensors; `global_scale` is None if the format has no global scale.
-        divides: True if the file stores the inverse of the global scale.
+        divides: True if the checkpoint stores the inverse of the global scale.
     """
 
     format: WeightFormat
@@ -105,7 +105,7 @@ class QuantizedWeight:
         on_device = {name: tensors[name].to(like.device) for name in self.parts}
         codes = on_device[self.codes].reshape(len(matrices), rows, -1)
         scales = _float32(on_device[self.scale]).reshape(-1, *self.format.grid(self.shape)[-2:])
-        scales = scales.expand(len(matrices), -1, -1)  # the matrices of a stack may share one scale
+        scales = scales.expand(len(matrices), -1, -1)  # all matrices in a stack may share one scale
         step = max(1, _SLABS[like.device.type] // columns)
         for number, matrix in enumerate(matrices):
             for start in range(0, rows, step):
@@ -119,7 +119,7 @@ class QuantizedWeight:
         return found
 
     def _scale(self, values: Tensor, scales: Tensor, slab: slice) -> None:
-        """Multiply the rows in a slab by their scales, in place."""
+        """Multiply each block of `values` by its scale, in place; `slab` is the range of rows in `values`."""
         rows, columns = self.shape[-2:]
         height, width = self.format.rows or rows, self.format.columns or columns
         of_rows = scales[torch.arange(slab.start, slab.stop, device=scales.device) // height]  # [rows, blocks]
@@ -138,7 +138,7 @@ def _decoded(codes: Tensor) -> Tensor:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """Return the lookup table from a byte to its two values, shape [256, 2]."""
+    """Return a lookup table with the two values that each byte encodes, shape [256, 2]."""
     return torch.tensor([(_E2M1[byte % 16], _E2M1[byte // 16]) for byte in range(256)], device=device)
 
 

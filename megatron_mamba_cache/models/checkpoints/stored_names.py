@@ -1,4 +1,4 @@
-"""Find the tensors of a model family in checkpoint files, under the names used by any version of transformers."""
+"""Find a model family's tensors in checkpoint files, under the names that any version of transformers writes."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ _NUM_LAYERS_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hid
 
 
 def mtp_names(unknown: Iterable[str], known: Iterable[str] = (), num_mtp_layers: int = 0) -> list[str]:
-    """Return the names of the unknown tensors that belong to MTP layers, sorted.
+    """Return the sorted names of those tensors in `unknown` that belong to MTP (multi-token prediction) layers.
 
     Args:
         known: Names of the tensors that the model uses.
@@ -34,37 +34,37 @@ def mtp_names(unknown: Iterable[str], known: Iterable[str] = (), num_mtp_layers:
 
 
 def num_mtp_layers(config: CheckpointConfig) -> int:
-    """Return the number of MTP layers in a Hugging Face configuration."""
+    """Return the number of MTP layers that a Hugging Face configuration declares."""
     return max(config.integer(name, 0, least=0) for name in _NUM_LAYERS_FIELDS)
 
 
 def is_first_rank() -> bool:
-    """Return True on global rank 0, and without torch.distributed."""
+    """Return True on global rank 0, or if torch.distributed is not initialized."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def warn_of_left_out(source: Path, num_tensors: int, what: str = MTP_LAYERS) -> None:
-    """Log a warning, on the first rank only, if tensors of a checkpoint are not used."""
+    """Log a warning, on the first rank only, that `num_tensors` tensors in a checkpoint are ignored, unless it is 0."""
     if num_tensors and is_first_rank():
         _LOG.warning("%s has %s; their %d tensors are left out", source, what, num_tensors)
 
 
 def _layer_of(name: str) -> int:
-    """Return the layer index in a tensor name; -1 if it names no layer."""
+    """Return the layer index in a tensor name; -1 if the name has none."""
     layer = _LAYER.match(name)
     return -1 if layer is None else int(layer[1])
 
 
 @dataclass(frozen=True, slots=True)
 class OtherNames:
-    """Alternative tensor names, as rewriting rules for the names in a family's placements.
+    """Rules that derive alternative tensor names from the usual names in a family's placements.
 
     Args:
         parts: Part of a name → possible replacements.
-        stacks: Part of the name of one expert's tensor, with `{}` for the expert's number → its replacement in the name
-            of the tensor that stacks all experts.
+        stacks: Part of an expert tensor's name, with `{}` for the expert's number → replacement that gives the name of
+            the tensor that stacks all experts.
         prefixes: Possible prefixes of the names.
-        left_out: Prefixes of tensors to ignore; they belong to a larger model that contains the language model.
+        left_out: Name prefixes of tensors to ignore, because they belong to other parts of a multimodal model.
     """
 
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class OtherNames:
         return list(dict.fromkeys(f"{prefix}{known}" for prefix in self.prefixes for known in names))
 
     def of_stack(self, name: str) -> list[str]:
-        """Return all possible names of the stack that holds an expert's tensor; empty without a rule for it."""
+        """Return all possible names of the stack that contains an expert's tensor; empty if no rule matches."""
         for part, stack in self.stacks.items():
             before, after = map(re.escape, part.split("{}"))
             if one := re.search(rf"{before}\d+{after}", name):
@@ -90,11 +90,11 @@ class OtherNames:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensors:
-    """The tensors of a model family, found by name in checkpoint files.
+    """Result of looking up a model family's tensors in checkpoint files.
 
     Attributes:
         placements: Stored name → destinations.
-        missing: Name of each missing tensor, in the style of the stored names → all names that were tried.
+        missing: Likeliest name of each missing tensor → all names that were tried.
     """
 
     placements: Placements
@@ -102,13 +102,13 @@ class StoredTensors:
 
     @staticmethod
     def find(placements: Placements, names: Collection[str], others: OtherNames, directory: Path) -> "StoredTensors":
-        """Find the tensors in `placements` among the stored names.
+        """Look up the tensors in `placements` among the stored names.
 
         Args:
             placements: Usual name → destinations.
             names: Names of all tensors in the files.
             others: Rules for alternative names.
-            directory: Directory named in errors.
+            directory: Directory that error messages name.
 
         Raises:
             ValueError: If two stored tensors are the same tensor of the model; the message names both.
@@ -134,6 +134,6 @@ class StoredTensors:
 
 
 def _named_alike(beginning: str, tried: list[str]) -> tuple[str, list[str]]:
-    """Return the first name with this prefix (or the first name of all), and all names with it moved to the front."""
+    """Return the first name that starts with `beginning`, or the first of all, and all names with it in front."""
     name = next((name for name in tried if name.startswith(beginning)), tried[0])
     return name, [name, *(other for other in tried if other != name)]

@@ -1,4 +1,4 @@
-"""Requests held by a draft model: choose which to run next, and which to drop to make room."""
+"""Manage the requests for which a draft model has memory: schedule them, and drop some to make room."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +20,11 @@ class HeldRequest:
     """A request for which the draft model holds memory.
 
     Args:
-        running: The request in the draft model, where all text is a growing prompt. Its live state covers verified
-            tokens only.
-        text: [max_sequence_length] tokens. The prompt is a view of its start; draft tokens of the current call follow.
-        last_requested: The last round (one call of the drafter) in which drafts were requested for it.
+        running: The request in the draft model, which treats all verified text as a growing prompt. Its live state
+            covers verified tokens only.
+        text: [max_sequence_length] tokens: the prompt, which is a view of this array, then the draft tokens of the
+            current call.
+        last_requested: Number of the last round (call to the drafter) in which drafts were requested for this request.
     """
 
     running: RunningRequest
@@ -31,10 +32,10 @@ class HeldRequest:
     last_requested: int
 
     def branch(self, drafts: Sequence[int]) -> RunningRequest:
-        """Return a temporary request that runs the last token of `drafts` in one forward pass; it owns no memory.
+        """Return a temporary request that processes the last token of `drafts` in one forward pass.
 
-        It starts from the live state or the state of the draft token before, and writes its state to the draft slot.
-        Later text overwrites its keys and values.
+        It starts from the live state for the first draft token, otherwise from the state in the draft slot, and
+        writes its state to the draft slot. It owns no memory, and later text overwrites its keys and values.
         """
         running, at = self.running, self.running.length + len(drafts)
         self.text[at - 1] = drafts[-1]
@@ -53,11 +54,11 @@ class HeldRequest:
 
 
 class HeldRequests:
-    """Requests for which a draft model holds memory, by id; its `context` runs exactly these.
+    """Requests, by id, for which a draft model holds memory.
 
     A request is admitted when drafts are first requested for it, and stays until it is forgotten or dropped to make
-    room. If a round cannot serve all requests, those that have waited longest come first; ties go to the request with
-    the least new text.
+    room. If a round cannot serve all requests, those that have waited longest have priority, and among these the
+    requests with the least new text.
     """
 
     def __init__(self, context: MambaCacheContext) -> None:
@@ -67,7 +68,7 @@ class HeldRequests:
         self._round = 0
 
     def schedule(self, requests: Sequence[DraftRequest]) -> list[HeldRequest]:
-        """Begin a round: schedule the new text of the given requests within the token budget."""
+        """Start a round: schedule the requests' new text, within the token budget of a forward pass."""
         self._round += 1
         budget = self._context.cache_config.max_tokens
         for request in requests:
@@ -83,16 +84,16 @@ class HeldRequests:
         return scheduled
 
     def publish(self, served: Sequence[HeldRequest]) -> None:
-        """Publish and count the tokens that the forward pass has processed."""
+        """Publish the blocks and states that the forward pass computed, and count its tokens."""
         self._context.runner.publish_prompts()
         for held in served:
             self._context.cache.advance(held.running, held.running.scheduled)
             self._waits_since[held.running.request_id] = self._round + 1
 
     def room_for_drafts(self, held: HeldRequest, num_drafts: int) -> int:
-        """Allocate a slot and blocks for draft tokens; return how many fit, at least 1.
+        """Allocate a slot and blocks for a request's draft tokens; return how many of the tokens fit, at least 1.
 
-        The last draft token is not fed to the model, so a single one needs no memory.
+        The model does not process the last draft token, so a draft of one token needs no memory.
         """
         running = held.running
         num_drafts = min(num_drafts, len(held.text) - running.length + 1)
@@ -108,7 +109,7 @@ class HeldRequests:
             self._context.cache.draft_states.trim(held.running.cursor)
 
     def abort_round(self, request_ids: Collection[int]) -> None:
-        """Free the memory of the requests in a failed round, after waiting for the device."""
+        """Free the memory of the requests in a failed round, after synchronizing with the device."""
         try:
             self._context.runner.drop_failed_step()
         finally:
@@ -127,7 +128,7 @@ class HeldRequests:
         self.drop(set(self._held))
 
     def forget(self, request_id: int) -> None:
-        """Remove a request and free its memory; ignore an unknown one."""
+        """Remove a request and free its memory; ignore an unknown request."""
         self._waits_since.pop(request_id, None)
         if request_id in self._held:
             self.drop({request_id})
@@ -151,7 +152,7 @@ class HeldRequests:
         )
 
     def _schedule(self, target: RunningRequest, budget: int) -> HeldRequest | None:
-        """Schedule new text of a request from the target model; None if there is none, or no memory for it."""
+        """Schedule a request's new text within `budget`; return None if there is no new text or no memory for it."""
         held = self._held.get(target.request_id)
         if held is not None and not held.running.length <= target.length <= len(held.text):
             self.drop({target.request_id})
@@ -196,7 +197,7 @@ class HeldRequests:
         return held
 
     def _find_blocks(self, running: RunningRequest, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens`, dropping idle requests if needed; return True if there are enough."""
+        """Allocate blocks for `num_tokens`, dropping idle requests if needed; return False if there are too few."""
         self._grow(running, num_tokens)
         while self._capacity(running) < num_tokens and self._drop_idle():
             self._grow(running, num_tokens)
@@ -211,7 +212,7 @@ class HeldRequests:
         return len(running.block_ids) * self._context.cache.block_size
 
     def _drop_idle(self) -> bool:
-        """Drop the request whose drafts were requested longest ago; return False if all are in this round."""
+        """Drop the request whose drafts were requested longest ago; return False if all requests are in this round."""
         idle = [held for held in self._held.values() if held.last_requested < self._round]
         if not idle:
             return False

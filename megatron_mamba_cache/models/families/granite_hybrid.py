@@ -32,7 +32,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     config = config.naming({"layers_block_type": "layer_types"})
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)
-    config.require("hidden_act", "silu", "silu")  # the mixers use this activation too
+    config.require("hidden_act", "silu", "silu")  # also the mixers' activation
     num_experts = config.integer("num_local_experts", 0, least=0, most=MOST_EXPERTS)
     num_heads = config.integer("num_attention_heads")
     mixers, feed_forward = config.each_of("layer_types", _SYMBOLS), "E" if num_experts else "-"
@@ -62,7 +62,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return the destinations of each tensor in a GraniteMoeHybrid checkpoint."""
+    """Return the Megatron destinations of each tensor in a GraniteMoeHybrid checkpoint."""
     placements = ends_placements(architecture, ENDS)
     for layer in range(len(architecture.pattern) // 2):
         prefix = f"model.layers.{layer}."

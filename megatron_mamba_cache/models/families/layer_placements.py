@@ -1,4 +1,4 @@
-"""Destinations of tensors that all hybrid families have, under Megatron's names."""
+"""Megatron destinations of the checkpoint tensors that all hybrid model families have."""
 
 from collections.abc import Mapping
 
@@ -21,8 +21,8 @@ def mixer_placements(
 
     Args:
         layer: Index of the Megatron layer.
-        recurrent, attention: Prefix of the mixer's tensor names in the checkpoint, for each kind of layer.
-        norm: Checkpoint name of the norm before the mixer.
+        recurrent, attention: Prefix of the mixer's tensor names in the checkpoint if the layer is of this kind.
+        norm: Name of the norm before the mixer in the checkpoint.
     """
     if architecture.pattern[layer] == "M":
         return _recurrent_placements(architecture, layer, recurrent, norm)
@@ -40,7 +40,7 @@ def _recurrent_placements(architecture: HybridArchitecture, layer: int, prefix: 
 
 
 def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
-    """Return the number of rows in each section of a mixer's input projection; Gated DeltaNet: q, k, v, z, b, a."""
+    """Return the number of rows in each section of a mixer's input projection (Gated DeltaNet: q, k, v, z, b, a)."""
     split = recurrent_parameters(architecture)[_IN_PROJ].split
     assert isinstance(split, Split)
     return split.sections
@@ -49,15 +49,15 @@ def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
 def _attention_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
     """Return the destinations of an attention layer's tensors.
 
-    Megatron interleaves q, k and v by KV head. In checkpoints, the rows of a head's output gate follow those of its
-    query; in Megatron, they follow the queries of all heads that share the KV head.
+    Megatron groups the rows of q, k and v by KV head. In checkpoints, the rows of each head's output gate follow the
+    rows of its query. In Megatron, the gates of all heads that share a KV head follow the queries of these heads.
     """
     attention, target = architecture.attention, f"decoder.layers.{layer}."
     parts_of_a_head = 2 if attention.has_output_gate else 1
     of_group = parts_of_a_head * attention.num_heads // attention.num_kv_heads + 2
 
     def by_group(qkv: Tensor) -> Tensor:
-        num_heads = min(len(qkv) // attention.head_dim, of_group)  # fewer if several ranks share a KV head
+        num_heads = min(len(qkv) // attention.head_dim, of_group)  # smaller if several ranks share a KV head
         return qkv.view(-1, num_heads, attention.head_dim, architecture.hidden_size)
 
     def queries(qkv: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         attention=AttentionSizes(
             num_heads=config.integer("num_attention_heads"),
             num_kv_heads=config.integer("num_key_value_heads"),
-            # attention_head_dim is an older name; if both are absent, transformers uses 128 for any hidden size
+            # attention_head_dim is the older name; if neither is present, transformers uses 128 for any hidden size
             head_dim=config.integer("head_dim", config.integer("attention_head_dim", 128)),
         ),
         feed_forward=FeedForwardSizes(
@@ -78,7 +78,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return the destinations of each tensor in a NemotronH checkpoint."""
+    """Return the Megatron destinations of each tensor in a NemotronH checkpoint."""
     placements = ends_placements(architecture, ENDS)
     for layer, symbol in enumerate(architecture.pattern):
         prefix, norm = f"backbone.layers.{layer}.mixer.", f"backbone.layers.{layer}.norm.weight"

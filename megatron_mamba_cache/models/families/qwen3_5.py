@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8 checkpoints, dense or MoE: the layers of Qwen3-Next, with one tensor per projection."""
+"""Qwen3.5, 3.6 and 3.8 checkpoints, dense or MoE: Qwen3-Next's layers, with a separate tensor per projection."""
 
 from ..architecture import HybridArchitecture
 from ..checkpoints.stored_names import OtherNames
@@ -16,7 +16,7 @@ OTHER_NAMES = OtherNames(
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return the destinations of each tensor in a Qwen3.5 checkpoint."""
+    """Return the Megatron destinations of each tensor in a Qwen3.5 checkpoint."""
     return placements_with(architecture, _projections)
 
 

@@ -37,14 +37,14 @@ OTHER_NAMES = OtherNames(parts={"model.": ("",)}, stacks=STACKS)  # no prefix in
 _SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 
 Projections = Callable[[HybridArchitecture, str, str], Placements]
-"""Function of architecture, target name and stored prefix that returns the destinations of input projections."""
+"""Maps an architecture, a target name and a prefix of stored names to the destinations of input projections."""
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     """Return the architecture that a Qwen3-Next or Qwen3.5 configuration describes. A layer becomes two in Megatron."""
     config.require("attention_bias", False, False)
     config.require("attn_output_gate", True, True)
-    config.require("hidden_act", "silu", "silu")  # the mixers use this activation too
+    config.require("hidden_act", "silu", "silu")  # also the mixers' activation
     config.require("mamba_ssm_dtype", "float32", "float32")
     mixers = _mixers(config)
     experts = _experts(config)
@@ -66,7 +66,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
             num_heads=config.integer("num_attention_heads"),
             num_kv_heads=config.integer("num_key_value_heads"),
             head_dim=config.integer("head_dim", 256),
-            rotary_base=rotary_base(config, ("default", "mrope")),  # the two are equal for text
+            rotary_base=rotary_base(config, ("default", "mrope")),  # for text, mrope equals the default
             rotary_percent=config.section("rope_parameters", "rope_scaling").number(
                 "partial_rotary_factor", config.number("partial_rotary_factor", 0.25)
             ),
@@ -81,12 +81,12 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return the destinations of each tensor in a Qwen3-Next checkpoint."""
+    """Return the Megatron destinations of each tensor in a Qwen3-Next checkpoint."""
     return placements_with(architecture, _projections)
 
 
 def placements_with(architecture: HybridArchitecture, projections: Projections) -> Placements:
-    """Return the destinations of each tensor; `projections` gives those of the Gated DeltaNet input projections."""
+    """Return the destinations of each tensor, using `projections` for the Gated DeltaNet input projections."""
     placements = ends_placements(architecture, ENDS)
     symbols = zip(architecture.pattern[::2], architecture.pattern[1::2], strict=True)
     for layer, (mixer, feed_forward) in enumerate(symbols):
@@ -106,7 +106,7 @@ def placements_with(architecture: HybridArchitecture, projections: Projections) 
 
 
 def section_view(architecture: HybridArchitecture, start: int, stop: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that selects sections `start` to `stop` of a rank's input projection, as views."""
+    """Return a function that returns a view of the sections [`start`, `stop`) of a rank's input projection."""
     sections = in_proj_sections(architecture)
     first, last, end = sum(sections[:start]), sum(sections[:stop]), sum(sections)
     return lambda in_proj: in_proj[first * in_proj.shape[0] // end : last * in_proj.shape[0] // end]
@@ -140,7 +140,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes | None:
 
 
 def _normalizes(config: CheckpointConfig) -> bool:
-    """Return True if the routing weights of a token are divided by their sum, which Qwen3.5 requires."""
+    """Return True if the routing weights of each token are divided by their sum; Qwen3.5 always does this."""
     if not config.equals("model_type", "qwen3_next", ""):
         config.require("norm_topk_prob", True, True)
     return config.flag("norm_topk_prob", True)
@@ -161,7 +161,7 @@ def _dense_size(config: CheckpointConfig, feed_forward: str, experts: ExpertsSiz
 
 
 def _projections(architecture: HybridArchitecture, in_proj: str, prefix: str) -> Placements:
-    """Return the destinations of projections whose rows are grouped by key head: [q | k | v | z] and [b | a]."""
+    """Return the destinations of two stored projections, [q | k | v | z] and [b | a], with rows grouped by key head."""
     return {
         f"{prefix}in_proj_qkvz.weight": _by_key_head(architecture, in_proj, range(4)),
         f"{prefix}in_proj_ba.weight": _by_key_head(architecture, in_proj, range(4, 6)),

@@ -1,1 +1,1 @@
-"""Tokenizers, which convert text to token ids and back."""
+"""Tokenizers and chat templates of model directories."""

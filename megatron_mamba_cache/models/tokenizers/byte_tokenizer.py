@@ -1,4 +1,4 @@
-"""Tokenizer whose tokens are the bytes of UTF-8 text."""
+"""Tokenizer whose token ids are the bytes of UTF-8 text."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class ByteTokenizer:
         self.vocab_size = vocab_size
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Return the bytes of the text; `add_special_tokens` has no effect."""
+        """Return the UTF-8 bytes of a text; `add_special_tokens` has no effect."""
         return list(text.encode())
 
     def tokenize_after_tokens(self, _tokens: Sequence[int], text: str) -> list[int]:
@@ -44,5 +44,5 @@ class ByteTokenizer:
         return self.detokenize
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the byte of a token; None for an id without a meaning."""
+        """Return the byte for a token id; None for an id from 256 up."""
         return bytes([token]) if 0 <= token < 256 else None

@@ -1,4 +1,4 @@
-"""Find the chat templates and end tokens in a model directory as transformers does, without using transformers."""
+"""Find a model directory's chat templates and end tokens in the files that transformers uses, without importing it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ _FIELD = "eos_token_id"
 
 
 def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens, without duplicates, from `generation_config.json`, the tokenizer, then `config.json`.
+    """Return the end token ids from `generation_config.json`, the tokenizer and `config.json`, without duplicates.
 
     Args:
-        from_tokenizer: End token of the tokenizer; None if it has none.
+        from_tokenizer: Id of the tokenizer's end token; None if it has none.
 
     Raises:
-        ValueError: If a field contains anything but ids in the vocabulary; the message names file and field.
+        ValueError: If a field contains anything but ids in the vocabulary; the message names the file and the field.
     """
     from_generation = list(_named_in(directory / "generation_config.json", (), vocab_size))
     from_model = list(_named_in(directory / "config.json", TEXT_CONFIGS, vocab_size))
@@ -25,7 +25,7 @@ def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> 
 
 
 def _named_in(path: Path, inner: tuple[str, ...], vocab_size: int) -> Iterator[int]:
-    """Yield the end tokens in a file and in these objects inside it, such as a larger model's text configuration."""
+    """Yield the end token ids in a JSON file, from its top level and from its objects named in `inner`."""
     if not path.exists():
         return
     fields = read_json_object(path)
@@ -52,11 +52,13 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
 class ChatTemplates:
-    """Chat templates of a directory, by name: `tool_use`, if present, is for chats with tools, else `default`.
+    """Chat templates of a model directory, by name: `tool_use` is for chats with tools, `default` for all others.
+
+    Chats with tools use `default` if there is no `tool_use`.
 
     Args:
-        directory: Searched first for template files, then `tokenizer_config.json`, then `chat_template.json`, an older
-            format.
+        directory: Model directory. Template files take precedence over `tokenizer_config.json`, which takes precedence
+            over `chat_template.json`, an older format.
         settings: Contents of `tokenizer_config.json`.
 
     Raises:
@@ -74,7 +76,7 @@ class ChatTemplates:
         return self._sources.get(_DEFAULT, "")
 
     def missing(self) -> str:
-        """Return an error message for a chat without a template."""
+        """Return the error message for a chat request if there is no template."""
         if not self._sources:
             return f"{self._directory} has no chat template; give text instead of messages"
         names = ", ".join(map(repr, self._sources))
@@ -89,7 +91,7 @@ def _in_files(directory: Path) -> dict[str, str]:
 
 
 def _in_field(found: Any) -> dict[str, str]:
-    """Return the templates in a JSON field by name; it may be one template, a list of named ones, or an object."""
+    """Return the templates in a JSON field, by name; the field may hold one template, a list or an object."""
     if isinstance(found, list):
         found = {named.get("name"): named.get("template") for named in found if isinstance(named, Mapping)}
     if isinstance(found, Mapping):

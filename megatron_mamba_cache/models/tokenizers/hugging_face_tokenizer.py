@@ -23,7 +23,7 @@ _LETTERS = "aeinx01"
 
 
 class _Neighbour(NamedTuple):
-    """Context token for decoding others, with its text at the start of a text and its text after another token."""
+    """Context token for decoding another token, with the text that it adds at the start and after another token."""
 
     token: int
     before: str
@@ -34,20 +34,20 @@ class HuggingFaceTokenizer:
     """Tokenizer of a model directory, with the interface that Megatron's controller uses.
 
     Args:
-        directory: Directory of the chat templates, `config.json` and `generation_config.json`, which are read too.
-        vocab_size: Vocabulary size of the model, which may be larger than that of the tokenizer.
+        directory: Model directory, from which chat templates, `config.json` and `generation_config.json` are read.
+        vocab_size: Vocabulary size of the model, which may be larger than the tokenizer's.
         settings: Contents of `tokenizer_config.json`, with missing values taken from `special_tokens_map.json`.
 
     Attributes:
         bos: Id of the token that begins a text; None if there is none.
-        eod: Id of the token that ends a text, the first in `end_ids_of`; -1 if there is none.
+        eod: Id of the token that ends a text, the first that `end_ids_of` returns; -1 if there is none.
         longest_token: Number of characters in the longest token, as spelled in the tokenizer files.
-        special_ids: Ids of special tokens, such as turn markers, which are not text.
-        added_ids: Ids of tokens that were added to the vocabulary, special or not; they are never split.
+        special_ids: Ids of special tokens, such as markers of chat turns, which are not text.
+        added_ids: Ids of tokens that were added to the vocabulary, special or not; their texts are never split.
         adds_special_tokens: True if the tokenizer adds special tokens before or after a text.
         adds_end_token: True if the tokenizer adds a special token after a text.
         image_tokens: Token ids for images, video or sound → their names.
-        other_end_ids: Further ids that end a text, such as the end of a chat turn; an engine stops at any of them.
+        other_end_ids: Ids of further tokens, such as the end of a chat turn, at which an engine stops.
     """
 
     def __init__(self, codec: TextCodec, directory: Path, vocab_size: int, settings: Mapping[str, Any]) -> None:
@@ -68,15 +68,15 @@ class HuggingFaceTokenizer:
         """Return the token ids of a text.
 
         Args:
-            add_special_tokens: True adds the special tokens that the tokenizer puts around a text; False adds none, as
-                for a rendered chat; None adds them, but not a second `bos` if the text starts with one.
+            add_special_tokens: True adds the special tokens that the tokenizer puts around a text. False adds none,
+                which is right for a rendered chat. None adds them, but no second `bos` if the text starts with `bos`.
         """
         tokens = self._codec.encode(text, add_special_tokens=add_special_tokens is not False)
         is_double = add_special_tokens is None and self.bos is not None and tokens[:2] == [self.bos, self.bos]
         return tokens[1:] if is_double else tokens
 
     def tokenize_after_tokens(self, tokens: Sequence[int], text: str) -> list[int] | None:
-        """Return the tokens of a text that continues after these tokens; None if no token can start there."""
+        """Return the tokens of `text` as a continuation of `tokens`; None if no tokenization gives the joined text."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
         together = self._codec.decode(self._codec.encode(before + text, add_special_tokens=False), False)
@@ -87,25 +87,25 @@ class HuggingFaceTokenizer:
         return None
 
     def tokenize_after_text(self, before: str, text: str) -> list[int] | None:
-        """Return the tokens of `text` when tokenized together with `before`; None if a token spans both."""
+        """Tokenize `before` + `text` and return the tokens of `text`; None if the tokens of `before` change."""
         first = self._codec.encode(before, add_special_tokens=False)
         both = self._codec.encode(before + text, add_special_tokens=False)
         return both[len(first) :] if both[: len(first)] == first else None
 
     def offsets(self, text: str, tokens: Sequence[int]) -> list[int] | None:
-        """Return the character offset of each token in a text; None if `tokenize` gives other tokens."""
+        """Return the character offset of each token in `text`; None if `tokenize` would return other tokens."""
         added, plain = (self._codec.spans(text, add_special_tokens=add) for add in (True, False))
-        for spans in (added, added[1:], plain):  # `added[1:]` for a text with its own `bos`
+        for spans in (added, added[1:], plain):  # `added[1:]` is for a text that starts with `bos`
             if [span.token for span in spans] == list(tokens):
                 return _offsets_of(spans)
         return None
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode tokens to text; an unknown id adds no text."""
+        """Decode tokens to text; unknown ids add no text."""
         return self._codec.decode(tokens, skip_special_tokens)
 
     def detokenizer(self, shown: Collection[str] | None) -> Callable[[list[int]], str]:
-        """Return a function that decodes tokens and hides special tokens unless listed in `shown`; None shows all."""
+        """Return a function that decodes tokens but hides special tokens not in `shown`; None shows all tokens."""
         hidden: Collection[int] = ()
         if shown is not None:
             hidden = self.special_ids - {self._codec.id_of(text) for text in shown}
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer:
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes that a token adds inside a text; None if they cannot be determined.
 
-        The bytes may be part of a character. The bytes of a special token are its name.
+        The bytes may be part of a character. For a special token, they are the token's name.
         """
         name = self._codec.token_of(token)
         if token in self.special_ids and name is not None:
@@ -126,21 +126,21 @@ class HuggingFaceTokenizer:
         return token_bytes(name, self._text_inside(token))
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token, given as spelled in the tokenizer files; None if there is no such token."""
+        """Return the id of a token, spelled as in the tokenizer files; None if there is no such token."""
         return self._codec.id_of(token)
 
     def token_of(self, token: int) -> str | None:
-        """Return a token as spelled in the tokenizer files; None for an unknown id."""
+        """Return a token's spelling in the tokenizer files; None for an unknown id."""
         return self._codec.token_of(token)
 
     @property
     def chat_template(self) -> str:
-        """Template text for chats without tools; "" if the directory has none."""
+        """Template for chats without tools; "" if the directory has no template."""
         return self._templates.source(has_tools=False)
 
     @property
     def tool_template(self) -> str:
-        """Template text for chats with tools, often the same as `chat_template`."""
+        """Template for chats with tools, often the same as `chat_template`."""
         return self._templates.source(has_tools=True)
 
     def render_chat(
@@ -157,8 +157,8 @@ class HuggingFaceTokenizer:
         Args:
             messages: Messages with "role" and "content", oldest first.
             tools: Tool definitions in the format of OpenAI's API.
-            values: Further variables for the template.
-            adds_prompt: True to end the text with the start of the assistant's reply.
+            values: Additional template variables, by name.
+            adds_prompt: True to end the text with the opening of the assistant's reply.
             continues: True to leave the last message open, so that the reply continues it.
 
         Raises:
@@ -168,7 +168,7 @@ class HuggingFaceTokenizer:
         if not source:
             raise ValueError(self._templates.missing())
         tokenizer = self._chat_tokenizer
-        # Names that transformers' function takes or sets cannot be template variables.
+        # Parameters of transformers' function, and variables that it sets, cannot be template variables.
         own_names = {*inspect.signature(type(tokenizer).apply_chat_template).parameters, "messages"}
         reserved = sorted(values.keys() & own_names)
         if reserved:
@@ -195,7 +195,7 @@ class HuggingFaceTokenizer:
         return auto_tokenizer(self._directory, "its chat template")
 
     def _text_inside(self, token: int) -> str:
-        """Return the text that a token adds between two others, because decoders strip spaces at the ends."""
+        """Return the text that a token adds between two others; alone, its spaces might be stripped by the decoder."""
         if self._neighbour is not None:
             neighbour, before, after = self._neighbour
             text = self._codec.decode([neighbour, token, neighbour], False)
@@ -215,13 +215,13 @@ class HuggingFaceTokenizer:
 
     def _id_named(self, name: str) -> int | None:
         token = self.settings.get(name)
-        if isinstance(token, dict):  # an added token with flags
+        if isinstance(token, dict):  # an added token, given with its flags
             token = token.get("content")
         return self._codec.id_of(token) if isinstance(token, str) else None
 
 
 def _offsets_of(spans: Sequence[Span]) -> list[int]:
-    """Return token starts. A token starts where the last one ended, unless both are part of one character."""
+    """Return the start of each token: the end of the previous token, unless both are part of the same character."""
     offsets, end = [], 0
     for span in spans:
         offsets.append(end if span.start == span.end else min(span.start, end))
@@ -235,11 +235,11 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int) -> HuggingFaceTokenizer | None:
-    """Read the tokenizer from a model directory; None if it has none and requests must use token ids.
+    """Load a model directory's tokenizer; return None if it has none, so that requests must use token ids.
 
     Raises:
-        ValueError: If a file is damaged, has ids beyond the model's vocabulary, or needs transformers, which is not
-            installed.
+        ValueError: If a file is damaged, has ids beyond the model's vocabulary, or needs transformers and transformers
+            is not installed.
     """
     directory = Path(directory)
     if not has_tokenizer(directory):

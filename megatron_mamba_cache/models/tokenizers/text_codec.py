@@ -1,4 +1,4 @@
-"""Encode and decode text with the tokenizer files of a directory; does not need torch."""
+"""Encode and decode text with a model directory's tokenizer files, without torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -13,7 +13,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Span(NamedTuple):
-    """A token and its character range in a text; empty for a special token added around the text."""
+    """A token and its character range in a text; the range is empty for a special token added around the text."""
 
     token: int
     start: int
@@ -26,7 +26,7 @@ class TextCodec(Protocol):
     Attributes:
         largest_id: The largest known id.
         longest_token: Number of characters in the longest token, as spelled in the files; at least 1.
-        special_ids: Ids of special tokens, such as turn markers, which are not text.
+        special_ids: Ids of special tokens, such as markers of chat turns, which are not text.
         added_ids: Ids of tokens that were added to the vocabulary, special or not.
     """
 
@@ -39,20 +39,20 @@ class TextCodec(Protocol):
         """Return the token ids of a text, with or without the special tokens that the tokenizer adds around it."""
 
     def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
-        """Return the tokens that `encode` gives, with their character ranges; [] if these are unknown."""
+        """Return the tokens that `encode` returns, with their character ranges; [] if the ranges are unknown."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """Decode token ids to text; an unknown id adds no text."""
+        """Decode token ids to text; unknown ids add no text."""
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token; None if it is unknown."""
 
     def token_of(self, token_id: int) -> str | None:
-        """Return the token with this id, as spelled in the files; None for an unknown id."""
+        """Return the spelling in the files of the token with this id; None for an unknown id."""
 
 
 class JsonCodec:
-    """Codec for a `tokenizer.json`, read by the tokenizers package.
+    """Codec for a `tokenizer.json`, implemented with the tokenizers package.
 
     Args:
         settings: Contents of `tokenizer_config.json`. As in transformers, the tokens that it declares become added
@@ -68,9 +68,9 @@ class JsonCodec:
 
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises plain Exception
+        except Exception as error:  # the tokenizers package raises plain Exception
             raise ValueError(f"{path} is not a valid tokenizer: {error}") from error
-        self._tokenizer.no_truncation()  # the file may set truncation, meant for training batches
+        self._tokenizer.no_truncation()  # the file may enable truncation, which is meant for training batches
         self._tokenizer.no_padding()
         _add_declared(self._tokenizer, settings, vocab_size)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -118,7 +118,7 @@ def _add(tokenizer: Any, token: Any, vocab_size: int) -> None:
 
 
 def _listed(declared: Any) -> list[Any]:
-    """Return the elements of a list or the values of an object, which are sorted by name if names are token ids."""
+    """Return the elements of a list, or the values of an object; the values are sorted by key if keys are token ids."""
     if isinstance(declared, Mapping):
         has_ids = all(map(str.isdecimal, declared))
         return [declared[name] for name in (sorted(declared, key=int) if has_ids else declared)]
@@ -126,7 +126,7 @@ def _listed(declared: Any) -> list[Any]:
 
 
 def _added_tokens(declared: Iterable[Any]) -> Iterator[Any]:
-    """Yield an `AddedToken` for each declaration, which is a text or an object with text and flags."""
+    """Yield an `AddedToken` for each declaration; a declaration is a string, or an object with a string and flags."""
     from tokenizers import AddedToken
 
     for found in declared:
@@ -137,7 +137,7 @@ def _added_tokens(declared: Iterable[Any]) -> Iterator[Any]:
 
 
 class TransformersCodec:
-    """Codec for other tokenizer files, read by transformers; raises as `auto_tokenizer`."""
+    """Codec for other tokenizer files, implemented with transformers; raises the errors of `auto_tokenizer`."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = auto_tokenizer(directory, "its tokenizer files")
@@ -170,7 +170,7 @@ def auto_tokenizer(directory: Path, purpose: str) -> Any:
     """Load the tokenizer of a directory with transformers, without downloads.
 
     Args:
-        purpose: Use of the tokenizer, for the error message.
+        purpose: What needs the tokenizer, for the error message.
 
     Raises:
         ValueError: If transformers is missing or cannot read the files.

@@ -1,4 +1,4 @@
-"""Decode tokens to text, and give the details of each token that incremental decoding needs."""
+"""Decode tokens to text, and look up the properties of single tokens that incremental decoding needs."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,25 +14,25 @@ _NAMES = (
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
     "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>",
 )  # fmt: skip
-"""Names of Qwen's image, video and audio tokens, which are also in its text-only vocabularies."""
+"""Names of Qwen's image, video and audio tokens, which text-only Qwen models have in their vocabularies too."""
 
 
 def image_tokens_of(directory: Path, added: Mapping[str, int] = MappingProxyType({})) -> dict[int, str]:
-    """Return the tokens for images, video or sound, with their names in error messages.
+    """Return the ids of tokens for images, video or sound, with the names that error messages use.
 
-    These are the tokens named in the `config.json` of a larger model, and added tokens with a known name.
+    These tokens are given in the `config.json` of a multimodal model, or are added tokens with a known name.
 
     Args:
         added: Text of each added token → its id.
 
     Raises:
-        ValueError: If a field contains anything but token ids; the message names file and field.
+        ValueError: If a field contains anything but token ids; the message names the file and the field.
     """
     return dict(_named_in(directory / "config.json")) | {added[name]: name for name in _NAMES if name in added}
 
 
 def image_error(tokenizer: Any, tokens: Sequence[int]) -> str | None:
-    """Return the error for a prompt that contains image, video or sound tokens; None without them."""
+    """Return the error message for a prompt with image, video or sound tokens; None if it has no such tokens."""
     others: Mapping[int, str] = getattr(tokenizer, "image_tokens", {})
     if not others or others.keys().isdisjoint(tokens):
         return None
@@ -62,12 +62,13 @@ class TokenReader:
     """Decodes the tokens of any tokenizer to text.
 
     Args:
-        tokenizer: Has `detokenize` and `bytes_of`. With special tokens it also has `detokenizer`, `special_ids` and
-            `id_of`; with named tokens, `token_of`. If its text is a list of token ids, `writes_text` is False.
-        shown: Special tokens to include in the text; None: all of them.
+        tokenizer: Must have `detokenize` and `bytes_of`. A tokenizer with special tokens must also have `detokenizer`,
+            `special_ids` and `id_of`, and one with named tokens `token_of`. If it decodes to a list of token ids
+            rather than text, its `writes_text` is False.
+        shown: Special tokens to include in the text; None for all.
 
     Attributes:
-        continues: True if the text of later tokens continues the text of earlier tokens.
+        continues: True if decoded texts can be concatenated; False for a tokenizer whose `writes_text` is False.
     """
 
     def __init__(self, tokenizer: Any, shown: Collection[str] | None = ()) -> None:
@@ -87,7 +88,7 @@ class TokenReader:
         return self._decode(list(tokens))
 
     def text_of(self, token: int) -> str:
-        """Return the text that one token has inside a text, even if hidden; U+FFFD for part of a character."""
+        """Return the text that a token adds inside a text, even if it is hidden; U+FFFD for part of a character."""
         content = self.bytes_of(token)
         return self._decode([token]) if content is None else content.decode(errors="replace")
 
@@ -98,14 +99,14 @@ class TokenReader:
         return self._bytes[token]
 
     def shows(self, token: int) -> bool:
-        """Return True if a token appears in the text, that is, if it is known and not hidden."""
+        """Return True if a token's text is included in decoded text: the token is known and not hidden."""
         return token not in self._hidden and (self._name_of is None or self._name_of(token) is not None)
 
     def joins(self, token: int) -> bool:
         """Return True if a token is a byte token whose text depends on adjacent byte tokens.
 
-        The tokenizers package decodes a run of byte tokens as a whole: if the run is not valid UTF-8, each byte becomes
-        U+FFFD.
+        The tokenizers package decodes consecutive byte tokens together. If their bytes are not valid UTF-8, each byte
+        becomes U+FFFD.
         """
         if not self._joins_bytes or self._name_of is None:
             return False
@@ -113,7 +114,7 @@ class TokenReader:
         return name is not None and len(name) == len("<0x00>") and name.startswith("<0x") and name.endswith(">")
 
     def replacements(self, num_bytes: int) -> int:
-        """Return the number of U+FFFD to which this many bytes of an incomplete character decode."""
+        """Return the number of U+FFFD characters to which `num_bytes` bytes of an incomplete character decode."""
         return num_bytes if self._has_byte_tokens else min(num_bytes, 1)
 
     @cached_property
@@ -131,8 +132,8 @@ def token_bytes(name: str | None, text: str) -> bytes | None:
     """Return the bytes of a token; None if they cannot be determined from the tokenizer files.
 
     Args:
-        name: The token as spelled in the files: a byte is a GPT-2 byte character, `<0xE2>`, or a ByT5 character.
-        text: Text that the token adds inside a text; U+FFFD or empty for bytes that are not a whole character.
+        name: The token's spelling in the files; a byte may be a GPT-2 byte character, `<0xE2>` or a ByT5 character.
+        text: Text that the token adds inside a text; U+FFFD or empty if its bytes are not whole characters.
     """
     if name is None or REPLACEMENT in name or not (REPLACEMENT in text or not text):
         return text.encode()
@@ -148,4 +149,4 @@ def token_bytes(name: str | None, text: str) -> bytes | None:
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
-"""Character → byte in GPT-2's encoding: printable bytes map to themselves, others are numbered from 256."""
+"""Character → byte in GPT-2's encoding. Printable bytes keep their characters; other bytes are numbered from 256."""
