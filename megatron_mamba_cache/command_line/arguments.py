@@ -25,7 +25,7 @@ def select_device(name: str) -> str:
     """Return the device to run on, "cpu" or "cuda"; "auto" selects CUDA if it is available.
 
     Raises:
-        UsageError: If "cuda" is given but there is no device, or "cpu" in a process that already uses CUDA.
+        UsageError: If "cuda" is given but there is no device, or "cpu" in a process that has initialized CUDA.
     """
     if name == "cpu":
         loaded = sys.modules.get("torch")
@@ -43,9 +43,9 @@ def select_device(name: str) -> str:
 
 
 def check_tiers(arguments: Namespace) -> None:
-    """Raise `UsageError` if the host budget or the disk directory cannot work on this machine.
+    """Raise `UsageError` if this machine lacks the memory for the host budget, or cannot write the disk directory.
 
-    The engine checks the host budget again when the weights are loaded and the size of a cached state is known.
+    The engine checks the host budget again after the weights are loaded, when the size of a cached state is known.
     """
     host_gb = getattr(arguments, argument_of("host_cache_gb"))
     if host_gb is not None and host_gb * 2**30 > available_bytes():
@@ -68,7 +68,7 @@ def _can_be_written(directory: Path) -> bool:
 _INT32_MAX = 2**31 - 1
 
 _CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
-"""Placeholders for settings that depend on the model and are checked when it is known."""
+"""Placeholder values for settings that can be checked only when the model is known."""
 
 
 def command_parser() -> FlagParser:
@@ -88,19 +88,19 @@ def command_parser() -> FlagParser:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag that sets this argument or field of `CacheConfig`."""
+    """Return the flag that sets a `CacheConfig` field or another parsed argument, such as "--seed" for "seed"."""
     return FLAGS[name][0] if name in FLAGS else "--" + name.replace("_", "-")
 
 
 def name_flag(message: str) -> str:
-    """Prefix a message that starts with the name of a setting with the flag for that setting."""
+    """If a message starts with the name of a setting, prefix it with the flag for that setting."""
     setting = message.split(" ", 1)[0]
     known = setting in FLAGS and flag_of(setting) not in message
     return f"{flag_of(setting)}: {message}" if known else message
 
 
 def as_typed(message: str, words: Iterable[str]) -> str:
-    """Replace flags in a message by the aliases that were typed; argparse joins names, as in "--hf-model/--model"."""
+    """Replace each flag in a message by the alias that the user typed, also in argparse's "--hf-model/--model"."""
     typed = {word.split("=", 1)[0] for word in words}
     for flag, *aliases in (*FLAGS.values(), MODEL_FLAGS):
         for alias in typed.intersection(aliases):
@@ -109,12 +109,12 @@ def as_typed(message: str, words: Iterable[str]) -> str:
 
 
 def model_share(arguments: Namespace) -> float:
-    """Return the model's fraction of the cache budget; the rest is for a draft model."""
+    """Return the fraction of the cache budget for the main model: 1, or less if there is a draft model."""
     return 1.0 if draft_directory(arguments) is None else 1 - DRAFTER_SHARE
 
 
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
-    """Build the cache config from flags, with `settings` as defaults; raise `UsageError`, naming a bad flag."""
+    """Build the cache config from flags, with `settings` as defaults; raise `UsageError` that names an invalid flag."""
     try:
         config = config_of(arguments, **settings)
     except ValueError as error:
@@ -124,7 +124,10 @@ def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheC
 
 
 def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespace:
-    """Return the arguments with missing sampling flags filled from `GREEDY`, or `default` if all are missing."""
+    """Return a copy of the arguments in which missing sampling flags have values.
+
+    If no sampling flag is given, the values come from `default`, otherwise from `GREEDY`.
+    """
     given = {name: getattr(arguments, name) for name in GREEDY if getattr(arguments, name) is not None}
     return Namespace(**{**vars(arguments), **({**GREEDY, **given} if given else default)})
 
@@ -140,7 +143,7 @@ def check_generate_arguments(arguments: Namespace) -> None:
 
 
 def check_engine_arguments(arguments: Namespace) -> None:
-    """Raise `UsageError` if a cache or draft flag has a value that no model could use."""
+    """Raise `UsageError` if a cache or draft flag has a value that is invalid for every model."""
     cache_config(arguments, _CHECKED_LATER)
     if not arguments.num_speculative_tokens:
         for flag, value in (("--drafter", arguments.drafter), ("--draft-hf-model", arguments.draft_hf_model)):

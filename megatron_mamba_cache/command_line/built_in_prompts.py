@@ -186,7 +186,7 @@ class LogWatcher:
 
 
 def built_in_lines() -> list[PromptLine]:
-    """Return the turns of all document sessions, each including earlier questions, and single questions."""
+    """Return the document prompts: each turn of the sessions, including all earlier turns, and single questions."""
     turns: list[tuple[str, str | None]] = []
     for session, questions in _SESSIONS.items():
         prompt = _DOCUMENT
@@ -198,9 +198,9 @@ def built_in_lines() -> list[PromptLine]:
 
 
 def editing_lines() -> list[PromptLine]:
-    """Return the turns of the editing sessions, which share a long file.
+    """Return the prompts of the editing sessions, which all start with the same long file.
 
-    A prompt ends before its last line break, which tokenizers merge with the indentation at the start of the reply.
+    The last line break of each prompt is left to the reply, because tokenizers merge it with the indentation after it.
     """
     shared = f"# file: {_SHARED_NAME}\n{_SHARED_FILE.read_text(encoding='utf-8')}"
     lines: list[PromptLine] = []

@@ -30,7 +30,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention_backend": ("--attention-backend",),
     }
 )
-"""Field of `CacheConfig` → its flags: Megatron's name first, if any, then a short alias."""
+"""Field of `CacheConfig` → its flags: Megatron's name, if Megatron has the flag, then a short alias."""
 
 _SWITCHES = {
     "adaptive_drafts": "draft only if that raises throughput, or in every step (default: the former)",
@@ -39,7 +39,7 @@ _SWITCHES = {
 
 
 def add_cache_arguments(parser: Any) -> None:
-    """Add the flags that `config_of` reads to a parser or an argument group."""
+    """Add the cache flags to a parser or an argument group; `config_of` reads them."""
     rules = CacheConfig.RULES
 
     def add(field: str, text: str, **options: Any) -> None:
@@ -73,7 +73,7 @@ def add_cache_arguments(parser: Any) -> None:
 def config_of(arguments: Namespace, **settings: object) -> CacheConfig:
     """Build the cache config from parsed flags, with `settings` as defaults.
 
-    If the flags give a budget, the budget in `settings` is ignored. An invalid value raises `ValueError`.
+    If the flags set any budget, all budgets in `settings` are ignored. An invalid value raises `ValueError`.
     """
     given = given_settings(arguments)
     if not given.keys().isdisjoint(BUDGET):
@@ -89,11 +89,11 @@ def given_settings(arguments: Namespace) -> dict[str, Any]:
 
 
 def given_budget(arguments: Namespace) -> float | None:
-    """Return the cache budget that the parsed flags give, in GiB; None if they give none."""
+    """Return the cache budget that the parsed flags set, in GiB; None if they set no budget."""
     given = {name: value for name, value in given_settings(arguments).items() if name in BUDGET}
     return CacheConfig(**given).cache_gb if given else None
 
 
 def argument_of(field: str) -> str:
-    """Return the name of a `CacheConfig` field in the parsed `Namespace`."""
+    """Return the name that a `CacheConfig` field has in the parsed `Namespace`."""
     return FLAGS[field][0].lstrip("-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""The chat command, which holds a conversation in the terminal."""
+"""The chat command: hold a conversation with a model in the terminal."""
 
 import os
 import re
@@ -23,7 +23,7 @@ EXIT_FAILED = 1
 
 
 def chat(arguments: Namespace) -> int:
-    """Run the chat command until the input ends and return its exit status; raise `UsageError` for a bad flag."""
+    """Run the chat command until its input ends, and return the exit status; raise `UsageError` for an invalid flag."""
     starts_own = arguments.url is None and bool(arguments.hf_model or arguments.load)
     if arguments.url is not None and arguments.load is not None:
         raise UsageError("--load cannot be used with --url, whose server has its own model; leave out one of them")
@@ -53,7 +53,7 @@ class Chat:
         self._given_turns: list[str] | None = arguments.say or None
 
     def run(self) -> int:
-        """Exchange turns until the input ends. Drop a failed turn, or raise `ChatError` if it came from --say."""
+        """Exchange turns until the input ends. If a turn fails, drop it, or raise `ChatError` if it came from --say."""
         if self._given_turns is None:
             print(f"{self._model} at {self._client.url}: {_HELP}")
         for line in self._typed() if self._given_turns is None else self._given_turns:
@@ -98,9 +98,9 @@ class Chat:
 
 @contextmanager
 def own_server(arguments: Namespace) -> Iterator[str]:
-    """Context manager: run a server for the given model on a free local port, and yield its URL.
+    """Context manager that runs a server for the given model on a free local port and yields the server's URL.
 
-    In its body, a signal that would end this process raises `SystemExit` instead, so that the server is stopped.
+    While the server runs, SIGTERM and SIGHUP raise `SystemExit`, so that the server is stopped as well.
 
     Raises:
         UsageError: If the server does not start; the server itself prints the reason.

@@ -1,4 +1,4 @@
-"""Streaming client for a server with OpenAI's chat API."""
+"""Streaming client for a server that implements OpenAI's chat completions API."""
 
 import json
 import time
@@ -14,13 +14,13 @@ from urllib.request import Request, urlopen
 from .flag_sources import UsageError
 
 DEFAULT_URL = "http://127.0.0.1:5000"
-_CONNECT_S = 600.0  # timeout; the first reply may wait while kernels are compiled
+_CONNECT_S = 600.0  # timeout in seconds; the first reply may have to wait for kernel compilation
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 Message = Mapping[str, str]
 
 
 class ChatError(Exception):
-    """Raised when the server refused or could not answer a request; the message is one line."""
+    """Raised if a request to the server fails or is rejected; the message is one line."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Turn:
 
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
-    first_token_s: float | None = None  # seconds until the first text; None before any text
+    first_token_s: float | None = None  # seconds until the first text; None until it arrives
     seconds: float = 0.0
     finish_reason: str = "cut off"
 
@@ -38,7 +38,7 @@ class Turn:
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         share = 100 * cached / prompt if prompt else 0.0
         first = "no token" if self.first_token_s is None else f"first token after {1000 * self.first_token_s:.0f} ms"
-        if not self.usage:  # usage arrives at the end of a stream
+        if not self.usage:  # the server sends usage at the end of a stream
             return f"[{first}, {self.finish_reason}]"
         rate = generated / self.seconds if self.seconds else 0.0
         return (
@@ -48,7 +48,7 @@ class Turn:
 
 
 class ChatClient:
-    """Client for one server. `url` may end with /v1; an invalid URL or key raises `UsageError`."""
+    """Client for one server. `url` may end with /v1; the constructor raises `UsageError` for an invalid URL or key."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         if not url.startswith(("http://", "https://")):
@@ -63,7 +63,7 @@ class ChatClient:
         self._key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def first_model(self) -> str:
-        """Return the first model name that the server lists; raise `ChatError` if it lists none."""
+        """Return the name of the first model that the server lists; raise `ChatError` if it lists no model."""
         with closing(self._open("/v1/models", None)) as reply:
             try:
                 models = [str(model["id"]) for model in json.load(reply)["data"]]
@@ -81,7 +81,7 @@ class ChatClient:
         """Yield the text of a reply as it arrives, and update `turn`. Closing the generator cancels the reply.
 
         Raises:
-            ChatError: If the server cannot be reached, refuses the request or fails.
+            ChatError: If the server cannot be reached, rejects the request or fails.
         """
         start = time.perf_counter()
         body = {"model": model, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
@@ -118,7 +118,7 @@ def _events(reply: Any) -> Iterator[dict[str, Any]]:
 
 
 def _note(turn: Turn, event: Mapping[str, Any]) -> str:
-    """Record a stream event in the turn, and return the text to show."""
+    """Record a stream event in the turn, and return the new text; "" if the event has none."""
     if event.get("error"):
         error = event["error"]
         raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))

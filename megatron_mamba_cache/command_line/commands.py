@@ -1,4 +1,4 @@
-"""Commands with their flags, and shell completion, without importing torch or megatron."""
+"""Define the commands, their flags and shell completion, without importing torch or megatron."""
 
 from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from .sizing import DEFAULTS_IN_WORDS
 
 GREEDY: Mapping[str, float] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
 EDITING: Mapping[str, float] = {"temperature": 0.8, "top_k": 20, "top_p": 0.0}
-"""Sampling for the built-in editing sessions; with greedy decoding, a small model repeats itself."""
+"""Sampling settings for the built-in editing sessions; with greedy decoding, a small model repeats itself."""
 
 SHELLS = ("bash", "zsh", "fish")
 _COMPLETION_IN_WORDS = (
@@ -50,7 +50,7 @@ _SOURCES_IN_WORDS = (
 
 
 def print_completion(parser: ArgumentParser, shell: str) -> None:
-    """Print the completion script for a shell."""
+    """Print a script that enables completion of commands and flags in a shell, such as "bash"."""
     import shtab  # imported here because no other command needs it
 
     for action in _actions_of(parser):
@@ -63,7 +63,7 @@ def print_completion(parser: ArgumentParser, shell: str) -> None:
 
 
 def _actions_of(parser: ArgumentParser) -> Iterator[Action]:
-    """Yield the actions of a parser and of its subcommands."""
+    """Yield the argparse actions of a parser and of its subcommands."""
     for action in parser._actions:
         yield action
         if isinstance(action.choices, Mapping):
@@ -214,4 +214,4 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], object]]] = {
         _add_plan_arguments,
     ),
 }
-"""Command → help line, description, and function that adds its flags."""
+"""Command → its help line, its description, and the function that adds its flags."""

@@ -1,4 +1,4 @@
-"""The doctor command, which reports on this machine and the kernels in use."""
+"""The doctor command: report what this machine and the installed packages support."""
 
 import platform
 from argparse import Namespace
@@ -20,11 +20,11 @@ _VERSIONS = ("torch", "triton", "megatron-core", "safetensors", "tokenizers")
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Implementation that is chosen for an operation, and the reason."""
+    """The implementation that is used for an operation, and why it was chosen."""
 
     operation: str
     module: str
-    functions: tuple[str, ...]  # functions in `module` that run the operation
+    functions: tuple[str, ...]  # functions in `module` that implement the operation
     reason: str
 
 
@@ -72,7 +72,7 @@ _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256
 
 
 def print_diagnosis(arguments: Namespace) -> int:
-    """Print the report, including what is missing; return 1 if the package or the model cannot be used, else 0."""
+    """Print a report on this machine and the model; return 1 if the package or the model is unusable, otherwise 0."""
     with quiet_libraries(arguments.log_level):
         obstacle = _obstacle()
         for line in _diagnosis(obstacle):
@@ -97,7 +97,7 @@ def _model(directory: Path) -> _Model:
 
 
 def _needs(directory: Path) -> str:
-    """Return a line with the layers, positions, cache bytes and quantization of a model."""
+    """Return a line about a model: its layers, maximum length, cache bytes and quantization."""
     architecture, shape = described_shape(directory)
     from ..models.checkpoints.quantization_config import QuantizationConfig  # imports torch
 
@@ -147,12 +147,12 @@ def _device() -> str:
 
 
 def _obstacle() -> str | None:
-    """Return the reason why this package cannot be used; None if it can."""
+    """Return the reason why this package cannot be used on this machine; None if it can be used."""
     try:
         import_module("..build", __package__)
         unmet = unmet_requirements()
     except PackageNotFoundError:
-        return None  # run from a checkout, so there are no installed requirements to check
+        return None  # not installed but run from a checkout, so its requirements are unknown
     except Exception as error:  # a broken installation may raise any error
         return _one_line(error)
     return f"it requires {', '.join(map(str, unmet))}" if unmet else None
@@ -253,7 +253,7 @@ def _apex_state() -> str:
     found = installed_version("apex") or "installed"
     try:
         is_nvidia = hasattr(import_module("apex.normalization"), "FusedRMSNorm")
-    except Exception:  # it may be another project's package or a broken build
+    except Exception:  # the package may belong to another project, or be a broken build
         is_nvidia = False
     if is_nvidia:
         return f"{found}, not used: norms are torch's"

@@ -26,10 +26,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGATRON: megatron_checkpoint.read_sizes}
 
 Settings = Callable[[HybridModelShape, int], Mapping[str, Any]]
-"""Function of a model's shape and maximum length that returns fields of `CacheConfig`."""
+"""Maps a model's shape and its maximum length in tokens to fields of `CacheConfig`."""
 
 DraftSettings = Callable[[HybridModelShape, int, CacheConfig], Mapping[str, Any]]
-"""Function of a draft model's shape, its maximum length and the engine's config; a collective."""
+"""Maps a draft model's shape, its maximum length and the engine's config to fields of `CacheConfig`; collective."""
 
 
 def check_memory(
@@ -39,10 +39,10 @@ def check_memory(
     settings: Settings,
     draft_settings: DraftSettings,
 ) -> None:
-    """Raise `UsageError` if the flags do not fit the model or its draft model; collective over all ranks.
+    """Raise `UsageError` if the memory flags are too small for the model or its draft model; collective over all ranks.
 
-    The random model (`directory` None) is not checked, nor is a directory that cannot be read, because loading it
-    reports the error.
+    The random model (`directory` is None) is not checked. A directory that cannot be read is not checked either,
+    because loading it will report the error.
 
     Args:
         device: "cpu" or "cuda".
@@ -74,10 +74,10 @@ def check_memory(
 
 
 def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device: str) -> str | None:
-    """Return the dtype for a model's weights, "fp32" or "bf16"; None: the dtype in the checkpoint.
+    """Return the dtype for a model's weights, "fp32" or "bf16"; None to keep the dtype of the checkpoint.
 
-    `dtype` is the value of the flag. If it is None, a user's model on a GPU keeps the dtype of its checkpoint, and
-    other models use fp32.
+    `dtype` is the value of the dtype flag. If it is None, a user's model on a GPU keeps the dtype of its checkpoint,
+    and any other model uses fp32.
     """
     if fills_card(directory, device):
         return dtype
@@ -86,7 +86,7 @@ def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device
 
 @contextmanager
 def errors_of_settings(share: float, *, is_draft: bool = False) -> Iterator[None]:
-    """Context manager: turn errors about settings that do not fit into `UsageError`."""
+    """Context manager that turns errors about cache settings and budgets into `UsageError` with the flags to change."""
     prefix = "the drafter's own cache: " if is_draft else ""
     try:
         yield
@@ -103,7 +103,7 @@ def _notes_of(error: Exception) -> str:
 
 
 class _Refused(NamedTuple):
-    """Error message for a budget that is too small, and the smallest sufficient budget."""
+    """Error message about a budget that is too small, and the smallest sufficient budget in GiB."""
 
     least_gb: float
     message: str
@@ -112,7 +112,7 @@ class _Refused(NamedTuple):
 def _refused(
     config: CacheConfig, shape: HybridModelShape, ranks: Ranks, share: float, *, is_draft: bool = False
 ) -> _Refused | None:
-    """Return the refusal of a too small budget, or None if it fits; raise `UsageError` for other errors."""
+    """Return the error for a budget that is too small, or None if it is sufficient; raise other errors."""
     try:
         with errors_of_settings(share, is_draft=is_draft), own_warnings_hidden():
             shape.check(config)
@@ -127,7 +127,7 @@ def _refused(
 def _expected(
     directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks
 ) -> tuple[HybridModelShape, int] | None:
-    """Return the shape and maximum length of this rank's shard; None if any rank cannot read the configuration."""
+    """Return the shape of this rank's shard and the model's maximum length; None if a rank cannot determine them."""
     expected = None
     if directory.path.is_dir():
         with suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Read flags from a YAML file or from environment variables."""
+"""Read flags from YAML files and environment variables."""
 
 import re
 from argparse import Action, BooleanOptionalAction
@@ -13,7 +13,7 @@ import yaml
 
 
 class UsageError(Exception):
-    """Raised for a mistake in flags or input files; the message is one line with the remedy."""
+    """Raised for an invalid flag or input file; the message is one line that includes the remedy."""
 
 
 _LEAST_LIKENESS = 0.65
@@ -55,7 +55,7 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
         "--ssl-certfile": "terminate TLS in a proxy before the server",
     }
 )
-"""Flag of `vllm serve` → advice on its replacement here."""
+"""Flag of `vllm serve` → advice on what to use instead."""
 
 
 def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
@@ -85,14 +85,14 @@ Value = str | list[str]
 class SetFlag:
     """A flag set by a file or an environment variable."""
 
-    flag: str  # such as "--block-size"
+    flag: str  # a long flag, such as "--block-size"
     names: tuple[str, ...]
     value: Value  # text for argparse; "true" or "false" for a flag without a value
-    source: str  # name of the variable, or file, line and key
+    source: str  # the variable's name, or the file, line and key
 
 
 class SettableFlags:
-    """The flags of a command that a file or the environment may set."""
+    """The flags of a command that a file or an environment variable may set."""
 
     def __init__(self, actions: Iterable[Action]) -> None:
         self._actions = {
@@ -158,7 +158,7 @@ class SettableFlags:
 
 
 def misspelled_variables(environment: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
-    """Yield a note for each variable whose name is similar to that for a known flag of any command."""
+    """Yield a warning for each environment variable whose name resembles, but is not, the variable of a known flag."""
     variables = {variable_of(flag) for flag in known}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in variables and not _OF_A_SERVICE.match(name):
@@ -168,17 +168,17 @@ def misspelled_variables(environment: Mapping[str, str], known: Collection[str])
 
 
 def first_name(action: Action) -> str:
-    """Return the first long name of a flag, without leading dashes."""
+    """Return the first long name of a flag's action, without leading dashes."""
     return next(option for option in action.option_strings if option.startswith("--")).removeprefix("--")
 
 
 def variable_of(flag: str) -> str:
-    """Return the environment variable for a flag, which may be given with or without leading dashes."""
+    """Return the name of a flag's environment variable; `flag` may have leading dashes or not."""
     return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def _advice_on(name: str, known: Collection[str], prefix: str = "") -> str | None:
-    """Return advice on an unknown name, suggesting `prefix` and a similar name; None if no name is similar."""
+    """Return advice for an unknown name that suggests a similar known name, with `prefix`; None if none is similar."""
     advice = VLLM_FLAGS.get("--" + name.removeprefix("--").replace("_", "-").lower())
     if advice is not None:
         return advice
@@ -192,7 +192,7 @@ def _takes_list(action: Action) -> bool:
 
 
 def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Return the key and value nodes of a YAML file's mapping; scalars are not converted from text."""
+    """Return the key and value nodes of the mapping in a YAML file. Scalars stay text."""
     try:
         with path.open(encoding="utf-8") as file:
             root = yaml.compose(file, yaml.SafeLoader)
@@ -225,7 +225,7 @@ def _is_null(node: yaml.ScalarNode) -> bool:
 
 
 def _listed(text: str, variable: str) -> list[str]:
-    """Split the text of a variable into items, written as a YAML list in brackets or as words."""
+    """Split a variable's text into items; it is a YAML list in brackets, or words separated by spaces."""
     if not text.startswith("["):
         return text.split()
     try:

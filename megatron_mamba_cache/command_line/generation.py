@@ -1,4 +1,4 @@
-"""Generate text for the lines of a prompts file and print the results."""
+"""Generate text for the prompts in a file or for the built-in prompts, and print the results."""
 
 import sys
 from argparse import Namespace
@@ -31,7 +31,7 @@ EXIT_OUTPUTS_DIFFER = 1
 
 
 class Generation:
-    """Runs prompt lines on a model and its replicas, with the settings from flags."""
+    """Runs prompts on a model and its replicas, with the settings that the flags give."""
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -71,24 +71,24 @@ class Generation:
 
     @property
     def reads_text(self) -> bool:
-        """True when prompts may be text."""
+        """True when prompts may be text rather than token ids."""
         return not isinstance(self._model.tokenizer, TokenIdTokenizer)
 
     def run(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines once, print the report, and return the exit status."""
+        """Run the prompt lines once, print the report, and return the exit status."""
         result = self._run_engines(lines, self._config, "generating")
         later = self._report(lines, result)
         self._write(result, **later.as_dict())
         return 0
 
     def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines with cache and drafts, then with neither; return 1 if outputs differ unexpectedly, else 0."""
+        """Run the lines with and without cache and drafts; return 1 if the outputs differ unexpectedly, otherwise 0."""
         if not self._config.prefix_caching:
             return self.run(lines)
         no_tiers: dict[str, Any] = {"host_cache_gb": None, "disk_cache_dir": None, "disk_cache_gb": None}
         plain = replace(self._config, prefix_caching=False, num_speculative_tokens=0, **no_tiers)
         with own_warnings_hidden():
-            self._run_engine(lines[:1], self._config, "warming up")  # fails early if the settings do not fit
+            self._run_engine(lines[:1], self._config, "warming up")  # also fails early if the settings do not fit
             uncached = self._run_engines(lines, plain, "without cache")
         cached = self._run_engines(lines, self._config, "with cache")
         later = self._report(lines, cached)
@@ -110,7 +110,7 @@ class Generation:
         return 0
 
     def _run_engines(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
-        """Run the lines assigned to this replica, and return the results of all replicas."""
+        """Run this replica's share of the lines, and return the combined results of all replicas."""
         return self._replicas.gather(self._run_engine(self._replicas.share(lines), config, title))
 
     def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
@@ -153,7 +153,7 @@ class Generation:
 
 
 def _inexact_because(arguments: Namespace, dtype: str, sampling: SamplingFlags) -> str | None:
-    """Return the reason why cache or batch may change outputs; None if the outputs must be identical."""
+    """Return the reason why outputs may depend on cache or batch; None if they must be identical."""
     if dtype == "bf16":
         return "in bf16, where rounding depends on the batch"
     if getattr(arguments, argument_of("cached_state_dtype")) == "int8":

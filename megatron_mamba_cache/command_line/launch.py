@@ -1,4 +1,4 @@
-"""The processes of a torchrun launch, read from the environment without importing torch or megatron."""
+"""Describe the processes that torchrun launched, from its environment variables, without importing torch."""
 
 import os
 from argparse import Namespace
@@ -13,7 +13,7 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process within a torchrun launch; the defaults describe a single process."""
+    """Position of this process in a torchrun launch; the defaults describe a single process."""
 
     rank: int = 0
     num_processes: int = 1
@@ -65,7 +65,7 @@ class Launch:
 
 
 def deal_lines(lines: Sequence[PromptLine], num_replicas: int) -> list[list[PromptLine]]:
-    """Distribute lines among replicas round-robin, keeping the lines of each session together."""
+    """Distribute prompt lines among replicas round-robin; all lines of a session go to the same replica."""
     shares: list[list[PromptLine]] = [[] for _ in range(num_replicas)]
     replica_of: dict[str | int | PromptLine, int] = {}
     for line in lines:

@@ -32,7 +32,7 @@ from .server_arguments import api_keys_of, check_server_arguments, routing_setti
 
 
 def serve(arguments: Namespace) -> int:
-    """Run the serve command until a signal ends it, and return its exit status; raise `UsageError` for a bad flag."""
+    """Run the serve command until a signal ends it, and return the exit status; raise `UsageError` if a flag is bad."""
     try:
         require_extra("server", "serve")
     except MissingExtraError as error:
@@ -77,7 +77,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def generate(arguments: Namespace) -> int:
-    """Run the generate command and return its exit status; raise `UsageError` for a bad flag, file or line."""
+    """Run the generate command and return the exit status; raise `UsageError` for an invalid flag, file or line."""
     launch = Launch.of_environment()
     launch.num_replicas(arguments)
     directory = chosen_directory(arguments)
@@ -113,14 +113,14 @@ EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
+    """Parse the command line, run the command, and return the exit status.
 
     The status is 0 for success, 1 for a failed comparison, a failed server or an unusable package, and 2 for a usage
     error. If `argv` is None, the arguments of the process are used.
     """
     if argv is not None:
         return _status_of(argv)
-    end = QuickEnd()  # called as the process's entry point, so nothing runs afterwards
+    end = QuickEnd()  # this is the process's entry point, so nothing runs afterwards
     status = _status_of(None)
     end.arm(status)
     return status
@@ -145,15 +145,15 @@ def _status_of(argv: Sequence[str] | None) -> int:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of stdout, such as `head`, has closed it. Flushing at exit must not raise again.
+        # The reader of stdout, such as `head`, has closed the pipe. Flushing at exit must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
 
 class QuickEnd:
-    """Exit handler that, after `arm` was called, ends the process without the slow teardown of torch.
+    """Exit handler that ends the process without the slow teardown of torch, if `arm` has been called.
 
-    Create it before torch is imported, so that it runs last: exit handlers run in reverse order of registration.
+    Create it before torch is imported. Exit handlers run in reverse order of registration, so it then runs last.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class QuickEnd:
         atexit.register(self._end)
 
     def arm(self, status: int) -> None:
-        """Make the process exit with this status when its main thread ends."""
+        """Make the process exit with `status` when its main thread ends, without the teardown of torch."""
         self._status = status
 
     def _end(self) -> None:

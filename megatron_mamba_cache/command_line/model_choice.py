@@ -1,4 +1,4 @@
-"""Determine which model the flags select, without importing torch or megatron."""
+"""Determine which model the flags select; torch and megatron are imported only where noted."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "small_python_model"
 MODEL_FLAGS = ("--hf-model", "--model")
-"""The flag for a Hugging Face model, and its alias."""
+"""The flag that selects a Hugging Face model, and its alias."""
 _SHIPPED_FILES = ("config.json", "model.safetensors")
 
 
 class ModelFormat(Enum):
-    """Storage format of the weights; the value is the flag that selects it."""
+    """Storage format of a model's weights; the value is the flag that selects a model in this format."""
 
     HUGGING_FACE = "--hf-model"
     MEGATRON = "--load"
@@ -31,7 +31,7 @@ class ModelFormat(Enum):
 class ModelDirectory:
     """Directory from which to load a model, and its format."""
 
-    path: Path  # not an existing path if --hf-model gives a hub name
+    path: Path  # if --hf-model gives a hub name, this path does not exist
     format: ModelFormat
 
     @property
@@ -40,13 +40,13 @@ class ModelDirectory:
         return self.path == SHIPPED_MODEL
 
     def check_prompts(self, lines: list[PromptLine], file: str | None) -> None:
-        """Raise `UsageError` if a prompt in `file` is text, but the model directory has no tokenizer."""
+        """Raise `UsageError` if a prompt in `file` is text and the model directory has no tokenizer."""
         if self.path.is_dir() and not has_tokenizer(self.path):
             require_token_ids(lines, file, self.path)
 
 
 def chosen_directory(arguments: Namespace) -> ModelDirectory | None:
-    """Return the directory of the model given by flags, or of the shipped model; None for the random model."""
+    """Return the directory of the model that the flags select, which is None for the random model."""
     if arguments.hf_model is not None:
         return ModelDirectory(Path(arguments.hf_model), ModelFormat.HUGGING_FACE)
     if arguments.load is not None:
@@ -64,12 +64,12 @@ def draft_directory(arguments: Namespace) -> ModelDirectory | None:
 
 
 def has_shipped_model() -> bool:
-    """Return True if this installation includes the trained model."""
+    """Return True if this installation includes the small trained model."""
     return all((SHIPPED_MODEL / name).is_file() for name in _SHIPPED_FILES)
 
 
 def fills_card(directory: ModelDirectory | None, device: str) -> bool:
-    """Return True for a user's model on a GPU: its cache fills the GPU, and its weights keep their stored dtype."""
+    """Return True if the model is the user's and runs on a GPU; by default, its cache then fills the GPU."""
     return device == "cuda" and directory is not None and not directory.is_shipped
 
 
@@ -92,7 +92,7 @@ def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelSh
 
 
 def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path) -> None:
-    """Raise `UsageError` if the prompt of any line is text, naming the first such line."""
+    """Raise `UsageError` that names the first line whose prompt is text, if there is one."""
     line = next((line for line in lines if isinstance(line.prompt, str)), None)
     if line is None:
         return

@@ -1,4 +1,4 @@
-"""The plan command, which replays a recorded workload to estimate the tokens that each cache size would skip."""
+"""The plan command: replay a recorded workload to estimate how much prefill each cache size would save."""
 
 import json
 from argparse import Namespace
@@ -16,7 +16,7 @@ from .quiet import quiet_libraries
 
 
 def print_plan(arguments: Namespace) -> int:
-    """Replay the recorded workload, print a line per cache size, and return 0; raise `UsageError` for bad input."""
+    """Replay the recorded workload, print one line per cache size, and return 0; raise `UsageError` for bad input."""
     _check(arguments)
     budgets, host_budgets = arguments.cache_gb or DEFAULT_GB, arguments.host_cache_gb or (0.0,)
     sizes = _sizes(arguments)
@@ -73,7 +73,7 @@ def _check(arguments: Namespace) -> None:
 
 
 def _sizes(arguments: Namespace) -> CacheSizes:
-    """Return the sizes of KV and states, from the model or from flags that give the bytes."""
+    """Return the bytes of KV blocks and states, computed for the model or given by flags."""
     given = {"--kv-bytes-per-token": arguments.kv_bytes_per_token, "--state-bytes": arguments.state_bytes}
     missing = [flag for flag, value in given.items() if value is None]
     if arguments.model is not None:
@@ -95,7 +95,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
 def _sizes_of(
     directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"], log_level: str
 ) -> CacheSizes:
-    """Return the KV and state sizes of a model, with default dtypes for all but cached states; imports torch."""
+    """Return the bytes of a model's KV blocks and states; all dtypes but `cached_state_dtype` are the defaults."""
     try:
         with quiet_libraries(log_level):
             _, shape = described_shape(directory)

@@ -1,4 +1,4 @@
-"""Coordinate the processes of a command: start, failures, steps, and combined results."""
+"""Coordinate the processes of a command: start them, share failures and steps, and combine results."""
 
 import contextlib
 import os
@@ -21,27 +21,27 @@ Made = TypeVar("Made")
 
 
 class Replicas:
-    """The model replicas of a command; this base class is for one model in a single process."""
+    """The model replicas that a command runs; this base class is for a single replica in a single process."""
 
     def make(self, build: Callable[[], Made]) -> Made:
-        """Run `build` on each process and return its result; if it fails on one process, all fail."""
+        """Run `build` on each process and return this process's result; if it fails on one process, it fails on all."""
         return build()
 
     def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
-        """Return the lines assigned to the replica of this process."""
+        """Return the lines that this process's replica must run."""
         return list(lines)
 
     def any_continues(self, has_requests: bool) -> bool:
-        """Return True if this process must run a step, for its own requests or for ranks that share its experts."""
+        """Return True if this process must run another step, for its own requests or for its expert-parallel peers."""
         return has_requests
 
     def gather(self, result: RunResult) -> RunResult:
-        """Combine the results of all replicas, in the order of the lines."""
+        """Return the combined results of all replicas, in the order of the lines."""
         return result
 
 
 class SeveralProcesses(Replicas):
-    """Model replicas on several processes; raises `UsageError` if a process does not have its own CUDA device."""
+    """Model replicas on several processes; raises `UsageError` unless each process has its own CUDA device."""
 
     def __init__(self, launch: Launch, arguments: Namespace, device: str) -> None:
         if device == "cuda":
@@ -61,7 +61,7 @@ class SeveralProcesses(Replicas):
 
     @override
     def make(self, build: Callable[[], Made]) -> Made:
-        """Run `build` on each process; if any raises `UsageError`, all raise the error of the first that failed."""
+        """Run `build` on each process. If any raises `UsageError`, all raise the error of the first one."""
         found, message = None, None
         try:
             found = build()
@@ -80,7 +80,7 @@ class SeveralProcesses(Replicas):
 
     @override
     def any_continues(self, has_requests: bool) -> bool:
-        return bool(self._peers.greatest([has_requests])[0])  # on the host, because the device may be busy
+        return bool(self._peers.greatest([has_requests])[0])  # communicated on the host, because the device may be busy
 
     @override
     def gather(self, result: RunResult) -> RunResult:
@@ -92,7 +92,7 @@ class SeveralProcesses(Replicas):
 
 @contextlib.contextmanager
 def speaking_for_all(launch: Launch) -> Iterator[None]:
-    """Context manager: suppress the output of all processes but the first."""
+    """Context manager that suppresses the output of all processes except the first."""
     if launch.is_first:
         yield
         return
@@ -106,7 +106,7 @@ def speaking_for_all(launch: Launch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_process_groups() -> Iterator[None]:
-    """Context manager: destroy the process groups that its body creates, but not existing groups."""
+    """Context manager that, at its end, destroys the process groups created within it, but not earlier groups."""
     were_there = dist.is_initialized()
     try:
         yield
@@ -118,6 +118,6 @@ def own_process_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_processes(launch: Launch, arguments: Namespace, device: str) -> Iterator[Replicas]:
-    """Context manager: connect the processes of a launch, of which only the first prints."""
+    """Context manager that connects the processes of a launch and yields their replicas; only the first prints."""
     with own_process_groups(), speaking_for_all(launch):
         yield Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)

@@ -1,4 +1,4 @@
-"""Read prompt files, which have one JSON object per line."""
+"""Read prompts files, which have one JSON object per line."""
 
 import json
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ _KEYS = {"prompt", "prompt_tokens", "num_tokens_to_generate", "session"}
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One request, read from a line of a prompts file."""
+    """A generation request, read from one line of a prompts file."""
 
     request_id: int  # line number, starting at 0
     prompt: str | tuple[int, ...]
-    num_tokens: int | None = None  # maximum number of tokens to generate; None: the value of the flag
-    session: str | int | None = None  # lines of one session run in sequence; None: no session
+    num_tokens: int | None = None  # maximum number of tokens to generate; None for the flag's value
+    session: str | int | None = None  # the lines of a session run in sequence; None for no session
 
 
 def read_prompts(path: str) -> list[PromptLine]:
@@ -44,7 +44,7 @@ def read_prompts(path: str) -> list[PromptLine]:
 
 
 def parse_line(request_id: int, line: str) -> PromptLine:
-    """Parse one line; raise `UsageError` that describes the mistake."""
+    """Parse one line of a prompts file; raise `UsageError` that says what is invalid."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Set log levels for the command line: hide messages of libraries, and show those of this package."""
+"""Set log levels for the command line: show messages from this package, and hide messages from libraries."""
 
 import faulthandler
 import logging
@@ -19,7 +19,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 @contextmanager
 def quiet_libraries(level: str = "warning") -> Iterator[None]:
-    """Context manager: show messages of this package from `level` up; "debug" also shows those of libraries."""
+    """Context manager that shows this package's messages from `level` up; "debug" shows library messages as well."""
     shown = logging.getLevelNamesMapping()[level.upper()]
     own, others = logging.getLogger(_OWN), [logging.getLogger(name) for name in _OTHERS]
     loggers = [own, *others]
@@ -44,7 +44,7 @@ def quiet_libraries(level: str = "warning") -> Iterator[None]:
 
 
 def hide_stacks_of_signals() -> None:
-    """Unregister megatron-core's handlers that print stacks on SIGTERM and SIGINT."""
+    """Unregister megatron-core's handlers that print stack traces on SIGTERM and SIGINT."""
     import megatron.core.inference.data_parallel_inference_coordinator  # noqa: F401  # imports torch
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -52,7 +52,7 @@ def hide_stacks_of_signals() -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes warnings to the current stderr, and errors to the original stderr, which may not be redirected."""
+    """Log handler that writes warnings to the current stderr, but errors to the original stderr, even if redirected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def own_warnings_hidden() -> Iterator[None]:
-    """Context manager: hide this package's warnings, but not its progress messages."""
+    """Context manager that hides this package's warnings, but not its progress messages."""
     own, progress = logging.getLogger(_OWN), logging.getLogger(_PROGRESS)
     levels = own.level, progress.level
     own.setLevel(logging.ERROR)

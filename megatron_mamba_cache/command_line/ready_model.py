@@ -1,4 +1,4 @@
-"""Load a model with its tokenizer, and build its drafter and its engine."""
+"""Load a model and its tokenizer, and build its drafter and engine."""
 
 import math
 from argparse import Namespace
@@ -38,7 +38,7 @@ _SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A loaded model, its tokenizer, and a line that describes them."""
+    """A loaded model, its tokenizer, and a line of text that describes both."""
 
     model: Any
     tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
@@ -52,10 +52,10 @@ class ReadyModel:
 
 
 def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str) -> ReadyModel:
-    """Load a model onto the current device, or build the random model if `directory` is None; disable TF32.
+    """Load a model onto the current device, or build the random model if `directory` is None. Disables TF32.
 
     Args:
-        dtype: "fp32" or "bf16"; None: the dtype that `dtype_of_weights` returns.
+        dtype: "fp32" or "bf16"; None for the dtype that `dtype_of_weights` returns.
         device: "cpu" or "cuda".
 
     Raises:
@@ -64,7 +64,7 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if directory is None or directory.is_shipped:
-        # Models this small do not benefit from more threads, and on a busy machine can run 100 times slower with them.
+        # A model this small does not benefit from more threads; on a busy machine, they can make it 100 times slower.
         torch.set_num_threads(1)
     stored = dtype_of_weights(directory, dtype, device)
     return _random(stored or "fp32") if directory is None else _loaded(directory, stored)
@@ -73,7 +73,11 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
 def engine_for(
     model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[], Drafter]
 ) -> MambaCacheEngine:
-    """Build an engine, with a drafter if the config has drafts; raise `UsageError` if settings or memory do not fit."""
+    """Build an engine, with a drafter if `config` enables drafts.
+
+    Raises:
+        UsageError: If the settings do not suit the model or need more memory than there is.
+    """
     drafter = None
     if config.num_speculative_tokens:
         with errors_of_settings(DRAFTER_SHARE, is_draft=True):
@@ -85,7 +89,7 @@ def engine_for(
 
 
 def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> LoadedModel:
-    """Load a model directory onto the current device; raise `UsageError` that begins with `flag` if that fails.
+    """Load a model directory onto the current device; on failure, raise `UsageError` that starts with `flag`.
 
     `dtype` is "fp32" or "bf16"; None keeps the dtype of the checkpoint.
     """
@@ -101,7 +105,9 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
 
 
 def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[], Drafter]:
-    """Return a function that creates a drafter for each engine. A draft model is loaded once, in `model`'s dtype.
+    """Return a function that creates a new drafter; a draft model is loaded once and shared by all drafters.
+
+    A draft model has the same dtype as `model`.
 
     Args:
         model: The model that verifies the drafts.
@@ -132,7 +138,7 @@ def _random(dtype: str) -> ReadyModel:
     shape = RandomHybridConfig(dtype=DTYPES[dtype])
     try:
         model = random_hybrid_model(shape)
-    except ValueError as error:  # the ranks cannot divide the model evenly
+    except ValueError as error:  # the model cannot be split evenly over the ranks
         raise UsageError(f"--random-model: {error}") from error
     layers = _layers(shape.pattern, random_architecture(shape).recurrent.label)
     description = f"built-in random hybrid model, {layers}, vocabulary of {shape.vocab_size} bytes, {dtype}"
@@ -167,7 +173,7 @@ def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> 
 
 
 def _layers(pattern: str, recurrent: str) -> str:
-    """Return text with a layer pattern and the meaning of its symbols."""
+    """Return a layer pattern as text, followed by the meaning of its symbols."""
     names = {"M": recurrent, **_SYMBOLS}
     meanings = ", ".join(f"{symbol} {name}" for symbol, name in names.items() if symbol in pattern)
     return f"layers {pattern} ({meanings})"

@@ -1,4 +1,4 @@
-"""Format the report of a run: replies, table of requests, summary, and savings of the cache."""
+"""Format the report on a run: replies, a table of requests, a summary, and prefill saved by the cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ _HEADER = ("request", "prompt tokens", "cached", "generated", "first token", "to
 
 
 def comparison_lines(cached: RunResult, uncached: RunResult) -> Iterator[str]:
-    """Yield the lines of a table that compares a run with the cache and one without."""
+    """Yield the lines of a table that compares a run with the cache to a run without it."""
     rows = (
         ("", "with cache", "without"),
         ("prompt tokens computed", str(cached.computed_tokens), str(uncached.computed_tokens)),
@@ -33,7 +33,7 @@ def comparison_lines(cached: RunResult, uncached: RunResult) -> Iterator[str]:
 
 
 def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield the end of each prompt, marked "|", and its reply, marked ">", as printable ASCII.
+    """Yield lines with the end of each prompt, marked "|", and its reply, marked ">", as printable ASCII.
 
     If a prompt ends in the middle of a line, the reply continues that line.
 
@@ -53,7 +53,7 @@ def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], p
 
 
 def text_lines(records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each request, with the end of its prompt text and the start of its reply."""
+    """Yield one line per request, with the end of its prompt and the start of its reply."""
     for record, prompt in list(zip(records, prompts, strict=True))[:_MAX_ROWS]:
         end = "..." * (len(prompt) > _PROMPT_EXCERPT) + ascii(prompt[-_PROMPT_EXCERPT:])
         start = ascii(record.text[:_REPLY_EXCERPT]) + "..." * (len(record.text) > _REPLY_EXCERPT)
@@ -71,7 +71,7 @@ def table_lines(records: Sequence[RequestRecord]) -> Iterator[str]:
 
 
 def summary_line(result: RunResult) -> str:
-    """Return a line with the savings of the cache and the generation speed."""
+    """Return a line with the number of prompt tokens that the cache saved and the generation speed."""
     counters = result.cache.counters
     share = 100 * result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0
     found = {"the host": result.cached_tokens_from_host, "the disk": result.cached_tokens_from_disk}
@@ -91,7 +91,7 @@ def compilation_line(result: RunResult) -> str:
 
 
 def graphs_line(result: RunResult) -> str:
-    """Return a line with the number of captured CUDA graphs and of steps that replayed a graph."""
+    """Return a line with the number of captured CUDA graphs and the number of steps that replayed a graph."""
     cache, counters = result.cache, result.cache.counters
     return (
         f"captured {cache.num_graphs} step shape{'s' * (cache.num_graphs != 1)} in {cache.capture_seconds:.1f} s, "
@@ -100,7 +100,7 @@ def graphs_line(result: RunResult) -> str:
 
 
 def drafts_line(result: RunResult) -> str:
-    """Return a line with the acceptance rates of draft tokens."""
+    """Return a line with the acceptance rates of draft tokens, overall and by position in the draft."""
     counters = result.cache.counters
     if not counters.draft_tokens:
         return f"nothing was drafted in {counters.decode_rows} decode steps of requests"
@@ -112,7 +112,7 @@ def drafts_line(result: RunResult) -> str:
 
 
 def reason_for_no_skip(result: RunResult, config: CacheConfig) -> str | None:
-    """Return the reason why no prompt tokens were skipped; None if some were."""
+    """Return the likely reason why no prompt token came from the cache; None if some did."""
     counters, block = result.cache.counters, config.block_size_tokens
     if result.cached_tokens:
         return None

@@ -1,4 +1,4 @@
-"""Run prompt lines on an engine, with sessions in sequence, and measure token times."""
+"""Run prompt lines on an engine, each session in sequence, and measure when tokens are generated."""
 
 import time
 from collections import deque
@@ -20,7 +20,7 @@ from .results import RequestRecord, RunResult
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlags:
-    """Sampling settings from flags, and the number of tokens to generate for lines without their own."""
+    """Sampling settings from flags, and the number of tokens to generate for lines that do not give it."""
 
     num_tokens: int
     temperature: float
@@ -33,7 +33,7 @@ class SamplingFlags:
         return self.top_k == 1 or self.temperature == 0
 
     def parameters(self, line: PromptLine) -> SamplingParams:
-        """Return Megatron's sampling parameters for a line."""
+        """Return Megatron's sampling parameters for a prompt line."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -43,7 +43,7 @@ class SamplingFlags:
 
 
 class SessionQueue:
-    """Queue of prompt lines in which the lines of each session run in sequence."""
+    """Queue of prompt lines that releases a session's next line only when the previous line has finished."""
 
     def __init__(self, lines: Iterable[PromptLine]) -> None:
         self._first: list[PromptLine] = []
@@ -58,7 +58,7 @@ class SessionQueue:
                 self._first.append(line)
 
     def initial_lines(self) -> list[PromptLine]:
-        """Return the first line of each session, and all lines without a session, in order."""
+        """Return the first line of each session and all lines without a session, in order."""
         return list(self._first)
 
     def line_after(self, finished: PromptLine) -> PromptLine | None:
@@ -73,8 +73,8 @@ class RequestRunner:
 
     Args:
         tokenizer: Encodes prompt text and decodes replies.
-        on_tokens: Called with each number of newly generated tokens.
-        continues: Returns True if another step is needed, given whether this engine has requests.
+        on_tokens: Called after each step with the number of tokens that it generated.
+        continues: Given True if this engine has requests, returns True if another step is needed.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RequestRunner:
         self._records: dict[int, RequestRecord] = {}
 
     def run(self, lines: Iterable[PromptLine]) -> RunResult:
-        """Run all lines; if a line cannot run, its record contains the reason."""
+        """Run all lines and return the results; if a line cannot run, its record contains the error."""
         queue = SessionQueue(lines)
         start = time.perf_counter()
         for line in queue.initial_lines():
@@ -126,7 +126,7 @@ class RequestRunner:
         record = self._records[line.request_id] = RequestRecord(line.request_id, tokens)
         record.error = image_error(self._tokenizer, tokens)
         unfit = unfit_token(tokens)
-        if unfit is not None:  # it does not fit in a tensor, so the engine cannot check it
+        if unfit is not None:  # a token id too large for a tensor, which the engine cannot check
             record.error = f"token {unfit} in the prompt is outside the vocabulary of {self._tokenizer.vocab_size}"
         return record
 

@@ -1,4 +1,4 @@
-"""Results of a run: records of requests, summary, comparison and output file."""
+"""Results of a run: one record per request, totals, a comparison of two runs, and the output file."""
 
 import json
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ _RATES = ("acceptance_rate", "acceptance_at", "tokens_per_decode_row")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of one request: its tokens, times and error."""
+    """Record of one request: its tokens, its times, and its error if it failed."""
 
     request_id: int
     prompt_tokens: list[int]
     generated_tokens: list[int] = field(default_factory=list)
     text: str = ""
-    cached_tokens: int = 0  # prompt tokens skipped when the request was first admitted
+    cached_tokens: int = 0  # prompt tokens found in the cache when the request was first admitted
     cached_tokens_from_host: int = 0  # cached tokens that were restored from host memory
     cached_tokens_from_disk: int = 0  # cached tokens that were restored from disk
     draft_tokens: int = 0  # number of verified draft tokens
@@ -35,7 +35,7 @@ class RequestRecord:
     error: str | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Return the record as JSON types, leaving out tier counts that are 0 and an error that is None."""
+        """Return the record as JSON types, without tier counts that are 0 and without an error that is None."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         optional = ("cached_tokens_from_host", "cached_tokens_from_disk", "error")
         return {name: value for name, value in found.items() if name not in optional or value}
@@ -43,7 +43,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Results of a run: its records in the order of ids, the final cache snapshot, and the duration."""
+    """Results of a run: the records ordered by request id, the final cache snapshot, and the duration in seconds."""
 
     records: list[RequestRecord]
     cache: CacheSnapshot
@@ -61,7 +61,7 @@ class RunResult:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of prompt tokens that completed requests skipped when first admitted."""
+        """Number of prompt tokens that completed requests found in the cache when they were first admitted."""
         return sum(record.cached_tokens for record in self.completed)
 
     @property
@@ -76,7 +76,7 @@ class RunResult:
 
     @property
     def computed_tokens(self) -> int:
-        """Number of tokens processed in prefill, including those processed again after an eviction."""
+        """Number of tokens processed in prefill; tokens of evicted requests count each time they are processed."""
         return self.cache.counters.prefill_tokens_computed
 
     @property
@@ -91,12 +91,12 @@ class RunResult:
 
     @property
     def mean_time_to_first_token_s(self) -> float:
-        """Mean time to first token over completed requests; 0 if there are none."""
+        """Mean time to first token over the completed requests, in seconds; 0 if there are none."""
         times = [record.time_to_first_token_s or 0.0 for record in self.completed]
         return sum(times) / len(times) if times else 0.0
 
     def summary(self) -> dict[str, object]:
-        """Return the totals of the run and the counters of the cache as JSON types."""
+        """Return the totals of the run and the cache counters as JSON types, by name."""
         return {
             "requests": len(self.records),
             "failed_requests": len(self.records) - len(self.completed),
@@ -107,7 +107,7 @@ class RunResult:
 
 
 def together(results: Sequence[RunResult]) -> RunResult:
-    """Combine the results of replicas that ran concurrently: merge records, sum counters, and take the longest time."""
+    """Combine the results of concurrent replicas: merge the records, sum the counters, and take the longest time."""
     records = sorted((record for result in results for record in result.records), key=lambda record: record.request_id)
     cache = CacheSnapshot.summed([result.cache for result in results])
     return RunResult(records, cache, max(result.seconds for result in results))
@@ -115,7 +115,7 @@ def together(results: Sequence[RunResult]) -> RunResult:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First difference between two runs: the request, the position, and both tokens."""
+    """First difference between the outputs of two runs: the request, the position, and the token in each run."""
 
     request_id: int
     position: int
@@ -140,14 +140,14 @@ def first_difference(cached: RunResult, uncached: RunResult) -> Difference | Non
 
 @dataclass(frozen=True, slots=True)
 class LaterTurns:
-    """Numbers of prompt tokens and of skipped tokens, over all turns of sessions but the first."""
+    """Number of prompt tokens, and how many came from the cache, in all turns of sessions after the first turn."""
 
     prompt_tokens: int
     cached_tokens: int
 
     @staticmethod
     def of(lines: Sequence[PromptLine], records: Sequence[RequestRecord]) -> "LaterTurns":
-        """Sum over completed lines that have an earlier line in their session; `records` are in the same order."""
+        """Sum over the completed lines that follow another line of their session; `records` has one record per line."""
         seen: set[str | int] = set()
         prompt_tokens = cached_tokens = 0
         for line, record in zip(lines, records, strict=True):
@@ -184,7 +184,7 @@ def check_writable(path: str) -> None:
 
 
 def write_output(path: str, result: RunResult, **more_summary: object) -> None:
-    """Write the records and the summary, extended by `more_summary`, as JSON; raise `UsageError` if that fails."""
+    """Write the records, the summary and `more_summary` to a JSON file; raise `UsageError` if that fails."""
     document = {
         "requests": [record.as_dict() for record in result.records],
         "summary": {**result.summary(), **more_summary},

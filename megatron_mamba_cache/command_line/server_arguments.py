@@ -1,4 +1,4 @@
-"""Flags for the server, its API keys and its coordinator, and their checks."""
+"""Define and check the flags for the server, its API keys and its coordinator."""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -38,7 +38,7 @@ CARD_IN_WORDS = (
 
 
 def add_server_arguments(parser: ArgumentParser) -> None:
-    """Add the flags of the server and its limits."""
+    """Add the flags for the server and its limits to a parser."""
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
@@ -90,7 +90,7 @@ def _add_limits(parser: ArgumentParser) -> None:
 
 
 def server_limits(arguments: Namespace, max_running: int) -> ServerLimits:
-    """Return the server limits that the flags give; raise `UsageError` if a limit is invalid."""
+    """Return the server limits that the flags set; raise `UsageError` if a limit is invalid."""
     max_body = int(arguments.max_body_mb * _MIB)
     try:
         return ServerLimits(
@@ -164,7 +164,7 @@ def _check_origin(origin: str) -> None:
 
 
 def add_coordinator_arguments(parser: ArgumentParser) -> None:
-    """Add the flags for the coordinator, which `routing_settings` reads."""
+    """Add the flags for the coordinator; `routing_settings` reads them."""
     in_words = "Without these flags the coordinator of several processes listens on loopback only."
     add = parser.add_argument_group("coordinator", in_words).add_mutually_exclusive_group().add_argument
     key = (
@@ -177,10 +177,10 @@ def add_coordinator_arguments(parser: ArgumentParser) -> None:
 
 
 def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
-    """Return the settings for the coordinator of a launch.
+    """Return the settings for the coordinator that routes requests to the replicas of a launch.
 
     Raises:
-        UsageError: If the key file is invalid, or there are several hosts and neither coordinator flag is given.
+        UsageError: If the key file is invalid, or if there are several hosts and no coordinator flag is given.
     """
     key_file, insecure = arguments.coordinator_key_file, arguments.insecure_coordinator
     if launch.is_on_several_machines and key_file is None and not insecure:
@@ -209,7 +209,7 @@ def api_keys_of(arguments: Namespace) -> ApiKeys:
 
 
 def _read_keys(flag: str, path: str | None) -> dict[str, str]:
-    """Read a key file with lines KEY or NAME: KEY; return key → name, which is "" for a key without a name."""
+    """Read a file with lines `KEY` or `NAME: KEY`; return key → name, where "" means that the key has no name."""
     found: dict[str, str] = {}
     if path is None:
         return found

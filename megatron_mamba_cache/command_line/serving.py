@@ -1,4 +1,4 @@
-"""Load the model and run the engine and server of the serve command."""
+"""Load the model, build the engine and run the server for the serve command."""
 
 import asyncio
 import socket
@@ -40,13 +40,13 @@ _JOIN_S = 60.0
 
 
 class Serving:
-    """The loaded model of this process and the server's settings; raises `UsageError` if either is unusable."""
+    """This process's model and the server's settings; the constructor raises `UsageError` if either is unusable."""
 
     def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
         on_card = fills_card(directory, device)
         if not on_card:
             _check_memory(arguments, directory, device, None)
-        elif given_budget(arguments) is not None:  # a given budget does not depend on the free memory
+        elif given_budget(arguments) is not None:  # with a given budget, the free memory is not needed
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._log_level = arguments.log_level
         self._model = ready_model(directory, arguments.dtype, device)
@@ -87,14 +87,14 @@ class Serving:
         return engine_for(self._model, self._config, 0, self._drafter)
 
     def run(self, engine: MambaCacheEngine, listener: socket.socket) -> int:
-        """Serve with an engine in this process only, and return the exit status."""
+        """Serve with one engine, in this process, and return the exit status."""
         return self._serve(Server(EngineThread(engine, self.settings.end_ids), self.settings), listener)
 
     def run_replica(self, engine: MambaCacheEngine, listener: socket.socket | None, routing: RoutingSettings) -> int:
         """Serve with the engines of all processes through a coordinator, and return the exit status.
 
-        The first process has a `listener` and runs the HTTP server. The other processes run requests from its
-        coordinator.
+        The first process has a `listener` and runs the HTTP server and the coordinator. The other processes run the
+        requests that the coordinator sends to them.
         """
         from ..server.coordinator_backend import CoordinatorBackend
         from ..server.replica import ReplicaThread, serve_replica
@@ -124,7 +124,7 @@ class Serving:
 
 
 def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device: str, card: Card | None) -> None:
-    """Raise `UsageError` if the flags do not fit the model; needs no weights."""
+    """Raise `UsageError` if the memory flags are too small for the model. The weights are not needed."""
     check_memory(
         arguments,
         directory,
@@ -137,7 +137,7 @@ def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device
 def _settings(
     shape: HybridModelShape, max_length: int, arguments: Namespace, device: str, card: Card | None
 ) -> dict[str, Any]:
-    """Return default fields of `CacheConfig` that fill `card`, or that follow from the model if it is None."""
+    """Return default fields of `CacheConfig` that fill the GPU memory of `card`, or suit the model if it is None."""
     running = arguments.max_running_requests
     limit = {} if running is None else {"max_requests": running}
     if card is not None:
@@ -161,7 +161,7 @@ def _draft_settings(
 
 
 def _card_of(model: Any, fraction: float) -> Card:
-    """Return the free memory and step needs of this process's GPU; collective over the model's ranks."""
+    """Return the GPU's free memory and what steps of the model need; collective over the model's ranks."""
     torch.cuda.empty_cache()
     (free,) = ranks_of_process().least([torch.cuda.mem_get_info()[0]])
     widest = max((weight.shape[0] for weight in model.decoder.parameters() if weight.dim() == 2), default=0)
@@ -169,7 +169,7 @@ def _card_of(model: Any, fraction: float) -> Card:
 
 
 def expert_width(config: Any) -> int:
-    """Return the mean output width of the two grouped GEMMs, summed over a token's experts; 0 without experts."""
+    """Return the mean output width of the two expert GEMMs, times the experts per token; 0 without MoE layers."""
     if not config.num_moe_experts:
         return 0
     inner = config.moe_ffn_hidden_size // config.tensor_model_parallel_size

@@ -168,7 +168,7 @@ class HybridArchitecture:
     Args:
         pattern: One symbol per layer: M recurrent, * attention, - feed-forward, E mixture of experts.
         zero_centered_norms: True if all norms except those inside the mixers scale by 1 + weight, computed in fp32.
-        input_multiplier, residual_multiplier, output_multiplier: See `LocalSpecOptions`.
+        input_multiplier, residual_multiplier, output_multiplier: Factors, as defined in `LocalSpecOptions`.
     """
 
     pattern: str
