@@ -67,7 +67,7 @@ class _Rows(NamedTuple):
 class _Cut(NamedTuple):
     """Kernel arguments for one move: source, target, tail, and the compile-time sizes of its tiles.
 
-    For a quantized tensor, `times` is the number of heads, `length` that of rows and `lanes` that of channels.
+    For a quantized tensor, `times`, `length` and `lanes` are the numbers of heads, rows and channels.
     """
 
     source: Any
@@ -93,8 +93,8 @@ class _Cut(NamedTuple):
 def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     """Evaluate the copy rule for ROWS requests.
 
-    Returns [ROWS] each: whether to keep a state; whether its target differs from its source; (slot of whole tensors
-    << 32 | slot of windows); (target << 32 | shift); and the index of the tail buffer.
+    Returns five [ROWS] tensors: True if a state is to be cached; True if its target differs from its source; (slot of
+    whole tensors << 32 | slot of windows); (target << 32 | shift); and the index of the tail buffer.
     """
     row = first_row + tl.arange(0, ROWS)
     exists = row < num_rows
@@ -189,8 +189,8 @@ def _align_copy_kernel(
 def align_copy(moves: Sequence[StateMove], rows: AlignBatch, block_size: int, tiling: CopyTiling | None = None) -> None:
     """Copy the state at the boundary that each request's accepted tokens reached into the request's target slot.
 
-    Nothing is copied for padding, or for requests that reach no boundary or have no target. Within a pool, the target
-    may be one of the request's own columns, even the source. All other bytes are unchanged.
+    Nothing is copied for padding, or for requests that reach no boundary or have no target. If source and target are
+    in one pool, the target may be any slot in the request's `columns`, even the source. All other bytes are unchanged.
 
     Args:
         moves: The tensors to copy; either all targets are in the pool of their source, or none is.

@@ -1,4 +1,4 @@
-"""Batches that the ops on states take: packed tokens, and the state slots of the requests."""
+"""Batch arguments for the ops on states: packed tokens, and the state slots of the requests."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,8 +54,8 @@ class DecodeBatch:
         cu_tokens: [requests + 1] int32; request r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1] - 1.
         columns: [requests, columns] int32; the slot in column j receives the state after token j; PAD_SLOT after the
             last token. PAD_SLOT in column 0 marks padding, whose outputs are zeros and which writes nothing.
-        accepted: [requests] int32, at least 1; number of tokens accepted in the last step. Its state is in column
-            accepted - 1, and the conv window begins at input accepted - 1.
+        accepted: [requests] int32, at least 1; number of tokens accepted in the last step. The state after them is in
+            column accepted - 1, and the conv window begins at input accepted - 1.
         max_len: Upper bound on the host for the number of tokens per request; at most the number of columns.
     """
 
@@ -75,7 +75,7 @@ class DecodeView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplayBatch:
-    """Packed decode requests whose states are recomputed from a buffer; all tensors are on the device of the states.
+    """Packed decode requests whose states are recomputed from buffered inputs; all tensors are on the states' device.
 
     A request's slot holds its base: the state after its first `folded` tokens. Its buffer holds the inputs of the
     following tokens. Slots and buffers are distinct. Tokens after the last request are padding.
@@ -85,7 +85,8 @@ class ReplayBatch:
         slots: [requests] int32; slot of the base. PAD_SLOT marks padding, as in `DecodeBatch`.
         buffers: [requests] int32; index of each request's buffer.
         folded: [requests] int32; number of tokens included in the base before the step.
-        computed: [requests] int32, at least `folded`; number of tokens before the step, so the position of the first.
+        computed: [requests] int32, at least `folded`; number of tokens before the step, and so the position of its
+            first token.
         max_tokens: Upper bound on the host for the number of tokens per request.
     """
 
@@ -99,21 +100,22 @@ class ReplayBatch:
 
 @dataclass(frozen=True, slots=True)
 class AlignBatch:
-    """Arguments of an align copy; all tensors are on the device of the pools.
+    """Batch for the align copy, which caches states at block boundaries; all tensors are on the device of the pools.
 
-    At most one state per request is copied. Targets are distinct, and none is the source of another request. If a state
-    is copied, state_columns + shift must be a column of the request.
+    At most one state per request is copied. Targets are distinct, and no target is another request's source. The source
+    is in column `state_columns` + shift, where shift is the number of accepted drafts before the boundary; a request
+    whose state is copied must have this column.
 
     Args:
         computed: [requests] int32; number of tokens before the step.
-        scheduled: [requests] int32; number of tokens fed in the step, including drafts.
-        drafts: [requests] int32; number of drafts.
+        scheduled: [requests] int32; number of tokens processed in the step, including drafts.
+        drafts: [requests] int32; number of drafts in the step.
         accepted: [requests] int32 or int64, any stride; number of accepted tokens, including the base token; 0 counts
             as 1.
         columns: [requests, columns] int32; slots of the draft window; PAD_SLOT for padding.
         state_columns: [requests] int32; column that holds the state after the base token.
-        targets: [requests] int32; slot that receives the state at the only boundary that the step can reach; PAD_SLOT:
-            do not copy.
+        targets: [requests] int32; slot to copy the state to if the step reaches a block boundary (it can reach at most
+            one); PAD_SLOT: do not copy.
     """
 
     computed: Tensor

@@ -74,7 +74,7 @@ class StoredStates:
         return tuple((storage.values if isinstance(storage, QuantizedStates) else storage).shape[2:])
 
     def storage(self, index: int) -> Tensor | QuantizedStates:
-        """Return the tensor `index`, counted over all groups; it includes all layers."""
+        """Return the storage of tensor `index` for all layers; indices count over all groups."""
         return self._storages[index]
 
     def layer(self, index: int, layer: int) -> Tensor | QuantizedStates:
@@ -93,7 +93,7 @@ class StoredStates:
         """Cache the states at the boundaries that requests reached, as `align_copy` does.
 
         Args:
-            tails: By tensor index, the inputs of windows that are not stored in slots.
+            tails: Inputs of windows that are not stored in slots, keyed by tensor index.
             only_windows: If True, copy windows only.
         """
         moves = []
@@ -115,7 +115,7 @@ class StoredStates:
             self.restore_to(self._live, src, dst)
 
     def restore_to(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Copy cached states to slots of `live`, tensors shaped like the live pool's; see `restore`."""
+        """Copy cached states to slots of `live`, which are tensors shaped like the live pool's; see `restore`."""
         quantized, others = self._pairs(live)
         for storage, states in quantized:
             restore_states(storage, states, src, dst)
@@ -123,7 +123,7 @@ class StoredStates:
             copy_slots([storage for storage, _ in others], [states for _, states in others], src, dst)
 
     def store_from(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Cache the states in slots of `live`, tensors shaped like the live pool's: the inverse of `restore_to`.
+        """Cache the states in slots `src` of `live` by copying them to the slots `dst`; the inverse of `restore_to`.
 
         Args:
             src: [n] int32 slots of `live`.
@@ -148,7 +148,7 @@ class StoredStates:
     def _pairs(
         self, live: Sequence[Tensor]
     ) -> tuple[list[tuple[QuantizedStates, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """Return pairs (storage, live tensor): the quantized ones, then the rest, cut to the cached inputs."""
+        """Return pairs (storage, live tensor): first quantized, then others; windows are cut to the cached inputs."""
         quantized, others = [], []
         for tensor, storage, states in zip(self._tensors, self._storages, live, strict=True):
             if isinstance(storage, QuantizedStates):

@@ -11,7 +11,7 @@ from .batches import check_vectors
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """Continuation of conv windows whose slots hold only the first `window_len` inputs.
+    """Buffers that continue conv windows, whose slots hold only the first `window_len` inputs.
 
     Input `window_len` + i of a request's window is input i of its buffer. So the size of a slot does not depend on the
     number of drafts, and only running requests need memory for drafts.

@@ -21,7 +21,7 @@ class StateTensor:
         name: Name, unique within the group.
         shape: Shape of one layer's tensor in a cached state. The first dimension of a window is time, oldest first.
         motion: "whole" if each token replaces the tensor; "window" if each token shifts it by one input.
-        per: "layer" if each layer has a tensor; "slot" if all layers of the group share one.
+        per: "layer" if each layer has its own tensor; "slot" if all layers of the group share one.
         is_matrix: True if the tensor is [heads, rows, channels] and may be quantized, with a scale per channel. Other
             tensors are cached unchanged.
     """
@@ -48,7 +48,7 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateDtypes:
-    """Dtypes of the model's parameters and of the state tensors, by `StateTensor.motion`."""
+    """Dtype of the model's parameters, and dtypes of the state tensors for each `StateTensor.motion`."""
 
     model: torch.dtype
     window: torch.dtype
@@ -57,7 +57,7 @@ class StateDtypes:
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The part of the state pool that belongs to one layer.
+    """Views of one recurrent layer's states in the state pool.
 
     Args:
         live: Tensors [slots, ...] of live states, by name.
@@ -72,7 +72,7 @@ class LayerStates:
 
 
 class Recurrence(Protocol):
-    """Protocol for a type of recurrence with its sizes on this rank."""
+    """Protocol for one kind of recurrent layer, with its dimensions on this rank."""
 
     @property
     def name(self) -> str:
@@ -86,11 +86,11 @@ class Recurrence(Protocol):
         """Return the tensors that make up the state of a layer."""
 
     def chunk_bytes(self, dtype: torch.dtype) -> int:
-        """Return the scratch memory in bytes that the scan needs per chunk, in addition to that per token."""
+        """Return the scratch memory in bytes that the scan needs per chunk; excludes memory needed per token."""
 
 
 class BufferLayout(Protocol):
-    """Protocol for the layout of the replay buffer that each running request has."""
+    """Protocol for the layout of a running request's replay buffer."""
 
     @property
     def num_bytes(self) -> int:
@@ -111,21 +111,21 @@ class ReplayedRecurrence(Recurrence, Protocol):
 
     @property
     def replays_fast(self) -> bool:
-        """True if the current device has a replay kernel for these state sizes."""
+        """True if the current device has a replay kernel for these state dimensions."""
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> BufferLayout:
         """Return the layout of a request's replay buffer for the layers on this rank."""
 
 
 class LiveState(NamedTuple):
-    """Location of a decoding request's state between two steps.
+    """Location of a decoding request's state between two steps, and the tokens that it includes.
 
     Args:
         slot: The live slot.
         accepted_slot: Slot that holds the state after the last accepted token; the live slot if drafts have no slots.
         accepted: Number of tokens accepted in the last step.
         buffer: Index of the request's replay buffer; 0 without replay.
-        folded: Number of tokens included in the state in the live slot.
+        folded: Number of tokens that the state in the live slot includes.
         computed: Number of computed tokens, at least `folded`.
     """
 
@@ -143,13 +143,13 @@ class LiveState(NamedTuple):
 
 
 class DraftStorage(Protocol):
-    """Protocol for storing draft states until it is known which drafts are accepted."""
+    """Protocol for storage that keeps draft states until the drafts are accepted or rejected."""
 
     def layer(self, index: int) -> Any:
         """Return the draft storage of a recurrent layer; None if all draft states are in slots."""
 
     def cache_boundaries(self, stored: Any, replay: Any, rows: AlignBatch, block_size: int) -> None:
-        """Cache the states at the block boundaries that requests reached; the device decides which.
+        """Cache the state of each request that reached a block boundary, as computed on the device.
 
         Args:
             stored: The `StoredStates` that receives the states.
@@ -157,4 +157,4 @@ class DraftStorage(Protocol):
         """
 
     def resolve(self, states: Sequence[LiveState]) -> None:
-        """Write the state after all computed tokens into each live slot, in place."""
+        """Update each live slot, in place, to the state after all computed tokens."""

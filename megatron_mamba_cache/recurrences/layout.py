@@ -22,7 +22,7 @@ class SlotPart:
 
     Args:
         num_layers: Number of layers on this rank that have the tensor; 1 if all layers of a group share it.
-        shape: Shape for one layer.
+        shape: Shape of one layer's tensor.
     """
 
     num_layers: int
@@ -114,12 +114,12 @@ def slab_tensors(
     num_slabs: int,
     device: torch.device | int | str,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Allocate one zero-filled memory, and return the state tensors and the KV buffer as views of it.
+    """Allocate one zero-filled buffer; return the state tensors and the KV buffer as views of it.
 
     `SlabSpace` defines which slots and blocks each slab contains. One additional block follows the last slab.
 
     Args:
-        unit: Sizes of a state and a block on this rank.
+        unit: Sizes in bytes of a state and a block on this rank.
     """
     slab_bytes = slab.slab_bytes(unit)
     memory = torch.zeros(num_slabs * slab_bytes + unit.block, dtype=torch.uint8, device=device)
@@ -136,7 +136,7 @@ def slab_tensors(
 
 
 def bytes_of(*views: Tensor) -> Tensor:
-    """Return the whole memory that the views of `slab_tensors` share, as [bytes] uint8."""
+    """Return the buffer that the views from `slab_tensors` share, as [bytes] uint8."""
     view = max(views, key=lambda tensor: tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 

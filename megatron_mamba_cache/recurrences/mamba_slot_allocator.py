@@ -1,4 +1,4 @@
-"""Slot allocator for cached Mamba states, with the method names of Megatron's documented allocator."""
+"""Slot allocator for cached Mamba states, with the interface of Megatron's documented allocator."""
 
 import math
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class StateSlotAllocator:
             self.slots.unpin(block)
         for block, slot in zip(missing, new_slots, strict=True):
             self.slots.publish(slot, block)
-            self._hashes.pop(block, None)  # a hash may remain from an evicted state
+            self._hashes.pop(block, None)  # an evicted state may have left a hash
         return [self.get_slot(block) for block in blocks]
 
     def get_slot(self, block_id: int) -> int:
@@ -168,10 +168,10 @@ class StateSlotAllocator:
         matched_block_ids: Sequence[int],
         overall_required_blocks: int,
     ) -> None:
-        """Reserve slots for the boundaries in a prefill chunk at which a state should be cached and is not yet.
+        """Reserve slots for the block boundaries in a prefill chunk whose states should be cached but are not yet.
 
         The chunk has `prefill_chunk_length` tokens, starting at `req.finished_chunk_token_count`. Its first
-        `skip_tokens` are not computed; offsets count from the first computed token. If no slot is available, the
+        `skip_tokens` need no prefill; offsets count from the first token after them. If no slot is available, the
         boundary is skipped. The last two arguments are unused; they are part of Megatron's signature.
         """
         chunk_start = req.finished_chunk_token_count
@@ -195,9 +195,8 @@ class StateSlotAllocator:
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the boundaries reserved in the current step: offsets [prefills, k] int32 and counts [prefills] int32.
 
-        Offsets are padded with 0. k is at least `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens /
-        block size) with a stride; it is larger if waiting requests need further boundaries. (None, None) if no boundary
-        is reserved.
+        Offsets are padded with 0. k is the largest count, but at least `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`; or with
+        a boundary stride, at least ceil(max_tokens / block size). Both are None if no boundary is reserved.
         """
         rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
         rows = rows or self._reservations.boundary_offsets()
@@ -216,9 +215,9 @@ class StateSlotAllocator:
         )
 
     def commit_intermediate_states(self) -> None:
-        """Publish the boundary states that the forward pass or graph replay wrote; they become read-only."""
+        """Publish the boundary states that the forward pass or graph replay wrote; the states become read-only."""
         for stored in self._stored.values():
-            while stored:  # removed one by one, so that the remaining ones stay reserved if an error occurs
+            while stored:  # removed one by one, so that the rest stay reserved if an error occurs
                 item = stored[0]
                 if self.has_state(item.block):
                     self.slots.cancel(item.slot)

@@ -1,4 +1,4 @@
-"""Sizes of a hybrid model, from which the sizes and settings of the cache are derived."""
+"""Dimensions of a hybrid model, from which cache sizes and settings are derived."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Launch times measured on one rank are 1.1 to 2 ms; see `mixed_steps.md`."""
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayers:
-    """Layers with the same recurrence and sizes; `layers` are indices among the recurrent layers on this rank."""
+    """Layers with the same recurrence and dimensions; `layers` are indices among the recurrent layers on this rank."""
 
     recurrence: Recurrence
     layers: tuple[int, ...]
@@ -34,7 +34,7 @@ class RecurrentLayers:
 
 @dataclass(frozen=True, slots=True)
 class HybridModelShape:
-    """Sizes of a hybrid model on this rank, and a fingerprint of its whole architecture.
+    """Dimensions of a hybrid model on this rank, and a fingerprint of its whole architecture.
 
     Args:
         layer_types: One symbol per layer on this rank: M recurrent, * attention, - MLP, E mixture of experts.
@@ -84,9 +84,9 @@ class HybridModelShape:
         return block_size * per_token * self.params_dtype.itemsize
 
     def scan_bytes(self, num_tokens: int, num_requests: int) -> int:
-        """Return the maximum scratch memory in bytes for one layer's prefill scan, in addition to that per token.
+        """Return the maximum scratch memory in bytes for one layer's prefill scan; excludes memory needed per token.
 
-        Only the last chunk of a request may be short, and only one request per step starts within a chunk.
+        In each request, only the last chunk may be short. Only one request per step starts within a chunk.
         """
         num_chunks = min(num_tokens // self.grain + num_requests + 1, num_tokens)
         used = (layers.recurrence for layers in self.recurrent if layers.layers)
@@ -98,11 +98,11 @@ class HybridModelShape:
         return tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
 
     def state_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a live slot; its windows include draft inputs if draft states are in slots."""
+        """Return the layout of a live slot; its conv windows hold draft inputs too if draft states are in slots."""
         return SlotLayout.of(self.state_groups(config), config.num_draft_slots)
 
     def cached_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a slot for a cached state, which equals a live slot's unless states are quantized."""
+        """Return the layout of a slot for a cached state; it equals that of a live slot unless states are quantized."""
         form = CACHED_FORMS[config.cached_state_dtype if config.quantizes_states else "live"]
         return form.layout(self.state_groups(config), self.state_layout(config))
 
@@ -111,7 +111,7 @@ class HybridModelShape:
         return StateDtypes(self.params_dtype, named[config.conv_state_dtype], named[config.ssm_state_dtype])
 
     def running_bytes(self, config: CacheConfig) -> int:
-        """Return the size in bytes of live and draft states if they are stored apart from cached states, else 0."""
+        """Return the size in bytes of live and draft states if they are separate from cached states, else 0."""
         return config.num_running_slots * self.state_layout(config).slot_bytes if config.quantizes_states else 0
 
     def draft_buffers(self, config: CacheConfig) -> BufferLayout | None:
@@ -143,7 +143,7 @@ class HybridModelShape:
         return 0 if buffers is None else buffers.num_bytes
 
     def rounding_len(self, config: CacheConfig) -> int | None:
-        """Return the number of tokens after which replay rounds a state to its storage dtype; None if it is fp32."""
+        """Return the number of tokens after which replay rounds a state to its dtype; None if this dtype is fp32."""
         is_inexact = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
         return config.fold_len if is_inexact else None
 
@@ -152,7 +152,7 @@ class HybridModelShape:
         return config.max_requests * self.request_buffer_bytes(config)
 
     def unit_bytes(self, config: CacheConfig) -> UnitBytes:
-        """Return the sizes of a cached state and of a KV block on this rank."""
+        """Return the sizes in bytes of a cached state and of a KV block on this rank."""
         token_row = (
             self.num_kv_heads * self.kv_channels * self.params_dtype.itemsize if self.num_attention_layers else 0
         )
@@ -163,10 +163,11 @@ class HybridModelShape:
     def resolved(
         self, config: CacheConfig, gather: Callable[[UnitBytes], Sequence[UnitBytes]] = lambda unit: [unit]
     ) -> CacheConfig:
-        """Resolve automatic values of `draft_states`, `cuda_graph_prefill_tokens` and `max_requests`.
+        """Return `config` with automatic `draft_states`, `cuda_graph_prefill_tokens` and `max_requests` resolved.
 
-        Replay is faster for more than two requests and for large draft states. Each request needs a replay buffer, so
-        `max_requests` is lowered until one request of the maximum sequence length also fits in the budget.
+        Replay is chosen for more than two requests or large draft states, where it is faster. Each request needs a
+        replay buffer, so `max_requests` is lowered until one request of the maximum sequence length also fits in the
+        budget.
 
         Args:
             gather: Function that exchanges `unit_bytes` between all ranks of the model. It is called once.
@@ -181,7 +182,7 @@ class HybridModelShape:
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, after_longest)))
 
     def with_forms(self, config: CacheConfig) -> CacheConfig:
-        """Resolve automatic values of `draft_states` and `cuda_graph_prefill_tokens`."""
+        """Return `config` with automatic `draft_states` and `cuda_graph_prefill_tokens` resolved."""
         tensors = [tensor for group in self.state_groups(config) for tensor in group.tensors]
         state_bytes = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if tensor.is_matrix)
         draft_bytes = config.max_requests * config.num_speculative_tokens * state_bytes
@@ -193,7 +194,7 @@ class HybridModelShape:
 
     @property
     def most_launched(self) -> int | None:
-        """Maximum number of tokens for which eager launches of a step take longer than the GPU work; None: unknown."""
+        """Maximum number of tokens in a step for which eager launches take longer than the GPU work; None: unknown."""
         return _LAUNCHED_MACS // self.layer_weights if self.layer_weights else None
 
     @staticmethod
@@ -238,7 +239,7 @@ def kv_heads_of_rank(num_kv_heads: int, num_tensor_ranks: int) -> int:
 
 
 def _row_bytes(groups: Sequence[StateGroup]) -> int:
-    """Return the number of bytes of which the size of a matrix state must be a multiple."""
+    """Return the least common multiple of the sizes in bytes of a row in the matrix states."""
     rows = (
         tensor.shape[-1] * tensor.dtype.itemsize
         for group in groups

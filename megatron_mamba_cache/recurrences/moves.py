@@ -1,4 +1,4 @@
-"""Arguments of an align copy, their checks, and its torch reference; none synchronizes with the host."""
+"""Arguments of the align copy, their checks, and its torch reference; none synchronizes with the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -68,7 +68,7 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int
 
 
 def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return, [requests] each: whether a state is kept; source slots of windows and of whole tensors; shifts."""
+    """Return [requests] each: True if a state is cached; source slots of windows and of whole tensors; shifts."""
     running = rows.computed + rows.scheduled - rows.drafts
     accepted = rows.accepted.to(torch.int32).clamp_min(1)
     aligned = (running + accepted - 1).div(block_size, rounding_mode="floor") * block_size
@@ -85,7 +85,7 @@ def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _windows(move: StateMove, keeps: Tensor, slots: Tensor, shift: Tensor) -> Tensor:
-    """Return the windows to cache, [layers, requests, window_len, ...]; slot 0's window if none is kept."""
+    """Return the windows to cache, [layers, requests, window_len, ...]; for other requests, the window in slot 0."""
     pool = move.source if move.tail is None else move.source[:, :, : move.window_len]
     stored = windows_with_drafts(pool.index_select(1, slots), move.tail, keeps)
     times = shift[:, None] + torch.arange(move.window_len, device=shift.device)  # [requests, window_len]

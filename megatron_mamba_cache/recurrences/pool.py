@@ -39,7 +39,7 @@ class StatePool:
         return StatePool(groups, state_tensors(SlotLayout.of(groups), num_slots, device))
 
     def keep_drafts_in(self, drafts: DraftStorage) -> None:
-        """Use another storage for draft states."""
+        """Store draft states in `drafts` from now on."""
         self.drafts = drafts
         self._layers = self._views()
 

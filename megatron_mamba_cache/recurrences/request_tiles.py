@@ -82,7 +82,7 @@ def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
 
 @triton.jit
 def find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
-    """Return the index of a tile within its chunk, which has `in_chunk` tiles, and its packed start position."""
+    """Return a tile's index within its chunk of `in_chunk` tiles, and the tile's packed start position."""
     row = tl.load(rows.chunk_requests + tile // PER_CHUNK)
     first_chunk = tl.load(rows.cu_request_chunks + row)
     number = tile % PER_CHUNK

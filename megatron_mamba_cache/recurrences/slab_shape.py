@@ -1,4 +1,4 @@
-"""Split of the cache memory into slabs that hold KV blocks or states, and the memory in bytes by use."""
+"""Split of the cache memory into slabs that hold KV blocks or states, and statistics of memory use in bytes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ class SlabShape:
 
     @staticmethod
     def fitting(units: Sequence[UnitBytes]) -> "SlabShape":
-        """Return the smallest slab whose loss is at most 3 % on all ranks, or else the slab with the smallest loss.
+        """Return the smallest slab that wastes at most 3 % of its memory on any rank, or else the least wasteful slab.
 
         Args:
             units: Sizes on all ranks, in the same order on each rank.
@@ -57,7 +57,7 @@ class SlabShape:
     def slabs_in(self, num_bytes: int, unit: UnitBytes) -> int:
         """Return the number of slabs that fit in a rank's memory together with the dummy block.
 
-        If slabs have size 0 on this rank, the number is huge.
+        If slabs have size 0 on this rank, return `_ANY_NUMBER`.
         """
         slab_bytes = self.slab_bytes(unit)
         return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
@@ -65,8 +65,8 @@ class SlabShape:
     def slabs_of_request(self, num_blocks: int, num_states: int) -> int:
         """Return the number of slabs that one request may need for its KV blocks and states.
 
-        The last state is a cached one. Live and draft states never move, so each may be the only one left in a slab
-        that was shared with other requests; KV blocks cannot use the rest of such a slab.
+        One of the `num_states` states is cached; the rest are live and draft states. These never move, so each may be
+        the only state left in a slab that other requests shared; KV blocks cannot use the rest of such a slab.
         """
         packed = -(-num_states // self.slots_per_slab)
         return -(-num_blocks // self.blocks_per_slab) + max(packed, num_states - 1)
@@ -76,7 +76,7 @@ class SlabShape:
         return max(num_slabs - self.slabs_of_request(0, num_states), 0) * self.blocks_per_slab
 
     def loss(self, units: Sequence[UnitBytes]) -> float:
-        """Return the largest fraction of a slab left empty, over both uses (KV blocks, states) and all ranks."""
+        """Return the largest unused fraction of a slab, over both uses (KV blocks or states) and all ranks."""
         return max(
             (
                 1 - min(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state) / self.slab_bytes(unit)

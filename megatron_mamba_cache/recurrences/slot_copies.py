@@ -126,7 +126,8 @@ def load_slots(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     """Write values [n, ...] to `slots` [n] int32, cast to the pool's dtype, in place; skip PAD_SLOT.
 
-    Indexing with a mask would need a host sync. So padding repeats a valid write, or writes slot 0's content back.
+    Indexing with a mask would need a host sync. So a padding entry repeats a valid entry's write; without valid
+    entries, it writes slot 0's content back.
     """
     if slots.shape[0] == 0:
         return

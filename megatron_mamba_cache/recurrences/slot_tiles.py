@@ -121,7 +121,7 @@ def copy_tiles(
 ):  # fmt: skip
     """Copy every n-th tile of slot `source` to slot `target`, starting at `first_tile`; n is the grid size.
 
-    Tensors have one time. Slots are int64; `target_states` may be `states`.
+    The tensors must have a single time per slot and layer. Slots are int64; `target_states` may be `states`.
     """
     TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
     # Multiplying by LANES last lets the compiler know that every address is aligned to LANES elements.

@@ -1,6 +1,6 @@
 """Storage of draft states in slots of the pool; works for every recurrence.
 
-A draft window is a row of slots for one request. Column 0 is the live slot; column j holds the state after token j of
+A draft window is a list of slots for one request. Column 0 is the live slot; column j holds the state after token j of
 the step. Conv windows are stored only in the slot in column 0, which also has room for the inputs of drafts.
 """
 
@@ -24,7 +24,7 @@ class WindowStorage:
         """Return None: all draft states are in slots."""
 
     def cache_boundaries(self, stored: StoredStates, replay: object, rows: AlignBatch, block_size: int) -> None:
-        """Cache the states at the block boundaries that requests reached, with an align copy."""
+        """Cache the state of each request that reached a block boundary, with an align copy."""
         stored.align_copy(rows, block_size)
 
     def resolve(self, states: Sequence[LiveState]) -> None:
@@ -36,7 +36,7 @@ class WindowStorage:
 
 
 def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple[AlignBatch, Tensor]:
-    """Return the align copy, for block size 1, of each accepted state to its live slot, and the buffer indices."""
+    """Return an `AlignBatch` that copies accepted states to live slots with block size 1, and the buffer indices."""
     width = max(state.accepted for state in states)
     numbers = [
         [state.slot, state.accepted, state.buffer]
@@ -58,7 +58,7 @@ def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple
 
 
 def columns_of(lines: Sequence[Sequence[int]]) -> Tensor:
-    """Transpose equally long `lines` to [numbers, lines] int32, padded so that one compiled kernel fits all counts."""
+    """Return equally long `lines` as int32 columns, padded to a multiple of 4 so that kernels are compiled once."""
     table = torch.full((len(lines[0]), -(-len(lines) // 4) * 4), PAD_SLOT, dtype=torch.int32)
     table[:, : len(lines)] = torch.tensor(lines, dtype=torch.int32).T
     return table

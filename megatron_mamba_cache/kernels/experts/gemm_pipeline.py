@@ -160,7 +160,7 @@ def find_unit(outputs, sizes):
 
 @gluon.jit
 def _copy_weights(weight, pipeline, stage, tile, begin, sizes):
-    """Start the TMA copy of a tile's weights; the `full` barrier of the stage signals its end."""
+    """Start the TMA copy of a tile's weights; the stage's `full` barrier signals its completion."""
     full = pipeline.full.index(stage)
     first_unit = find_unit(tile.outputs, sizes)
     num_units = gl.where(tile.outputs < sizes.NUM_WIDE, sizes.UNITS, sizes.UNITS - 1)
@@ -178,7 +178,7 @@ def _copy_weights(weight, pipeline, stage, tile, begin, sizes):
 
 @gluon.jit
 def _copy_rows(rows32, pipeline, stage, first, num_boxes, begin):
-    """Start the TMA copy of a tile's rows in boxes of 32; the `full` barrier of the stage signals its end.
+    """Start the TMA copy of a tile's rows in boxes of 32; the stage's `full` barrier signals its completion.
 
     The last box may include rows of other experts, or zeros after the end of `rows32`; their results are not stored.
     """

@@ -182,8 +182,7 @@ def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
 
 
 def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
-    """Return the addend in the compute dtype, multiplied by its weight and rounded if `weights` have a column for "
-    "it."""
+    """Return the addend in the compute dtype; if `weights` have a column for it, multiply by that and round."""
     dtype = compute_dtype(addend)
     if weights.shape[1] == top_k:
         return addend.to(dtype)

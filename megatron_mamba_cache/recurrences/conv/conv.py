@@ -79,7 +79,7 @@ def _convolve_mixture(
     y, inputs, weight, bias, rows, num_rows, num_tokens, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute TOKENS packed tokens of any requests, except each request's first D_CONV - 1; zero the padding."""
+    """Compute a tile of tokens of several requests, except each request's first D_CONV - 1; zero the padding."""
     token = first_token + tl.arange(0, TOKENS)
     row = count_up_to(rows.cu_seqlens + 1, num_rows, token)
     is_past = row == num_rows

@@ -65,7 +65,7 @@ def weigh_and_activate(history, taps, bias, D_CONV: tl.constexpr):
 
 @triton.jit
 def count_up_to(ends, num_ends, token):
-    """Return how many of the ascending `ends` [num_ends] are <= `token`, which is a scalar or a tensor."""
+    """Return the number of ascending `ends` [num_ends] that are <= `token`, which is a scalar or a tensor."""
     low = token * 0
     high = low + num_ends
     width = num_ends
@@ -84,7 +84,7 @@ def begin_row(
     y, inputs, weight, bias, windows, ends, rows, row, num_chunks, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr,
 ):  # fmt: skip
-    """Compute a request's first D_CONV - 1 tokens; store its final window, and windows that overlap the initial one."""
+    """Compute a request's first D_CONV - 1 tokens; store its final window, and windows that include initial inputs."""
     WINDOW: tl.constexpr = D_CONV - 1
     inside = channel < CONV_DIM
     start = tl.load(rows.cu_seqlens + row)
@@ -155,7 +155,7 @@ def convolve_run(
     y, inputs, weight, bias, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile that contains tokens of one request only, none of them its first D_CONV - 1 tokens."""
+    """Compute a tile whose tokens all belong to one request and follow its first D_CONV - 1 tokens."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)

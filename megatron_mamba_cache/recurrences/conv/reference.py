@@ -75,7 +75,7 @@ class _RawInputs:
         self._row_starts = rows.cu_seqlens[:-1].to(torch.int64)
 
     def at(self, positions: Tensor, owner: Tensor) -> Tensor:
-        """Return the inputs [n, conv_dim] at packed `positions` [n]; before a request's start, those of its window."""
+        """Return the inputs [n, conv_dim] at packed `positions` [n]; read positions before a request in its window."""
         tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
         if self._window_len == 0:
             return tokens

@@ -114,7 +114,7 @@ def conv_verify(
 ) -> Tensor:
     """Convolve the base token and drafts of each request, apply SiLU, and advance the window in place.
 
-    The result is bit-identical to separate steps of one token each. For padding, outputs are zeros and nothing is
+    The result is bit-identical to separate single-token steps. For padding, outputs are zeros and nothing is
     written. Inputs in a window after those of the new tokens are unchanged.
 
     Args:

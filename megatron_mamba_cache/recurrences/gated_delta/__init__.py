@@ -1,1 +1,1 @@
-"""Gated DeltaNet: layer sizes and states, prefill scan, and decode with drafts."""
+"""Gated DeltaNet: layer dimensions and states, prefill scan, and decode with drafts."""

@@ -97,7 +97,7 @@ def check_tokens(tokens: DeltaTokens, gates: GateWeights) -> None:
 
 
 def check_pool(tokens: DeltaTokens, pool: Tensor) -> None:
-    """Raise a `ValueError` unless the pool's states are contiguous and match the sizes of the tokens."""
+    """Raise a `ValueError` unless the pool's states are contiguous and match the tokens' dimensions."""
     state = (tokens.v.shape[1], tokens.k.shape[2], tokens.v.shape[2])
     if pool.dim() != 4 or pool.shape[1:] != state or pool.device != tokens.q.device:
         raise ValueError(

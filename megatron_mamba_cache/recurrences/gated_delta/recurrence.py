@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a `Recurrence`: layer sizes on this rank, prefill and decode."""
+"""Gated DeltaNet as a `Recurrence`: layer dimensions on this rank, prefill and decode."""
 
 from dataclasses import dataclass
 
@@ -40,12 +40,12 @@ class GatedDeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """Sizes of the Gated DeltaNet layers on this rank; a `Recurrence` whose draft states are in slots.
+    """`Recurrence` for Gated DeltaNet layers, with their dimensions on this rank; draft states are in slots.
 
     Args:
         num_key_heads, num_value_heads: Value head h uses key head h // (num_value_heads / num_key_heads).
         d_conv: Number of taps of the convolution, which has no bias.
-        grain: Chunk size of the scan, in tokens; equal on all ranks, even those without such a layer.
+        grain: Chunk size of the scan, in tokens; equal on all ranks, including ranks without such a layer.
     """
 
     num_key_heads: int
@@ -81,7 +81,7 @@ class GatedDelta:
     def prefill(
         self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
-        """Run the layer over packed prompt tokens; write states at boundaries and request ends to slots, in place.
+        """Run the layer over packed prompt tokens; store the states at chunk ends and request ends in slots.
 
         Args:
             qkv: [tokens, conv_dim]; output of the input projection, before the convolution.

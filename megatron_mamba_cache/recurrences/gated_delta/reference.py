@@ -28,7 +28,7 @@ def delta_scan_ref(
 
     Args:
         pool: [slots, value heads, key_dim, value_dim].
-        quantized: States to which `rows.chunk_slots` refer; None: they are slots of `pool`.
+        quantized: Storage for states at chunk ends, in `rows.chunk_slots`; None: these are slots of `pool`.
 
     Returns:
         [tokens, value heads, value_dim] in the dtype of `v`; zeros after the last chunk.
@@ -60,7 +60,7 @@ def delta_scan_ref(
 def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeBatch) -> Tensor:
     """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
-    The result is bit-identical to separate steps of one token each, as both use the dtype of the pool between tokens.
+    The result is bit-identical to separate single-token steps: both use the pool's dtype between tokens.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim].
@@ -126,7 +126,7 @@ def _token_slots(rows: PrefillBatch, num_tokens: int) -> _TokenSlots:
 
 
 class _Steps:
-    """Inputs of each token's update, with normalized q and k, beta and decays; tokens are the first dimension."""
+    """Inputs for each token's state update: normalized q and k, beta and decays; tokens are the first dimension."""
 
     def __init__(self, tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> None:
         times = tokens.v.shape[-2] // tokens.q.shape[-2]

@@ -1,4 +1,4 @@
-"""Gated delta rule for packed prefill requests; states are read from slots and stored at boundaries and request ends.
+"""Gated delta rule for packed prefill requests; states are read from slots and stored at chunk ends and request ends.
 
 `tile_systems` computes the terms that do not depend on states, for all tiles in parallel; `scan_portable` processes the
 tiles of each request in order. Safe in CUDA graphs: no host sync, and the grids depend only on the shapes of the
@@ -32,13 +32,13 @@ def delta_scan(
     """Run the gated delta rule over packed requests; read initial states from the pool and store states in place.
 
     States at chunk ends and request ends are stored. With a float32 pool, a request that is resumed at a chunk end
-    continues bit-identically, in any packing. The reference runs if key_dim is above 256, and for dtypes other than
-    bfloat16 and float32.
+    continues bit-identically, however it is packed. The reference runs if key_dim is above 256, and for dtypes other
+    than bfloat16 and float32.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim]; each slot is contiguous.
         grain: Maximum length of a chunk in `rows`.
-        quantized: States to which `rows.chunk_slots` refer; None: they are slots of `pool`.
+        quantized: Storage for states at chunk ends, in `rows.chunk_slots`; None: these are slots of `pool`.
 
     Returns:
         [tokens, value heads, value_dim] in the dtype of `v`; zeros after the last chunk.
@@ -67,7 +67,7 @@ def scan_tiles(
     shape: TileShape,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Scan with the kernels, using tiles of this shape; `delta_scan` checks the arguments."""
+    """Run the scan kernels with tiles of the given shape; `delta_scan` checks the arguments."""
     tiles = solve_tiles(tokens, gates, rows, shape)
     scan_portably(tokens, pool, rows, tiles, quantized)
     return tiles.y

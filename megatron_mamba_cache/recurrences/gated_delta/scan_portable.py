@@ -30,7 +30,7 @@ class ScanTiling:
 
     Args:
         channels: Number of channels (of value_dim) per program, a power of two.
-        num_stages: Number of tiles whose inputs are in shared memory.
+        num_stages: Number of tiles whose inputs are in shared memory at a time.
         by_tma: If True, load inputs with TMA where possible; if False, with ordinary loads.
     """
 
@@ -40,7 +40,7 @@ class ScanTiling:
     by_tma: bool = True
 
 
-_NARROW = ScanTiling(64, num_warps=4, num_stages=3)  # a state of 64 channels stays in registers for matmuls
+_NARROW = ScanTiling(64, num_warps=4, num_stages=3)  # 64 channels of state fit in registers as a matmul operand
 _WIDE = ScanTiling(128, num_warps=8, num_stages=3)
 _INTERPRETED_MULTIPROCESSORS = 132
 
@@ -48,8 +48,8 @@ _INTERPRETED_MULTIPROCESSORS = 132
 def choose_tiling(tokens: DeltaTokens, num_rows: int) -> ScanTiling:
     """Return the fastest tiling for the batch; the tiling does not affect the result.
 
-    With few requests, narrow programs use more multiprocessors. With many requests, wide programs are better, because
-    they read q, k and the tile's terms once.
+    With few requests, narrow programs use more multiprocessors. With many requests, wide programs are faster, because
+    q, k and the tile's terms are read fewer times.
     """
     num_heads, value_dim = tokens.v.shape[1:]
     if tokens.q.dtype == torch.float32:

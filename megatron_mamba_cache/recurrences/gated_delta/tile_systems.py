@@ -124,7 +124,7 @@ def _inverted_blocks(A, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sums_between(g, sums, PRECISION: tl.constexpr):
-    """Return sums of g [width] over the tokens j + 1 to i, [i, j] for j <= i, and over all tokens after each token.
+    """Return sums of g [width]: over tokens j + 1 to i, [i, j] for j <= i; and over all later tokens, [width].
 
     Args:
         sums: Cumulative sums of g.

@@ -3,8 +3,8 @@
     wanted = v - reach (k state)        written = beta wanted + solved wanted
     y = read (q state) + scores written        state = kept state + k^T (left written)
 
-Here reach, beta, read and left are the `factors` of the tile. The state is transposed, [channels, key_dim], so all
-matmuls read it, and the values computed from it, from registers.
+Here reach, beta, read and left are the tile's `factors`, in this order. The state is transposed, [channels, key_dim],
+so all matmuls read it, and the values computed from it, from registers.
 """
 
 import triton
@@ -15,7 +15,7 @@ from ..quantized_states import store_quantized
 
 @triton.jit
 def advance_tile(state, q, k, v, solved, scores, factors, kept, PRECISION: tl.constexpr):
-    """Compute one tile; return its outputs [channels, width] and the state [channels, key_dim] after it.
+    """Run the recurrence over one tile; return its outputs [channels, width] and the new state [channels, key_dim].
 
     Args:
         v: [channels, width].

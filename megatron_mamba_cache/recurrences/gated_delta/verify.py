@@ -3,8 +3,8 @@
     kept = exp(g) state;  u = beta (v - k kept);  state = kept + k u;  y = q state
 
 Each request reads the state after its last accepted token once, and writes one state per token. Between tokens the
-state stays in registers, but is rounded to the pool's dtype, so a step of n tokens is bit-identical to n steps of one
-token. Both sums over key_dim use the state before the token, because q state = q kept + (q k) u.
+state stays in registers, but is rounded to the pool's dtype, so a step of n tokens is bit-identical to n single-token
+steps. Both sums over key_dim use the state before the token, because q state = q kept + (q k) u.
 
 Grid: one program per request, head and `width` columns of the head's state [key_dim, value_dim]; each has all of
 key_dim, so no sum spans programs. Further programs zero the outputs after the last request. Safe in CUDA graphs: no
@@ -39,7 +39,7 @@ from .reference import delta_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class VerifyTiling:
-    """Tile sizes of the kernel; they may affect only the order of sums over key_dim.
+    """Tile sizes of the kernel; they affect results only through the order of sums over key_dim.
 
     Args:
         width: Number of columns (of value_dim) per program, a power of two.
@@ -171,7 +171,7 @@ def delta_verify(
 ) -> Tensor:
     """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
-    The result is bit-identical to separate steps of one token each. For padding, outputs are zeros and nothing is
+    The result is bit-identical to separate single-token steps. For padding, outputs are zeros and nothing is
     written.
 
     Args:

@@ -4,8 +4,8 @@ Loads: one warp fills pipeline stages ahead of the warps that scan. The TMA box 
 requests. The loading warp sets them to zero before it signals that the stage is full, because a NaN in another request
 would propagate even with weight 0.
 
-Stores: TMA reads the source buffer after the call returns. Stores complete in the order in which they were started: a
-tile's outputs, then its state. A float32 state has a separate buffer, so its store may overlap with the next tile.
+Stores: TMA reads the source buffer after the call returns. Stores complete in the order in which they were started:
+first a tile's outputs, then its state. A float32 state has its own buffer, so its store may overlap with the next tile.
 """
 
 from triton.experimental import gluon
@@ -19,7 +19,7 @@ from ..quantized_states import LEAST, MOST_FP8, MOST_INT8
 
 @aggregate
 class Sizes:
-    """Compile-time sizes of the layer and of the work per program.
+    """Compile-time dimensions of the layer and of the work per program.
 
     A program scans CHANNELS channels of each of TOGETHER heads, in tiles of LENGTH tokens, with STAGES pipeline stages.
     """
@@ -64,7 +64,7 @@ class PackedTiles:
 
 @aggregate
 class Span:
-    """Tiles of a request: its packed tokens [low, high), start and number of the first tile, and number of tiles."""
+    """Tiles of one request: packed token range [low, high), start and number of the first tile, number of tiles."""
 
     low: gl.tensor
     high: gl.tensor
@@ -169,7 +169,7 @@ def fill(tiles, pipeline, span, head, channel, num_tiles, sizes):
 
 @gluon.jit
 def _copy_tile(tiles, pipeline, stage, barrier, token, tile, head, channel, num_tiles, sizes):
-    """Start the TMA copy of a tile; `barrier` signals its end."""
+    """Start the TMA copy of a tile; `barrier` signals its completion."""
     SHARED_BYTES: gl.constexpr = 2 * 2 * sizes.LENGTH * sizes.D_STATE
     HEAD_BYTES: gl.constexpr = 2 * sizes.LENGTH * sizes.CHANNELS + 2 * 4 * sizes.LENGTH
     mbarrier.expect(barrier, SHARED_BYTES + sizes.TOGETHER * HEAD_BYTES)
@@ -241,7 +241,7 @@ class Scratch:
 def await_scratch(results, kept):
     """Wait until the store buffers of the previous tile can be reused; `kept` is the slot of its state, or -1.
 
-    A float32 state may stay in flight, because it has a separate buffer.
+    The store of a float32 state may stay in flight, because it has a separate buffer.
     """
     if results.pool.dtype.element_ty != gl.bfloat16 and kept >= 0:
         tma.store_wait(1)
@@ -256,7 +256,7 @@ def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
     is_whole = (token >= span.low) & (token + sizes.LENGTH <= span.high)
     if is_whole:
         y_copy.store(y)
-    fence_async_shared()  # also makes the state visible to TMA, which the caller wrote to shared memory
+    fence_async_shared()  # also makes the state in shared memory, written by the caller, visible to TMA
     if is_whole:
         store_tile(results.y_tiles, [token, head * sizes.HEAD_DIM + channel], y_copy)
     else:

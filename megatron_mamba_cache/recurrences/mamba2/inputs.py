@@ -84,7 +84,7 @@ def check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
 
 
 def check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
-    """Raise a `ValueError` unless the pool's states are contiguous and match the sizes of the tokens."""
+    """Raise a `ValueError` unless the pool's states are contiguous and match the tokens' dimensions."""
     _, heads, head_dim = tokens.x.shape
     d_state = tokens.B.shape[2]
     state = (heads, d_state, head_dim)

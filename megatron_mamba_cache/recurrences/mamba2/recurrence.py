@@ -1,4 +1,4 @@
-"""Mamba2 as a `Recurrence`: layer sizes on this rank, prefill and decode."""
+"""Mamba2 as a `Recurrence`: layer dimensions on this rank, prefill and decode."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ CONV, SSM = "conv", "ssm"
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """Weights of a layer: convolution [conv_dim, d_conv], its bias [conv_dim], and the recurrence."""
+    """Weights of a layer: convolution [conv_dim, d_conv], its bias [conv_dim], and those of the recurrence."""
 
     conv: Tensor
     bias: Tensor | None
@@ -35,12 +35,12 @@ class Mamba2Weights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """Sizes of the Mamba2 layers on this rank; implements `ReplayedRecurrence`.
+    """`ReplayedRecurrence` for Mamba2 layers, with their dimensions on this rank.
 
     Args:
-        num_groups: Number of groups of heads that share B and C.
+        num_groups: Number of head groups; the heads in a group share B and C.
         d_conv: Number of taps of the convolution.
-        grain: Chunk size of the scan, in tokens; equal on all ranks, even those without such a layer.
+        grain: Chunk size of the scan, in tokens; equal on all ranks, including ranks without such a layer.
     """
 
     num_heads: int
@@ -74,11 +74,11 @@ class Mamba2:
 
     @property
     def replays_fast(self) -> bool:
-        """True if the current device has a replay kernel for these state sizes."""
+        """True if the current device has a replay kernel for these state dimensions."""
         return replays_fast(self.head_dim, self.d_state)
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> RingLayout:
-        """Return the layout of a replay buffer, whose tokens are applied to the state after `fold_len` tokens."""
+        """Return the layout of a request's replay buffer, which is applied to the state after `fold_len` tokens."""
         return RingLayout(
             num_layers=num_layers,
             capacity=least_capacity(fold_len, 1 + num_drafts),
@@ -96,7 +96,7 @@ class Mamba2:
     def prefill(
         self, xbc: Tensor, dt: Tensor, weights: Mamba2Weights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
-        """Run the layer over packed prompt tokens; write states at boundaries and request ends to slots, in place.
+        """Run the layer over packed prompt tokens; store the states at chunk ends and request ends in slots.
 
         Args:
             xbc: [tokens, conv_dim]; output of the input projection, before the convolution.
@@ -141,7 +141,7 @@ class Mamba2:
         Other arguments and the result are as in `prefill`.
 
         Args:
-            replay: The batch for replay; None if draft states are in slots.
+            replay: The requests as a `ReplayBatch`; None if draft states are in slots.
         """
         replayed: ReplayedLayer | None = states.drafts if replay is not None else None
         tail = None

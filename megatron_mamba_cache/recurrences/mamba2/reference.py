@@ -59,7 +59,7 @@ def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, r
     A, D = weights.decay(dtype), weights.D.to(dtype)
     packed = PackedTokens(rows)
     x, dt, B, C = (packed.gather(t).to(dtype) for t in (tokens.x, tokens.dt, tokens.B, tokens.C))
-    dt = weights.time_steps(dt, dtype)  # all four are [requests, max_len, ...]
+    dt = weights.time_steps(dt, dtype)  # x, dt, B and C are [requests, max_len, ...]
     B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))  # consecutive heads share a group
     decays, scaled = torch.exp(dt * A), dt[:, :, :, None] * x
     source = rows.columns.gather(1, (rows.accepted - 1).to(torch.int64)[:, None])[:, 0]
@@ -114,7 +114,7 @@ def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: Quan
 class _ChunkScan:
     """Terms of a scan that do not depend on the state, per chunk; heads or groups come before tokens.
 
-    Matmuls run on one chunk at a time, in fresh memory: on CPUs, rounding depends on batch size and alignment.
+    Matmuls run on one chunk at a time, in new tensors, because rounding on CPUs depends on batch size and alignment.
     """
 
     B: Tensor  # [chunks, groups, chunk_size, d_state]

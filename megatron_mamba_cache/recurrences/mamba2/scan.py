@@ -1,4 +1,4 @@
-"""SSD scan for packed prefill requests; states are read from slots and stored at boundaries and request ends.
+"""SSD scan for packed prefill requests; states are read from slots and stored at chunk ends and request ends.
 
 `tiles` splits the requests and sums the decays. Then the kernel in `scan_hopper` scans if it supports the inputs, or
 else the kernel in `scan_portable`. Safe in CUDA graphs: no host sync, and the grids depend only on the shapes of the
@@ -31,8 +31,8 @@ def cut_rows(
 ) -> ScanTiles | None:
     """Split requests into tiles for `ssd_scan` and sum their decays; None if the scan will use the reference.
 
-    If it is the launch before `causal_conv`, and `after_cut` is set there, both run concurrently. Unsupported head and
-    state sizes are not detected here.
+    If the next launch is `causal_conv` with `after_cut` set, both kernels run concurrently. Head and state dimensions
+    that the kernels do not support are not detected here.
 
     Args:
         dt: [tokens, heads], as in `SSMTokens`.
@@ -60,13 +60,13 @@ def ssd_scan(
     """Run the recurrence over packed requests; read initial states from the pool and store states in place.
 
     States at chunk ends and request ends are stored. With a float32 pool, a request that is resumed at a chunk end
-    continues bit-identically, in any packing. The reference runs for float64, if head_dim is not a multiple of 16, if
-    d_state is not a power of two or below 16, and if a head's state is larger than 128 x 128.
+    continues bit-identically, however it is packed. The reference runs for float64, if head_dim is not a multiple of
+    16, if d_state is not a power of two or below 16, and if a head's state is larger than 128 x 128.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; each slot is contiguous.
         chunk_size: Maximum length of a chunk in `rows`.
-        quantized: States to which `rows.chunk_slots` refer; None: they are slots of `ssm_pool`.
+        quantized: Storage for states at chunk ends, in `rows.chunk_slots`; None: these are slots of `ssm_pool`.
         tiles: Result of `cut_rows` for the same batch, which can be used once; None: compute it here.
 
     Returns:
@@ -112,7 +112,8 @@ def scan_tiles(
 ) -> Tensor:
     """Scan with the Hopper kernel and `tiling`, or with the portable kernel if `tiling` is None.
 
-    `ssd_scan` checks the arguments. If head_dim is not a power of two, each power-of-two slice takes a launch.
+    `ssd_scan` checks the arguments. If head_dim is not a power of two, each of its power-of-two slices takes one
+    launch.
     """
     if tiles is None:
         tiles = cut_tiles(tokens.dt, weights, rows, shape, tokens.x.shape[2], tokens.x.dtype)

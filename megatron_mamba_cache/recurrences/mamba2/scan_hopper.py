@@ -49,7 +49,7 @@ def _scan_head(
 ):  # fmt: skip
     """Scan some channels of one head of a request, on four warps.
 
-    Long because the asynchronous matmuls and waits must be seen in order.
+    Long because it interleaves asynchronous matmuls with the waits for their results.
     """
     LENGTH: gl.constexpr = sizes.LENGTH
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.CHANNELS, 16])  # for outputs and state

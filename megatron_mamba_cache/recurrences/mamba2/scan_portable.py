@@ -7,7 +7,7 @@ in registers, in float32. For each tile, with the decays computed by `tiles`:
     y = scores x + 2^decay (C state) + D x
     state = 2^total state + B^T (2^(total + gain) x)
 
-Inputs are read once and outputs written once; a state is stored only at a boundary or at the end of the request. In a
+Inputs are read once and outputs written once; a state is stored only at the end of a chunk or request. In a
 tile that extends beyond its request, tokens of other requests are masked.
 """
 
@@ -42,7 +42,7 @@ class _Packed(NamedTuple):
 
 @triton.jit
 def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
-    """Compute one tile; return its outputs [width, head_dim] and the state [d_state, head_dim] after it."""
+    """Run the recurrence over one tile; return its outputs [width, head_dim] and the new state [d_state, head_dim]."""
     WIDTH: tl.constexpr = x.shape[0]
     token = tl.arange(0, WIDTH)
     decay = tl.load(decays + token)

@@ -1,4 +1,4 @@
-"""Chunk metadata for external varlen kernels, which split packed requests at packed positions."""
+"""Chunk metadata for external varlen kernels, whose chunks also end at multiples of the chunk size in the batch."""
 
 from typing import NamedTuple
 

@@ -3,8 +3,8 @@
     state = exp(dt * A) * state + B (dt * x);  y = C state + D x;  dt = clamp(softplus(dt + bias));  A = -exp(A_log)
 
 Each request reads the state after its last accepted token once, and writes one state per token. Between tokens the
-state stays in registers, but is rounded to the pool's dtype, so a step of n tokens is bit-identical to n steps of one
-token.
+state stays in registers, but is rounded to the pool's dtype, so a step of n tokens is bit-identical to n single-token
+steps.
 
 Grid: one program per request, head and `width` columns of the head's state [d_state, head_dim]; each has all of
 d_state, so no sum spans programs. Further programs zero the outputs after the last request. Safe in CUDA graphs: no
@@ -28,7 +28,7 @@ from .reference import state_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class VerifyTiling:
-    """Tile sizes of the kernel; they may affect only the order of the sum over d_state.
+    """Tile sizes of the kernel; they affect results only through the order of the sum over d_state.
 
     Args:
         width: Number of columns (of head_dim) per program, a power of two.
@@ -132,7 +132,7 @@ def state_verify(
 ) -> Tensor:
     """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
-    The result is bit-identical to separate steps of one token each. For padding, outputs are zeros and nothing is
+    The result is bit-identical to separate single-token steps. For padding, outputs are zeros and nothing is
     written.
 
     Args:
