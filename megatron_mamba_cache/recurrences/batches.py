@@ -28,7 +28,7 @@ class PrefillBatch:
         chunk_slots: [chunks] int32; slot that receives the state at the end of the chunk; PAD_SLOT: do not store it.
         cu_request_chunks: [requests + 1] int32; request r has chunks cu_request_chunks[r] to
             cu_request_chunks[r + 1] - 1.
-        longest_first: [requests] int32; indices of the requests in the order in which kernels start them.
+        longest_first: [requests] int32; indices of the requests, longest first: the order in which kernels start them.
     """
 
     cu_seqlens: Tensor
@@ -51,7 +51,7 @@ class DecodeBatch:
     distinct. Tokens after the last request are padding.
 
     Args:
-        cu_tokens: [requests + 1] int32; request r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1] - 1.
+        cu_tokens: [requests + 1] int32; request r has the packed tokens cu_tokens[r] to cu_tokens[r + 1] - 1.
         columns: [requests, columns] int32; the slot in column j receives the state after token j; PAD_SLOT after the
             last token. PAD_SLOT in column 0 marks padding, whose outputs are zeros and which writes nothing.
         accepted: [requests] int32, at least 1; number of tokens accepted in the last step. The state after them is in
@@ -81,7 +81,7 @@ class ReplayBatch:
     following tokens. Slots and buffers are distinct. Tokens after the last request are padding.
 
     Args:
-        cu_tokens: [requests + 1] int32; request r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1] - 1.
+        cu_tokens: [requests + 1] int32; request r has the packed tokens cu_tokens[r] to cu_tokens[r + 1] - 1.
         slots: [requests] int32; slot of the base. PAD_SLOT marks padding, as in `DecodeBatch`.
         buffers: [requests] int32; index of each request's buffer.
         folded: [requests] int32; number of tokens included in the base before the step.

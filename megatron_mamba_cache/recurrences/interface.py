@@ -118,7 +118,7 @@ class ReplayedRecurrence(Recurrence, Protocol):
 
 
 class LiveState(NamedTuple):
-    """Location of a decoding request's state between two steps, and the tokens that it includes.
+    """Location of a decoding request's state between two steps, and how many tokens it includes.
 
     Args:
         slot: The live slot.

@@ -42,7 +42,7 @@ class PageLists:
 
 
 def page_lists(rows: AttentionRows, block_size: int, part: slice = ALL_ROWS, *, keep_all: bool = False) -> PageLists:
-    """Return the page lists of the requests in `part`, without those that have no query tokens unless `keep_all`."""
+    """Return the page lists of the requests in `part`; skip requests without query tokens unless `keep_all` is set."""
     query_lens, kv_lens = np.array(rows.query_lens[part], np.int32), np.array(rows.kv_lens[part], np.int32)
     table = rows.host_block_table[part]
     if not keep_all:

@@ -57,7 +57,7 @@ def _count_kernel(
     ids, ranks, counts, num_pairs, num_chunks, first_expert,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Count the pairs of each expert in one chunk, and rank each pair among those of its expert in the chunk."""
+    """Count the pairs of each expert in one chunk, and rank each pair among the chunk's pairs with its expert."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
     chosen = _load_experts(ids, chunk * CHUNK + lane, num_pairs, first_expert, NUM_EXPERTS)

@@ -233,7 +233,7 @@ def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
 
 @gluon.jit
 def gather(weight, x, x_stride, pairs, pipeline, tiles, sizes):
-    """Load weights and gathered rows into free stages; runs on four warps."""
+    """Load weights and gather rows for all of this program's tiles into free stages; runs on four warps."""
     PIECES: gl.constexpr = MOST_ROWS // 32
     step = 0
     num_tiles = gl.load(tiles) * sizes.TILES

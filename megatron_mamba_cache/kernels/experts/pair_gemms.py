@@ -91,7 +91,7 @@ def _activated_gemm(
     If AWAITS, wait for the previous kernel after the first weights are loaded.
 
     Args:
-        weights: [ROWS, 1] pointers to rows of weights; for `gated_silu`, to those of the gates.
+        weights: [ROWS, 1] pointers to rows of weights; for `gated_silu`, to the rows for the gates.
         other_weights: For `gated_silu`, [ROWS, 1] pointers to the rows of the gated weights.
     """
     element = tl.arange(0, WIDTH)

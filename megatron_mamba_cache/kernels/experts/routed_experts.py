@@ -26,9 +26,9 @@ class SharedExpert(NamedTuple):
 
 
 def takes_shared_expert(x: Tensor) -> bool:
-    """Return True for one or two tokens, for which `routed_experts` should compute the shared expert too.
+    """Return True if `routed_experts` should compute the shared expert too: with a kernel, for one or two tokens.
 
-    `routed_experts` reads the shared weights once per token; a separate GEMM reads them once.
+    It reads the shared weights once per token, so with more tokens a separate GEMM is faster.
     """
     return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 

@@ -73,7 +73,7 @@ def accept_matching_ref(tokens: Tensor, rows: VerifyLogits) -> Tensor:
 def accept_by_ratio(
     tokens: Tensor, probabilities: Tensor, rows: VerifyLogits, sampling: DraftDistributions, uniforms: RatioUniforms
 ) -> Tensor:
-    """Accept drafts x sampled from q with probability min(1, p(x) / q(x)), and other drafts if they match.
+    """Accept drafts x sampled from q with probability min(1, p(x) / q(x)), and other drafts if they equal `tokens`.
 
     If the first rejected draft of a request was sampled, it is replaced by a sample from the normalized residual
     max(p - q, 0), or from p if rounding makes the residual 0. Otherwise the request ends with the entry of `tokens` at
