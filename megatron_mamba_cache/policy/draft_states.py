@@ -101,7 +101,7 @@ class ReplayStates(DraftStates):
 
     Args:
         max_requests: Maximum number of running requests; also the number of buffers.
-        rounding_len: Number of positions between two quantizations of the stored states; None without quantization.
+        rounding_len: Number of positions between two conversions of a state to its 16-bit dtype; None for fp32 states.
     """
 
     def __init__(self, max_requests: int, rounding_len: int | None = None) -> None:
@@ -115,10 +115,10 @@ class ReplayStates(DraftStates):
         return StateCursor(live_slot, self._free.pop())
 
     def most_drafts(self, computed: int, limit: int) -> int:
-        """Limit drafts to the positions before the next quantization of the state.
+        """Limit drafts to the positions before the next conversion of the state to its 16-bit dtype.
 
-        A step quantizes a state only before its first token. Drafts past the next quantization position would read the
-        unquantized state, so that their results would depend on the number of drafts.
+        A step converts a state only before its first token. Drafts past the next conversion would read the fp32 state,
+        so that their results would depend on the number of drafts.
         """
         if self._rounding_len is None:
             return limit

@@ -1,4 +1,4 @@
-"""The order in which cached states are evicted: by a priority that falls with age."""
+"""Eviction order of cached states, by a priority that falls with age."""
 
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -16,11 +16,11 @@ _HALF_AN_OCTAVE = 2**-0.5
 
 
 class CachedEntry(NamedTuple):
-    """Facts from which the weight of a cached state is computed. A tuple, because every push creates one.
+    """Facts from which a cached state's weight is computed. A named tuple, because it is created often.
 
     Args:
         num_tokens: Number of tokens from the start of the text to the end of the entry.
-        lost_tokens: Number of tokens since the previous state, which must be recomputed if this state is evicted.
+        lost_tokens: Number of tokens after the previous state, which must be recomputed if this state is evicted.
         num_branch_hits: Number of requests that started from this state and diverged from the cached text after it.
         num_continuations: Number of texts that are known to continue directly after this state.
         is_end: True if no cached text follows, so the KV blocks of its lost tokens are freed with it.
@@ -40,7 +40,7 @@ class Weight(NamedTuple):
 
     Args:
         kind: Group of entries that are assumed to be hit with the same likelihood.
-        gain: What a hit saves, on any scale; at least 0.
+        gain: Cost that a hit saves, on any scale; at least 0.
         is_held: True if the entry counts as just used and certain to be hit.
     """
 
@@ -55,12 +55,12 @@ _NO_ITEM: _Item = (0, 0, BlockId(-1), 0, 0.0, False)
 
 
 class _Class:
-    """Items of one kind and similar gain, all held or all not held; the least recently used comes first.
+    """Queue of items with one kind, similar gains and equal `is_held`; the least recently used item is first.
 
-    Nearly all items are pushed in order of their last use; a heap stores the few that are not.
+    Nearly all items are pushed in order of their last use and stored in a run. A heap stores the other items.
 
     Attributes:
-        first: The first item, stale or not; invalid when no item is left.
+        first: First item, which may be stale; invalid if the queue is empty.
     """
 
     __slots__ = ("first", "late", "run")
@@ -85,7 +85,7 @@ class _Class:
         return has_left
 
     def skip_stale(self, live: Sequence[_Item]) -> int:
-        """Remove stale items from the front of the run and of the heap; return how many."""
+        """Remove stale items from the front of the run and the heap; return the number removed."""
         run, late, num_stale = self.run, self.late, 0
         # Compare by identity: an id that was discarded and pushed again may have an equal but stale item.
         while run and live[run[0][2]] is not run[0]:
@@ -105,13 +105,15 @@ class _Class:
 
 
 class EvictionOrder:
-    """Ids ordered by priority, lowest first: likelihood of the kind x gain / (age + `FULL_PRIORITY_AGE`).
+    """Ids ordered by priority, lowest first.
 
-    Held ids count as just used and certain to be hit. Of one kind and gain, the least recently used comes first. So
-    there is a queue for each kind and class of gains (equal within a factor of 2 ** .5) and for held ids, and only the
-    heads of queues are compared. Replaced and discarded items stay in the queues until they reach a head or outnumber
-    the live ones: an operation takes O(log n + queues) on average, O(queues) for items in the order of their last use.
-    Live items are in a list as long as the highest id.
+    The priority is likelihood x gain / (age + `FULL_PRIORITY_AGE`), where the likelihood depends on the kind. Held ids
+    count as just used and certain to be hit. Among ids with equal kind and gain, the least recently used has the lowest
+    priority, so only the heads of queues are compared. There is one queue for each kind, each class of gains (equal
+    within a factor of 2 ** .5) and each value of `is_held`.
+
+        Replaced and discarded items stay in the queues until they reach a head or outnumber the live items. An
+    operation takes O(log n + queues) on average, and O(queues) for items in the order of their last use.
     """
 
     def __init__(self) -> None:
@@ -127,15 +129,15 @@ class EvictionOrder:
         return entry_id < len(self._live) and self._live[entry_id] is not _NO_ITEM
 
     def weight_of(self, entry_id: BlockId) -> Weight:
-        """Return the weight with which an id was pushed."""
+        """Return the latest weight of an id."""
         return Weight(*self._live[entry_id][3:])
 
     def kind_of(self, entry_id: BlockId) -> int:
-        """Return the kind with which an id was pushed."""
+        """Return the latest kind of an id."""
         return self._live[entry_id][3]
 
     def last_use_of(self, entry_id: BlockId) -> float:
-        """Return the time of last use with which an id was pushed."""
+        """Return the time of an id's last use."""
         return self._live[entry_id][0]
 
     def priority_of(self, entry_id: BlockId, now: float, likelihood: Callable[[int], float]) -> float:
@@ -147,8 +149,8 @@ class EvictionOrder:
         """Add an id and return True, or update an existing id and return False.
 
         Args:
-            last_used: A logical time.
-            num_tokens: Tie-breaker: of ids with the same last use, the one with the most tokens is evicted first.
+            last_used: Logical time of the last use.
+            num_tokens: Tie-breaker: among ids with the same last use, the id with the most tokens is evicted first.
 
         Raises:
             ValueError: If the gain is not a number of at least 0.
@@ -190,8 +192,8 @@ class EvictionOrder:
         """Return the id to evict first.
 
         Args:
-            likelihood: Returns the likelihood of a hit for a kind, at most 1.
-            kinds: Consider only ids of these kinds; None: all kinds.
+            likelihood: Function that returns the likelihood of a hit for a kind, at most 1.
+            kinds: Kinds to consider; None for all.
 
         Raises:
             CacheIntegrityError: If there is no such id.
@@ -240,6 +242,6 @@ class EvictionOrder:
 
 
 def _class_of(gain: float, is_held: bool) -> tuple[int, bool]:
-    """Return the key of an entry's queue within its kind: the magnitude of its gain, and whether it is held."""
+    """Return the key of a queue within its kind: the class of the gain, and `is_held`."""
     fraction, exponent = frexp(gain)
     return 2 * exponent + (fraction >= _HALF_AN_OCTAVE), is_held

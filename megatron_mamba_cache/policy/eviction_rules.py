@@ -1,9 +1,9 @@
-"""Rules that choose what to evict: the least recently used state, or the one that saves least per byte.
+"""Eviction rules: evict the least recently used state, or the state expected to save the least per byte.
 
-"cost" multiplies the tokens to recompute for each byte that becomes free by the likelihood of a hit, and divides by the
-age: recorded sessions come back at a rate that falls as 1 / age. A text's last state leaves together with the KV before
-it; a state inside known text leaves alone. The likelihood of a hit depends on the load, so it is learned: the share of
-each kind of state that was hit.
+The rule "cost" computes the tokens to recompute per freed byte, times the likelihood of a hit, divided by the age: in
+recorded sessions, the rate of hits falls as 1 / age. Evicting a text's last state also frees the KV before it; evicting
+an earlier state frees the state only. The likelihood of a hit depends on the workload, so it is estimated as the share
+of states of the same kind that were hit.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +15,17 @@ from .identifiers import BlockId
 
 
 class HeldStates:
-    """States that are held until a time, by the KV block at which each state ends."""
+    """States with raised priority until an expiry time, identified by the KV block at which each state ends."""
 
     def __init__(self) -> None:
         self._now = 0
         self.until: dict[BlockId, int] = {}
         """When each held state is held no longer; changed here only."""
-        self._ends: list[tuple[int, BlockId]] = []  # heap by time; an entry is checked again when its time has come
+        self._ends: list[tuple[int, BlockId]] = []  # heap by time; an entry is checked at its time
         self._next_look: dict[BlockId, int] = {}  # earliest time of each block in the heap
 
     def hold(self, block: BlockId, until: int) -> bool:
-        """Hold a state until a time, unless it is already held longer; return whether it was not held before."""
+        """Hold a state until a time, or longer if it already is; return True if it was not held before."""
         if until <= self._now:
             return False
         was_held = block in self.until
@@ -77,16 +77,16 @@ _MOST_COUNTED = 1024
 
 
 class EvictionRule(Protocol):
-    """Compute weights of cached states. Equal calls give equal priorities on every rank."""
+    """Interface that computes weights for cached states. The same calls give the same weights on every rank."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         """Return the priority of a state without the effect of its age."""
 
     def likelihood(self, kind: int) -> float:
-        """Return the likelihood that states of a kind are hit, at most 1 (the value for held states)."""
+        """Return the likelihood that states of a kind are hit, at most 1; held states count as 1."""
 
     def count_state(self, kind: int) -> None:
-        """Count a state whose kind is new or has changed."""
+        """Count a new state of this kind, or a state that has changed to this kind."""
 
     def count_hit(self, kind: int) -> None:
         """Count a hit of a state of this kind."""
@@ -129,7 +129,7 @@ class RecomputeCost:
         return Weight(kind, entry.lost_tokens / max(num_kept, 1.0))
 
     def likelihood(self, kind: int) -> float:
-        """Return which share of the last thousand or so states of a kind was hit."""
+        """Return the share of hits among about the last thousand states of a kind."""
         known = self._num_hits[kind] + _PRIOR_STATES * _PRIORS[kind]
         return known / (self._num_states[kind] + _PRIOR_STATES)
 

@@ -1,4 +1,4 @@
-"""Allocate indices of KV blocks and state slots, in separate memory or in memory that both share."""
+"""Index allocation for KV blocks and state slots, in separate memory or in memory that both share."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,7 +7,7 @@ from ..errors import CacheIntegrityError
 
 
 class IndexPool(Protocol):
-    """Pool of indices of KV blocks, or of state slots. A taken index is fixed (not evictable) until `unfix`."""
+    """Pool of KV-block or state-slot indices. A taken index is fixed (not evictable) until `unfix`."""
 
     num_indices: int
     """Indices are below this."""
@@ -34,7 +34,7 @@ class IndexPool(Protocol):
 
 
 class CacheSpace(Protocol):
-    """Memory of KV blocks and states."""
+    """Interface of the memory for KV blocks and states, which decides how many of each can be allocated."""
 
     @property
     def blocks(self) -> IndexPool:
@@ -47,10 +47,10 @@ class CacheSpace(Protocol):
     def fits(
         self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
     ) -> bool:
-        """Return whether so many blocks and slots can be allocated together.
+        """Return whether this many blocks and slots can be allocated at the same time.
 
         Args:
-            kept_blocks, kept_slots: Distinct taken indices that are not fixed but must not be evicted.
+            kept_blocks, kept_slots: Distinct taken indices that are evictable but must be kept.
         """
 
     def check_integrity(self) -> None:
@@ -58,7 +58,7 @@ class CacheSpace(Protocol):
 
 
 class FixedIndexPool:
-    """Pool whose memory is not shared."""
+    """`IndexPool` with separate memory, which the other pool cannot take."""
 
     is_shared = False
 

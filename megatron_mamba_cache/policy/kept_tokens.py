@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class KeptTokens(NamedTuple):
-    """Tokens that a request keeps, none during prefill, and whether they end the request."""
+    """Tokens that a request keeps after a step (none during prefill), and whether they end the request."""
 
     tokens: tuple[int, ...] = ()
     ends: bool = False
@@ -14,11 +14,11 @@ class KeptTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Tokens that each request of a step keeps.
+    """Tokens that each request keeps after a step.
 
     Args:
-        tokens: [requests] new tokens of each, in order: at least one for a request that decodes, none in mid-prefill.
-        ended: Indices of the requests that end with them.
+        tokens: [requests] new tokens of each request, in order; at least one after decoding, none in mid-prefill.
+        ended: Indices of the requests that end with these tokens.
     """
 
     tokens: Sequence[tuple[int, ...]]

@@ -14,13 +14,13 @@ class KVBlockPool:
     """Pool of KV blocks. A block is free, referenced, or cached (registered under a key, without references).
 
     Registered blocks form trees along their sequences. A request that holds a block also holds its ancestors. A block
-    without a reference stays as long as a state at its end or later can resume it, and leaves with the last such state,
-    leaves first.
+    without a reference stays cached as long as a prompt can resume from a state at its end or after it. It is freed
+    with the last such state, descendants first.
 
     Args:
-        indices: Index pool of the blocks, or the number of blocks of a pool of its own.
-        states: The states for which blocks are kept.
-        block_size: Tokens of a block.
+        indices: Index pool for the blocks, or the number of blocks in a separate pool.
+        states: Pool of the states for which blocks are kept.
+        block_size: Number of tokens per block.
 
     Raises:
         ValueError: If a size is out of range.
@@ -58,7 +58,7 @@ class KVBlockPool:
         return self._indices.num_available
 
     def count_by_kind(self) -> dict[str, int]:
-        """Return how many blocks are free, cached and in use."""
+        """Return the number of blocks that are free, cached and in use, keyed by these names."""
         return {"free": self.num_free, "cached": self.num_cached, "in_use": self.num_referenced}
 
     def num_refs(self, block: BlockId) -> int:
@@ -66,7 +66,7 @@ class KVBlockPool:
         return self._refs[block]
 
     def unreferenced(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Return which of the distinct cached blocks have no reference."""
+        """Return the blocks without a reference out of `blocks`, which are distinct and cached."""
         return [block for block in blocks if not self._refs[block]]
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
@@ -94,7 +94,7 @@ class KVBlockPool:
         self._add_references(blocks)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Drop one reference on each block; registered blocks from which a state can resume stay cached.
+        """Drop one reference on each block; registered blocks that a state can still use stay cached.
 
         Raises:
             CacheIntegrityError: If a block is listed more often than it has references; nothing is changed then.
@@ -103,7 +103,7 @@ class KVBlockPool:
         self._file_all(self._drop_references(blocks))
 
     def prune(self, block: BlockId) -> int:
-        """Forget a block and its ancestors without references, followers or states; return how many became free."""
+        """Free a block and each ancestor without references, children or states; return how many became free."""
         tail = self._tree.tail(block, self._refs, self._slot_by_block)
         if not tail:
             return 0
@@ -116,13 +116,13 @@ class KVBlockPool:
         return len(tail)
 
     def register(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> BlockId:
-        """Register a held block under its key; return the block that the caller now holds for that key.
+        """Register a held block under a key; return the block that the caller holds for that key afterwards.
 
-        If another block has the key already, the caller's reference moves there: that block is acquired and `block`
-        released. Registering a block again under its own key changes nothing.
+        If another block has the key, the caller's reference moves to that block, and `block` is released. Registering a
+        block again under its own key changes nothing.
 
         Args:
-            parent: The block registered under the preceding key, which the caller holds too; None for a first block.
+            parent: Block registered under the preceding key, also held by the caller; None for a text's first block.
 
         Raises:
             ValueError: If the key is not positive.
@@ -139,7 +139,7 @@ class KVBlockPool:
         return known
 
     def flush(self) -> None:
-        """Forget all keys and states: cached blocks become free, held blocks unregistered."""
+        """Drop all keys and states: cached blocks become free, and held blocks become unregistered."""
         registered = self._tree.blocks()
         self._tree.clear()
         self.num_cached = 0
@@ -155,7 +155,7 @@ class KVBlockPool:
         self._check_references()
 
     def _make_room(self, num_blocks: int) -> None:
-        """Evict until `num_blocks` blocks are free; raises as `allocate` does."""
+        """Evict until `num_blocks` blocks are free; raise the same errors as `allocate`."""
         indices = self._indices
         if num_blocks > indices.num_available:
             num_evictable = self.num_available - self.num_free
@@ -178,7 +178,7 @@ class KVBlockPool:
         self._indices.fix(*unreferenced)
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Drop one reference on each block, or none if any block lacks one; return the unreferenced blocks."""
+        """Drop one reference on each block; return the blocks left without any. Change nothing if a block has none."""
         refs = self._refs
         emptied = []
         for index, block in enumerate(blocks):
@@ -192,7 +192,7 @@ class KVBlockPool:
         return emptied
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
-        """Count blocks without references as cached; free those from which no state can resume."""
+        """Count blocks without references as cached, and free those that no state can use."""
         unregistered = self._tree.unregistered(emptied, self._refs)
         self.num_referenced -= len(emptied)
         self.num_cached += len(emptied) - len(unregistered)

@@ -1,4 +1,4 @@
-"""Changes that a request makes to the logits before a token is sampled."""
+"""A request's settings that change the logits before a token is sampled."""
 
 import math
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ class LogitsSettings:
 
     Args:
         logit_bias: Value to add to the logit of each of these token ids.
-        min_tokens: Number of generated tokens before which the request cannot end: no end token is sampled, nor a
-            stop word of one token.
+        min_tokens: Minimum number of generated tokens; before that, end tokens and single-token stop strings are not
+            sampled.
         repetition_penalty: Divides the positive logits of tokens that occur in the prompt or reply, and multiplies the
             negative ones.
-        frequency_penalty: Subtracted from a token's logit once for each time that it was generated.
-        presence_penalty: Subtracted from the logit of each token that was generated.
-        min_p: Tokens less probable than this share of the most probable one, at the request's temperature, are not
-            drawn.
+        frequency_penalty: Subtracted from a token's logit once per occurrence in the reply.
+        presence_penalty: Subtracted once from the logit of each token that occurs in the reply.
+        min_p: Minimum probability of a token relative to the most probable token, at the request's temperature; less
+            probable tokens are not sampled.
     """
 
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -38,7 +38,7 @@ class LogitsSettings:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def problem(self, vocab_size: int) -> str | None:
-        """Return which setting is invalid, with its value and the allowed range; None if all are valid."""
+        """Return a message with an invalid setting, its value and the allowed range; None if all are valid."""
         outside = next((token for token, _ in self.logit_bias if not 0 <= token < vocab_size), None)
         if outside is not None:
             return f"logit_bias has token {outside}, outside the vocabulary of {vocab_size}"
@@ -59,7 +59,7 @@ PLAIN_LOGITS = LogitsSettings()
 
 
 def logits_settings_of(found: Any) -> LogitsSettings:
-    """Return settings from a plain mapping, `PLAIN_LOGITS` if it is empty; raise `ValueError` if it is invalid."""
+    """Return the settings in a plain mapping; `PLAIN_LOGITS` if it is empty. Raise `ValueError` if it is invalid."""
     if not found:
         return PLAIN_LOGITS
     names = {field.name for field in fields(LogitsSettings)}

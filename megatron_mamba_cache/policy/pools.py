@@ -1,4 +1,4 @@
-"""The KV block pool and the state slot pool of a cache, which share memory and evict together."""
+"""A cache's KV block pool and state slot pool, which evict together and may share memory."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from .slot_pool import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class CachePools:
-    """The KV block pool, the state slot pool, and the memory of both."""
+    """A KV block pool, a state slot pool, and the memory that both use."""
 
     kv: KVBlockPool
     slots: SlotPool
@@ -26,10 +26,10 @@ class CachePools:
     def over(
         space: CacheSpace, rule: EvictionRule, *, block_size: int, running: FixedIndexPool | None = None
     ) -> "CachePools":
-        """Return empty, connected pools: evicting the state of lowest priority makes room for either.
+        """Return empty, connected pools: to make room in either pool, the state of lowest priority is evicted.
 
         Args:
-            running: Index pool of live and draft states if they have memory of their own; see `SlotPool`.
+            running: Index pool for live and draft states if these have separate memory; None otherwise.
         """
         slots = SlotPool(space.slots, rule, running)
         kv = KVBlockPool(space.blocks, slots, block_size=block_size)
@@ -56,11 +56,11 @@ def check_requests_and_pools(
     held: Mapping[BlockId, int],
     expected: Sequence[SlotId],
 ) -> None:
-    """Raise `CacheIntegrityError`, naming the mismatch, unless the pools are consistent and agree with the requests.
+    """Raise `CacheIntegrityError` with the mismatch unless the pools are consistent and agree with the requests.
 
     Args:
-        held: Blocks with references that are held by something other than requests, such as copies.
-        expected: Number of slots that are reserved by something other than requests.
+        held: Blocks on which something other than a request, such as a copy, holds a reference.
+        expected: Number of slots that something other than a request has reserved.
     """
     kv, slots = pools.kv, pools.slots
     pools.space.check_integrity()

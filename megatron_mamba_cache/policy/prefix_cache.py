@@ -1,8 +1,8 @@
 """The prefix cache: it admits requests, publishes what they compute, and releases what they hold.
 
-Every public method either completes or raises without side effects, unless it documents them. The order of calls for a
-request is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) →
-release. For an overlapped step, reserve_ahead replaces schedule_decode, before its predecessor is published.
+Every public method either completes or raises without side effects, unless its docstring says otherwise. The order of
+calls for a request is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in
+between) → release. For an overlapped step, reserve_ahead replaces schedule_decode, before its predecessor is published.
 After a failed step, release the request, because its live state may be corrupt.
 """
 
@@ -40,19 +40,20 @@ from .tiers.restores import WaitingPrompt
 
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
-    """Identity of the cached contents: the model and its weights."""
+    """Identity of the model and weights that computed the cached contents; part of every key."""
 
     fingerprint: str
     weights_version: str
 
 
 class PrefixCache:
-    """Match, admit, publish and release requests over one KV block pool and one state slot pool.
+    """Matches prompts to cached prefixes, and admits, publishes and releases requests over a pair of pools.
 
     Args:
         draft_states: Manages the slots or buffers for the drafts of running requests.
-        checkpoints: Boundaries reached in decode that keep a state: each request's newest ("rolling"), "all" or "none".
-        epoch: Number of flushes so far; entries in lower tiers from earlier epochs are not found.
+        checkpoints: Boundaries reached in decode at which a state stays cached: "all", "none", or each request's newest
+            ("rolling").
+        epoch: Number of flushes so far. It is part of the keys, so entries from earlier epochs are never found.
         tiers: Lower tiers: host memory and disk.
     """
 
@@ -86,7 +87,7 @@ class PrefixCache:
         self._num_admitted = 0
 
     def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
-        """Plan the admission of a candidate within `budget` tokens; change only the candidate's own notes."""
+        """Plan the admission of a candidate within `budget` tokens; change only fields of the candidate."""
         if self.tiers.awaits(candidate.spec.request_id):
             candidate.awaited_copy = True
             return Refusal.WAITS_FOR_COPY
@@ -95,14 +96,14 @@ class PrefixCache:
         )
 
     def prefetch(self, candidates: Iterable[Candidate]) -> None:
-        """Prefetch the prefixes of the next queued requests from lower tiers."""
+        """Start to restore the prefixes of the next queued requests from lower tiers."""
         self.tiers.prefetch(self._waiting_prompts(candidates))
 
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
-        """Return the boundaries of a candidate at which other texts are expected to diverge; change only its keys.
+        """Return the candidate's boundaries at which other texts are expected to diverge; change only its keys.
 
-        These are where waiting requests diverge, the last boundaries before its breakpoints and, after an interruption,
-        the last boundaries of the original prompt.
+        These are the boundaries at which waiting requests diverge, the last boundary before each breakpoint and, after
+        an interruption, the last boundaries in the original prompt.
         """
         if not self.enabled:
             return ()
@@ -118,7 +119,7 @@ class PrefixCache:
         """Apply an admission plan and schedule the request's first prefill chunk.
 
         Args:
-            branches: Boundaries at which a state is cached because other texts diverge there.
+            branches: Boundaries at which to cache a state because other texts diverge there.
 
         Raises:
             CacheIntegrityError: If a block or state was evicted after the plan was made; nothing is changed then.
@@ -190,18 +191,19 @@ class PrefixCache:
             return
         room = self._room_for_drafts(request, len(drafts)) if drafts else 0
         if boundary <= request.computed + 1 + room and self._keeps_decode_states and self._publishes(request):
-            self._reservations.reserve_in_decode(request, boundary)  # before drafts, which matter less
+            self._reservations.reserve_in_decode(request, boundary)  # reserve before drafts take slots
         num_drafts = self.draft_states.widen(request.cursor, room)
         request.schedule(1 + num_drafts, tuple(drafts[:num_drafts]))
         if boundary > request.computed + request.scheduled:
             self._reservations.cancel(request)
 
     def publish(self, request: RunningRequest, num_tokens: int) -> None:
-        """Make the blocks and states that the step wrote findable, before the request advances by the same tokens.
+        """Make the blocks and states that the step wrote findable; call this before `advance`.
 
         Args:
-            num_tokens: Of the scheduled tokens: all in prefill, once the forward is launched; the kept ones in decode,
-                once they are added to the request and their align copy is launched.
+            num_tokens: Number of scheduled tokens to publish. In prefill, all of them, after the forward pass is
+                launched. In decode, the kept tokens, after they are appended to the request and its align copy is
+                launched.
         """
         end = request.computed + num_tokens
         if self._publishes(request):
@@ -216,7 +218,7 @@ class PrefixCache:
         self._unpin_source(request)
 
     def abort(self, request: RunningRequest) -> None:
-        """Release all reservations and pins of a step that will not be published."""
+        """Release the request's reservations and pins for a step that will not be published."""
         self._reservations.cancel(request)
         self._unpin_source(request)
         request.schedule(0)
@@ -237,7 +239,7 @@ class PrefixCache:
         request.add_blocks(self.kv.allocate(1))
 
     def at_edges(self, requests: Iterable[RunningRequest]) -> list[RunningRequest]:
-        """Return the requests that start or complete a block in the step after the running one-token step."""
+        """Return the requests that start or complete a KV block in the step after the running one-token step."""
         block_size = self.block_size
         return [request for request in requests if (request.computed + 2) % block_size < 2]
 
@@ -248,7 +250,7 @@ class PrefixCache:
             CacheCapacityError: If too few blocks are available.
         """
         edges = self.at_edges(requests)
-        for request in edges:  # blocks first: with shared memory, they may leave too little for a state
+        for request in edges:  # blocks before states, which are optional and may share their memory
             if request.computed + 1 == len(request.block_ids) * self.block_size:
                 self.grow(request)
         for request in edges if self._keeps_decode_states else ():
@@ -274,7 +276,7 @@ class PrefixCache:
         self.slots.release_live(request.cursor.live_slot)
 
     def keep_below(self, request: RunningRequest) -> None:
-        """Keep the last published states of the request in the tiers below."""
+        """Start to copy the request's last published states to lower tiers."""
         if self._publishes(request):
             self.tiers.write_last(request.block_ids, request.first_generated)
 
@@ -282,14 +284,14 @@ class PrefixCache:
         """Make everything cached unreachable; running requests publish nothing until they are prefilled again.
 
         Args:
-            epoch: The new epoch, which must be later than the current one; None: the next.
+            epoch: New epoch, above the current epoch; None for the current epoch + 1.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
         self._reservations.keys.clear()  # their keys belong to the old epoch
         self.tiers.flushed()
-        self.slots.flush()  # states before blocks: a pinned state must be unmapped before its block
+        self.slots.flush()  # before the blocks: a pinned state must be unmapped before its block
         self.kv.flush()
 
     def check_integrity(self, requests: Sequence[RunningRequest]) -> None:
@@ -353,7 +355,7 @@ class PrefixCache:
             request.publish_block(self.kv.register(request.block_ids[index], request.chain.keys[index], parent))
 
     def _hold_states(self, request: RunningRequest, end: int) -> None:
-        """Hold the states before a request's breakpoints for the time that each breakpoint asks for."""
+        """Hold the state before each of a request's breakpoints until the breakpoint's `keep_s` has passed."""
         spec, block_size = request.spec, self.block_size
         for position, keep_s in spec.breakpoints:
             index = position // block_size
@@ -361,7 +363,7 @@ class PrefixCache:
                 self.slots.hold(request.block_ids[index - 1], spec.arrived_s + keep_s)
 
     def _claim(self, request: RunningRequest) -> None:
-        """Release the blocks restored for a request, which now holds them itself, and count their tokens."""
+        """Release the restore of a request that now holds the restored blocks, and count the restored tokens."""
         restored = self.tiers.claim(request.request_id)
         from_disk = min(restored.disk * self.block_size, request.computed)
         from_host = min(restored.host * self.block_size, request.computed - from_disk)

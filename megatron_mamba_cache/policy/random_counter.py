@@ -1,4 +1,4 @@
-"""Counter-based random numbers: each is a function of its coordinates, independent of earlier numbers."""
+"""Counter-based random numbers: each is a hash of a seed, a position and a purpose."""
 
 import hashlib
 import struct
@@ -8,7 +8,7 @@ _UINT64 = 1 << 64
 
 
 class DrawPurpose(IntEnum):
-    """Purpose of a random number; numbers with different purposes at one position are independent."""
+    """Use of a random number; numbers for different uses at the same position are independent."""
 
     SAMPLE = 0
     ACCEPT = 1
@@ -17,7 +17,7 @@ class DrawPurpose(IntEnum):
 
 
 def counter_uniform(seed: int, position: int, purpose: int) -> float:
-    """Return the uniform number in [0, 1) for these coordinates, the same on every rank and in any batch.
+    """Return a uniform number in [0, 1) that depends only on the arguments, not on the rank or batch.
 
     Args:
         seed: The request's seed, taken modulo 2**64.

@@ -1,4 +1,4 @@
-"""A router's view of one replica's cache: reported and expected boundaries, and the prompts sent there."""
+"""A router's record of one replica's cache: reported and expected boundaries, and prompts sent there."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -7,7 +7,7 @@ from .identifiers import BlockKey
 
 
 class RecentKeys:
-    """Set of at most `max_keys` keys, from which the least recently added are dropped.
+    """Set of up to `max_keys` keys; when it is full, the least recently added keys are dropped.
 
     Raises:
         ValueError: If `max_keys` is below 1.
@@ -26,7 +26,7 @@ class RecentKeys:
         return len(self._keys)
 
     def note(self, keys: Iterable[BlockKey]) -> None:
-        """Add keys, or make existing keys the newest; drop the oldest beyond `max_keys`."""
+        """Add keys, or make existing keys the newest; then drop the oldest keys beyond `max_keys`."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None
@@ -44,14 +44,15 @@ class RecentKeys:
 
 
 class ReplicaKeys:
-    """Block keys of one replica, with three degrees of certainty.
+    """Block keys that a router expects in one replica's cache, in three sets.
 
-    *Resumable* boundaries have a state, as reported by the replica: prefill can start at them. *Expected* ones will
-    have one once the requests in flight are prefilled. *Seen* blocks belong to prompts that were sent there: their KV
-    is likely cached, so the next prompt that branches off from them leaves a state where it does.
+    *Resumable* boundaries have a state, as reported by the replica: prefill can start at them. *Expected* boundaries
+    will have a state when the requests in flight are prefilled. *Seen* blocks belong to prompts that were sent to the
+    replica. Their KV is probably cached, so the next prompt that diverges from them makes the replica cache a state at
+    that position.
 
-    `resumed` holds boundaries that a prompt has started from. A resumable boundary outside it is the newest end of a
-    conversation; one inside it is where several branch.
+    `resumed` holds the boundaries from which a prompt has started. A resumable boundary in `resumed` is shared by
+    several conversations; any other is the newest end of one conversation.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -61,11 +62,11 @@ class ReplicaKeys:
         self._expected: Counter[BlockKey] = Counter()
 
     def resumable_depth(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading blocks a prompt with these keys can probably skip."""
+        """Return the number of leading blocks that probably need no prefill for a prompt with these keys."""
         return max(_deepest(keys, self.resumable), _deepest(keys, self._expected))
 
     def seen_depth(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading blocks with these keys were sent to this replica before."""
+        """Return the number of leading blocks with these keys that were sent to this replica before."""
         return _deepest(keys, self.seen)
 
     def expect(self, keys: Iterable[BlockKey]) -> None:
@@ -73,14 +74,14 @@ class ReplicaKeys:
         self._expected.update(keys)
 
     def stop_expecting(self, keys: Iterable[BlockKey]) -> None:
-        """Undo one `expect`: boundaries that were written have been reported by now."""
+        """Undo one `expect` call; boundaries that got a state have been reported before this call."""
         for key in keys:
             self._expected[key] -= 1
             if self._expected[key] <= 0:
                 del self._expected[key]
 
     def flush(self) -> None:
-        """Forget what is cached; requests in flight will still cache the expected boundaries."""
+        """Clear everything but the expected boundaries, which requests in flight will still cache."""
         self.resumable.clear()
         self.seen.clear()
         self.resumed.clear()

@@ -1,4 +1,4 @@
-"""The limits of an engine, and the check of requests against them."""
+"""Limits of an engine, and the check of each request against them."""
 
 import math
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from .request_settings import LogProbSettings, RequestSpec, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """Decide whether an engine can ever run a request.
+    """Limits that every request must satisfy to run on an engine.
 
     Args:
-        num_blocks: Maximum number of KV blocks of one request.
-        scores_prompts: True if log-probabilities of prompts can be computed.
-        ranks_prompts: True if ranks of prompt tokens can be computed too.
+        num_blocks: Maximum number of KV blocks per request.
+        scores_prompts: True if the engine can compute prompt log-probabilities.
+        ranks_prompts: True if the engine can compute the rank of each prompt token, too.
     """
 
     config: CacheConfig
@@ -29,11 +29,11 @@ class RequestRules:
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum number of prompt and generated tokens of a request; the last token needs no KV block."""
+        """Maximum number of prompt and generated tokens per request; the last token needs no KV block."""
         return min(self.config.max_sequence_length, self.num_blocks * self.config.block_size_tokens + 1)
 
     def error_of(self, spec: RequestSpec) -> str | None:
-        """Return why a request can never run, naming the value, the limit and the setting; None if it can run."""
+        """Return a message with the value, limit and setting if a request can never run; None if it can."""
         sampling = spec.sampling
         problem = self._problem_of_prompt(spec.prompt) or self._problem_of_length(spec)
         problem = problem or _problem_of_sampling(sampling) or self._problem_of_log_probs(spec.log_probs)

@@ -1,4 +1,4 @@
-"""Settings of a request, which never change."""
+"""Immutable settings of a request: sampling, log-probabilities, cache breakpoints."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,12 +18,13 @@ class SamplingSettings:
     """Sampling settings and end conditions of a request.
 
     Args:
-        temperature, top_k, top_p: top_k 0 and top_p 0 disable them; temperature 0 or top_k 1 is greedy.
+        temperature, top_k, top_p: As in other engines; top_k 0 and top_p 0 mean no limit; temperature 0 or top_k 1 is
+            greedy.
         seed: Seed of the request's counter-based random numbers.
-        termination_id: Token that ends the request; -1: none; None: the engine uses the tokenizer's end token.
-        stop_words: Token sequences that end the request.
+        termination_id: Token that ends the request; -1 for none; None for the tokenizer's end token.
+        stop_words: Token sequences of the stop strings that end the request.
         logits: Changes to the model's logits before a token is sampled.
-        grammar: Grammar of the generated text, serialized by `grammars.forms`; "" for none.
+        grammar: Grammar that the generated text must follow, serialized by `grammars.forms`; "" for none.
     """
 
     temperature: float = 1.0
@@ -47,7 +48,7 @@ class SamplingSettings:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Stop words that are a single token."""
+        """Ids of the stop strings that are a single token."""
         return tuple(word[0] for word in self.stop_words if len(word) == 1)
 
     @property
@@ -59,11 +60,12 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class LogProbSettings:
-    """Log-probabilities that a request wants: for generated tokens, for the prompt, and for how many alternatives.
+    """Log-probabilities to return for a request: for generated tokens, prompt tokens and their alternatives.
 
     Args:
         top_n: Number of alternatives for each generated token, named by text.
-        prompt_top_n: Number of alternatives for each prompt token, named by id, with ranks; None: no ranks.
+        prompt_top_n: Number of alternatives for each prompt token, named by id and returned with ranks; None for
+            neither.
         names_ids: True if alternatives are named by their decimal ids instead of by text.
     """
 
@@ -75,7 +77,7 @@ class LogProbSettings:
 
     @property
     def of_prompt(self) -> bool:
-        """True if log-probabilities of the prompt are wanted."""
+        """True if log-probabilities for the prompt are requested."""
         return self.wanted and not self.skip_prompt
 
     @property
@@ -85,7 +87,7 @@ class LogProbSettings:
 
 
 class ScoredToken(NamedTuple):
-    """Log-probability and rank of a prompt token, and its alternatives, best first.
+    """Log-probability and rank of a prompt token, and its alternatives in descending order of probability.
 
     Args:
         rank: 1 plus the number of more probable tokens.
@@ -97,15 +99,16 @@ class ScoredToken(NamedTuple):
     best_ids: tuple[int, ...] = ()
 
     def cut(self, top_n: int) -> "ScoredToken":
-        """Return the token with only its `top_n` best alternatives."""
+        """Return a copy with only the `top_n` most likely alternatives."""
         return ScoredToken(self.log_prob, self.rank, self.best_log_probs[:top_n], self.best_ids[:top_n])
 
 
 class PromptBreakpoint(NamedTuple):
-    """A position in a prompt at which other prompts are expected to branch off.
+    """A position in a prompt from which other prompts are expected to diverge, so that a state is cached before it.
 
     Args:
-        keep_s: Seconds from the request's arrival for which the state before it has raised priority.
+        keep_s: Seconds from the request's arrival during which the cached state before the position has raised
+            priority.
     """
 
     position: int
@@ -118,10 +121,10 @@ class RequestSpec:
 
     Args:
         prompt: [prompt_len] int64 token ids, never empty.
-        max_len: Maximum number of prompt and generated tokens together.
+        max_len: Maximum total number of prompt and generated tokens.
         tenant: Salt that separates the cached prefixes of this tenant from those of other tenants.
         num_replayed: Number of tokens at the end of the prompt that the request generated before an interruption.
-        breakpoints: A state is cached at the last boundary before each.
+        breakpoints: Positions; a state is cached at the last block boundary before each of them.
         arrived_s: Arrival time in seconds, on the clock used for all requests; 0 if unknown.
     """
 
@@ -150,11 +153,11 @@ class RequestSpec:
 
     @property
     def may_skip(self) -> bool:
-        """True if cached prompt tokens may be skipped; False if their log-probabilities are wanted."""
+        """True if prefill may start from a cached state; False if prompt log-probabilities are requested."""
         return not self.log_probs.of_prompt
 
     def continued(self, generated: Sequence[int]) -> "RequestSpec":
-        """Return the request after an interruption: the generated tokens are appended to its prompt."""
+        """Return the spec to resume an interrupted request, with the generated tokens appended to the prompt."""
         if len(generated) == self.num_replayed:
             return self
         prompt = np.concatenate((self.prompt[: self.prompt_len - self.num_replayed], np.array(generated, np.int64)))
@@ -179,7 +182,7 @@ class RequestSpec:
 
 
 def packed_ids(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return integers as an int64 vector, more than twice as fast as NumPy does.
+    """Convert integers to an int64 vector, more than twice as fast as `np.array`.
 
     Raises:
         OverflowError: If an integer exceeds 64 bits.

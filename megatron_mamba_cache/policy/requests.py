@@ -1,4 +1,4 @@
-"""Waiting and running requests, as the prefix cache uses them."""
+"""Waiting and running requests, with the fields that the prefix cache uses."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ from .request_settings import RequestSpec, ScoredToken
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """Request that waits for admission, with the keys of its prompt's blocks (computed once per epoch).
+    """Request that waits for admission, with its prompt's block keys, which are computed once per epoch.
 
     Args:
-        age: Order of first admission; None if the request never ran.
+        age: Sequence number of the first admission; None if the request has never run.
     """
 
     spec: RequestSpec
@@ -33,7 +33,7 @@ class Candidate:
         return self.spec.request_id
 
     def begin_epoch(self, chain: KeyChain, epoch: int) -> None:
-        """Start a new epoch: store its keys and note that no copy has been awaited yet."""
+        """Store the keys for a new epoch, in which the request has not waited for a copy yet."""
         self.chain, self.epoch, self.awaited_copy = chain, epoch, False
 
     def forget_keys(self) -> None:
@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ReservedState:
-    """Slot reserved for a boundary state that the running step writes; not yet findable."""
+    """Slot reserved for a boundary state that the next step writes; it cannot be found before publication."""
 
     position: int  # absolute
     slot: SlotId
@@ -56,17 +56,17 @@ class ReservedState:
 
 @dataclass(slots=True, eq=False)
 class StateCursor:
-    """Slots of a request's live state and of the states after its drafts. Only its `DraftStates` changes it.
+    """Location of a request's live state and of the states after its drafts; changed only by `DraftStates`.
 
-    With draft slots, the live state is in column `accepted` - 1 of the request's draft window, whose column 0 is the
-    live slot. That slot also holds what is stored once for all columns. With a draft buffer, the live slot holds the
-    state after the first `num_folded` tokens, and the buffer holds the inputs of the tokens after them.
+    With draft slots, the live state is in column `accepted` - 1 of the request's draft window; column 0 is the live
+    slot, which also holds the tensors that all columns share. With a draft buffer, the live slot holds the state after
+    the first `num_folded` tokens, and the buffer holds the inputs of later tokens.
 
     Args:
         draft_buffer: Index of the request's draft buffer; None if it uses draft slots.
         draft_slots: Columns 1, 2, ... of the draft window.
         accepted: Number of tokens that the last step kept.
-        resolved: Number of tokens in the live slot's state when a buffer was last folded into it; 0 if never.
+        resolved: Number of tokens in the live slot's state when `resolve` was last called; 0 if it never was.
     """
 
     live_slot: SlotId
@@ -77,11 +77,11 @@ class StateCursor:
 
     @property
     def state_slot(self) -> SlotId:
-        """Slot of the live state: the last accepted column."""
+        """Slot of the live state, in the last accepted column."""
         return self.draft_slots[self.accepted - 2] if self.draft_slots and self.accepted > 1 else self.live_slot
 
     def accept(self, num_tokens: int) -> None:
-        """Move to the state after `num_tokens` tokens of the last step."""
+        """Advance to the state after the last step's first `num_tokens` tokens."""
         self.accepted = num_tokens
 
     def add_slots(self, slots: list[SlotId]) -> None:
@@ -105,8 +105,8 @@ class StateCursor:
 class RunningRequest:
     """A request that holds KV blocks and a live state.
 
-    `computed` tokens have KV and are folded into the live state; `scheduled` more are computed by the step in
-    preparation, the last of which are `drafts`. `tokens[computed]` is the next input.
+    The first `computed` tokens have KV and are included in the live state. The next step computes `scheduled` more
+    tokens, of which the last are `drafts`. The token at position `computed` is the next input.
 
     Only a request's methods change its fields, `cursor` excepted. `PrefixCache` makes the same change to the pools.
     """
@@ -114,7 +114,7 @@ class RunningRequest:
     spec: RequestSpec
     chain: KeyChain
     epoch: int
-    age: int  # order of first admission; older requests (smaller) are preempted later
+    age: int  # sequence number of the first admission; the youngest request is preempted first
     cursor: StateCursor
     block_ids: list[BlockId]
     num_shared_blocks: int  # number of leading blocks that were found in the cache, which are never written
@@ -122,7 +122,7 @@ class RunningRequest:
     scheduled: int = 0
     generated: list[int] = field(default_factory=list)
     num_published_blocks: int = 0
-    source_block: BlockId | None = None  # block whose pinned state this step starts from
+    source_block: BlockId | None = None  # block with the pinned state from which the next step starts
     source_slot: SlotId | None = None
     reserved: list[ReservedState] = field(default_factory=list)
     is_paused: bool = False
@@ -131,8 +131,8 @@ class RunningRequest:
     checkpoint: BlockId | None = None  # block of the newest decode checkpoint
     from_host: int = 0  # number of prompt tokens skipped because they were restored from host memory
     from_disk: int = 0  # number of prompt tokens skipped because they were restored from disk
-    num_written: int = 0  # number of prompt tokens up to newly published states at boundaries without one before
-    scored: list[ScoredToken] = field(default_factory=list)  # scores of the prompt tokens from the second on, if wanted
+    num_written: int = 0  # number of prompt tokens newly cached by this request
+    scored: list[ScoredToken] = field(default_factory=list)  # prompt scores from the second token on, if requested
 
     @property
     def request_id(self) -> int:
@@ -141,7 +141,7 @@ class RunningRequest:
 
     @property
     def length(self) -> int:
-        """Number of known tokens, prompt and generated."""
+        """Number of prompt tokens and generated tokens."""
         return self.spec.prompt_len + len(self.generated)
 
     @property
@@ -176,7 +176,7 @@ class RunningRequest:
         return self.tokens(self.computed, self.computed + self.scheduled)
 
     def tokens(self, start: int, end: int) -> Sequence[int] | npt.NDArray[np.int64]:
-        """Return the tokens at positions [start, end), counted over prompt and generated tokens."""
+        """Return the tokens at positions [start, end) of the prompt followed by the generated tokens."""
         prompt_len = self.spec.prompt_len
         if end <= prompt_len:
             return self.spec.prompt[start:end]
@@ -185,7 +185,7 @@ class RunningRequest:
         return [*self.spec.prompt[start:].tolist(), *self.generated[: end - prompt_len]]
 
     def keep(self, emitted: Sequence[int]) -> KeptTokens:
-        """Return the sampled tokens to keep: all, or those through the token that ends the request."""
+        """Return the sampled tokens up to and including the token that ends the request; all if none does."""
         if not self.samples_this_step:
             return KeptTokens()
         sampling, length = self.spec.sampling, self.length + len(emitted)
@@ -210,7 +210,7 @@ class RunningRequest:
         self.schedule(0)
 
     def land_token(self, new: Sequence[int]) -> None:
-        """Append the token of a one-token step and advance by it; a single call, because most steps need both."""
+        """Append the new token and advance by one token, in one call because it is frequent."""
         self.generated.extend(new)
         self.computed += 1
         self.scheduled = 0
@@ -225,7 +225,7 @@ class RunningRequest:
         self.is_paused = False
 
     def publish_block(self, block: BlockId) -> None:
-        """Count the next block as published and replace it with the registered block of the same tokens."""
+        """Count the next block as published, and replace it by the block registered for the same tokens."""
         self.block_ids[self.num_published_blocks] = block
         self.num_published_blocks += 1
 
@@ -234,7 +234,7 @@ class RunningRequest:
         self.block_ids = []
 
     def reserve(self, state: ReservedState) -> None:
-        """Add a slot for the state at a boundary that the step may reach."""
+        """Add a slot reserved for the state at a boundary that the next step may reach."""
         self.reserved.append(state)
 
     def unreserve(self, state: ReservedState) -> None:
@@ -246,11 +246,11 @@ class RunningRequest:
         self.source_block = self.source_slot = None
 
     def publish_checkpoint(self, block: BlockId) -> None:
-        """Note the block of the newest decode checkpoint."""
+        """Record the block of the newest decode checkpoint."""
         self.checkpoint = block
 
     def count_restored(self, *, from_disk: int, from_host: int) -> None:
-        """Note how many skipped prompt tokens were restored from lower tiers."""
+        """Record how many of the prompt tokens without prefill were restored from lower tiers."""
         self.from_disk, self.from_host = from_disk, from_host
 
     def count_written(self, num_tokens: int) -> None:
@@ -270,7 +270,7 @@ class RunningRequest:
         self.scored.extend(tokens)
 
     def _ends_with(self, new: Sequence[int]) -> bool:
-        """Return whether the last token of `new` ends the request: an end token, the length limit or a stop word."""
+        """Return whether the last token of `new` ends the request by an end token, the length or a stop string."""
         sampling = self.spec.sampling
         if new[-1] == sampling.termination_id or self.length + len(new) >= self.spec.max_len:
             return True
@@ -285,5 +285,5 @@ class RunningRequest:
 
 
 def num_decoding(requests: Sequence[RunningRequest]) -> int:
-    """Return how many of a step's requests decode; decode requests come before prefill requests."""
+    """Return the number of decode requests in a step, which come before prefill requests."""
     return bisect_left(requests, True, key=lambda request: request.is_prefilling)

@@ -1,4 +1,4 @@
-"""Choose a replica for a prompt: the replica that caches most of it, unless overloaded, or round robin."""
+"""Routers that choose a replica for each prompt, by cached prefix within a load bound, or round robin."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +17,11 @@ _HALF_LIFE = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """Prompt with its block keys under the salt of one replica.
+    """A prompt's lengths and its block keys with the salt of one replica.
 
     Args:
-        keys: Keys of the prompt's complete blocks under that replica's salt; empty if the replica caches nothing.
-        block_size: Tokens in a block.
+        keys: Keys of the prompt's complete blocks; empty if the replica caches nothing.
+        block_size: Number of tokens per block.
         prompt_len: Number of tokens in the prompt.
         max_new_tokens: Maximum number of tokens to generate.
     """
@@ -33,17 +33,17 @@ class PromptBlocks:
 
     @property
     def usable(self) -> Sequence[BlockKey]:
-        """Keys of the blocks that a hit can skip; at least one token must be computed."""
+        """Keys of the blocks that a hit can cover; at least one prompt token must be computed."""
         return self.keys[: max(self.prompt_len - 1, 0) // self.block_size]
 
     def work(self, num_cached_blocks: int) -> int:
-        """Return how many tokens are computed and generated if `num_cached_blocks` blocks are cached."""
+        """Return the number of tokens to prefill and to generate if `num_cached_blocks` blocks are cached."""
         return self.prompt_len - num_cached_blocks * self.block_size + self.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Replica for a request, and the number of its blocks that are expected to be cached there."""
+    """Replica chosen for a request, and the number of the request's blocks expected to be cached there."""
 
     replica: ReplicaName
     num_cached_blocks: int
@@ -53,7 +53,7 @@ class Route:
 class _Replica:
     keys: ReplicaKeys
     order: int  # of joining
-    given: float  # tokens of work sent there; older work counts less
+    given: float  # tokens of work assigned; older work counts less
     load: int = 0  # tokens of work in flight
 
 
@@ -65,16 +65,17 @@ class _InFlight:
 
 
 class PrefixRouter:
-    """Send each prompt to the replica with its longest cached prefix, within a bound on load.
+    """Router that sends each prompt to the replica with its longest cached prefix, within a load bound.
 
-    A replica is a candidate if its work in flight is at most `load_factor` times the replicas' mean plus one request of
-    mean work; the least loaded one always is. A new conversation goes to a candidate whose recent work is within
-    `share_factor` in the same way, if there is one: conversations stay where they begin, so one replica would collect
-    them. Candidates rank by the longest prefix that prefill can skip, the longest one whose KV may be cached, the least
-    work in flight, the least work assigned, and the order of joining. Stale keys cost a prefill, never a wrong token.
+    A replica is a candidate if its work in flight is at most `load_factor` times the mean over replicas plus one mean
+    request; the least loaded replica is always a candidate. For a new conversation, recent work must also be within
+    `share_factor` times the mean, if possible: conversations stay on their first replica, which would otherwise collect
+    them. Candidates are ranked by, in this order, the longest prefix without prefill, the longest prefix whose KV may
+    be cached, the least work in flight, the least work assigned, and the order of joining. Outdated keys can only cause
+    an unnecessary prefill, not a wrong token.
 
     Args:
-        max_keys: Maximum number of boundaries, and of blocks of sent prompts, to remember for each replica.
+        max_keys: Maximum number of boundaries, and of prompt blocks, to record for each replica.
 
     Raises:
         ValueError: If a factor is below 1 or `max_keys` is not positive.
@@ -99,11 +100,11 @@ class PrefixRouter:
         return self._replicas.keys()
 
     def load(self, replica: ReplicaName) -> int:
-        """Return the replica's tokens of work in flight."""
+        """Return the replica's work in flight, in tokens."""
         return self._replicas[replica].load
 
     def join(self, replica: ReplicaName) -> None:
-        """Add a replica with an empty cache; raise `ValueError` if it has joined already."""
+        """Add a replica with an empty cache; raise `ValueError` if a replica with this name is present."""
         if replica in self._replicas:
             raise ValueError(f"replica {replica} already takes part; give each replica a different name")
         given = sum(other.given for other in self._replicas.values()) / max(len(self._replicas), 1)
@@ -117,26 +118,26 @@ class PrefixRouter:
             del self._in_flight[request_id]
 
     def publish(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
-        """Note boundaries that a replica can resume from; an unknown replica is ignored."""
+        """Record boundaries that a replica can resume from; ignore an unknown replica."""
         if replica in self._replicas:
             self._replicas[replica].keys.resumable.note(keys)
 
     def drop(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
-        """Note boundaries that a replica can no longer resume from."""
+        """Remove boundaries that a replica can no longer resume from."""
         if replica in self._replicas:
             self._replicas[replica].keys.resumable.discard(keys)
 
     def flush(self, replica: ReplicaName) -> None:
-        """Note that a replica's cache is empty."""
+        """Record that a replica's cache is empty."""
         if replica in self._replicas:
             self._replicas[replica].keys.flush()
 
     def route(self, request_id: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
-        """Choose a replica for a request and count it there until `finish`.
+        """Choose a replica for a request, and add the request to the replica's load until `finish`.
 
         Args:
             request_id: Unique among requests in flight.
-            blocks_on: Returns the prompt under a replica's keys.
+            blocks_on: Function that returns the prompt with the block keys for a replica.
 
         Raises:
             CacheCapacityError: If there is no replica.
@@ -181,7 +182,7 @@ class PrefixRouter:
         return Route(name, depths[name])
 
     def _continues(self, name: ReplicaName, depth: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> bool:
-        """Return whether a prompt continues a conversation from its current end."""
+        """Return whether a prompt continues a conversation from its newest cached boundary."""
         return depth > 0 and blocks_on(name).keys[depth - 1] not in self._replicas[name].keys.resumed
 
     def _count(self, request_id: int, route: Route, blocks: PromptBlocks) -> None:
@@ -202,7 +203,7 @@ class PrefixRouter:
 
 
 class RoundRobinRouter(PrefixRouter):
-    """Send prompts to replicas round robin, for comparison."""
+    """Router that sends prompts to replicas round robin, for comparison."""
 
     def __init__(self) -> None:
         super().__init__(max_keys=1)
@@ -212,7 +213,7 @@ class RoundRobinRouter(PrefixRouter):
         """Do nothing."""
 
     def route(self, request_id: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
-        """Choose the next replica in order of joining."""
+        """Choose the next replica in order of joining; the prompt's blocks are ignored."""
         return super().route(request_id, lambda name: replace(blocks_on(name), keys=()))
 
     def _within_bound(self) -> list[ReplicaName]:

@@ -1,4 +1,4 @@
-"""The set of running requests, and all changes to it."""
+"""The set of running requests of one prefix cache, and its changes."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -10,10 +10,11 @@ from .requests import Candidate, RunningRequest
 
 
 class RequestCounts(NamedTuple):
-    """Number of running requests, and of tokens that they compute in the next step.
+    """Number of running requests, and number of tokens that they compute in the next step.
 
     Args:
-        paused: Number of requests that compute nothing: waiting prompts, and requests that lack a KV block.
+        paused: Number of requests that compute nothing in the next step: prompts in mid-prefill that get no tokens, and
+            requests that lack a KV block.
         prefilling: Number of requests that compute prompt tokens.
         tokens: Number of tokens to compute, without drafts.
     """
@@ -28,9 +29,9 @@ class RunningRequests:
     """Running and paused requests of one prefix cache, in order of admission.
 
     Args:
-        max_requests: Maximum number of requests at a time.
+        max_requests: Maximum number of running and paused requests.
         max_tokens: Maximum number of tokens per step.
-        max_mixed_prompt_tokens: Maximum number of prompt tokens in a step with decode requests; None: no limit.
+        max_mixed_prompt_tokens: Maximum number of prompt tokens in a step with decode requests; None for no limit.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class RunningRequests:
 
     @property
     def is_full(self) -> bool:
-        """True if no request can join until another ends, even with free memory."""
+        """True if `max_requests` requests are running or paused."""
         return len(self._requests) >= self._max_requests
 
     @property
     def num_free(self) -> int:
-        """Number of requests that can join before another ends."""
+        """Number of requests that can join before `max_requests` is reached."""
         return max(self._max_requests - len(self._requests), 0)
 
     @property
@@ -113,7 +114,8 @@ class RunningRequests:
 
         Args:
             budget: Maximum number of tokens of this request in the step.
-            following: Requests that wait after it; it caches states where their prompts diverge from its prompt.
+            following: Requests next in the queue; the request caches states where their prompts diverge from its
+                prompt.
         """
         if self.is_full:
             return Refusal.TOO_MANY_REQUESTS
@@ -130,18 +132,18 @@ class RunningRequests:
         return request
 
     def drop(self, requests: Collection[RunningRequest]) -> None:
-        """Remove requests; what they published stays cached. If a release raises, the remaining requests stay."""
+        """Remove requests; their published blocks and states stay cached. If a release raises, later requests stay."""
         for request in list(requests):
             self._release(request)
 
     def grow(self, paused_capacity: int) -> GrowthOutcome:
-        """Give decode requests their next KV blocks; first release what is held for waiting requests, if needed."""
+        """Give decode requests their next KV blocks; if needed, first release blocks restored for waiting requests."""
         if self.cache.tiers.takes_room and self.cache.kv.num_available < len(self._requests):
             self.cache.tiers.make_room()
         return grow_requests(list(self._requests), self.cache, paused_capacity, self._release)
 
     def resume(self) -> None:
-        """Resume paused requests while KV blocks are available, after other requests ended."""
+        """Resume paused requests, in order, while KV blocks are available."""
         resume_requests(self._requests, self.cache)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""Fill a step within its token budget: first requests in mid-prefill, then waiting requests in order."""
+"""Scheduler that fills a step within its token budget: requests in mid-prefill first, then waiting requests."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ FAILURES_BEFORE_REFUSAL = 4
 
 
 class FailedSteps:
-    """Count, for each request, the failed steps since its last token.
+    """Number of failed steps of each request since its last generated token.
 
-    One failure may be transient. After `FAILURES_BEFORE_ISOLATION` a request runs isolated until it generates a token,
-    so that the failures that bring it to `FAILURES_BEFORE_REFUSAL` are its own.
+    A failure may be transient or caused by another request of the step. After `FAILURES_BEFORE_ISOLATION` failures, a
+    request therefore runs alone until it generates a token, and is refused after `FAILURES_BEFORE_REFUSAL` failures.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class FailedSteps:
         return bool(self._counts)
 
     def count(self, request_ids: Iterable[int]) -> list[int]:
-        """Count a failed step for each of its requests; return the requests to refuse."""
+        """Count a failed step for each of the step's requests; return the ids of requests to refuse."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
@@ -42,13 +42,13 @@ class FailedSteps:
         self._counts.clear()
 
     def next_isolated(self) -> int | None:
-        """Return the request to run alone next, the same one until its count is reset; None if there is none."""
+        """Return the id of the request to run alone, the same id until its count is reset; None if there is none."""
         suspects = (request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ISOLATION)
         return next(suspects, None)
 
 
 def refusal_reason(error: Exception) -> str:
-    """Return why a request whose last step raised `error` is refused."""
+    """Return a message that explains why a request whose last step raised `error` is refused."""
     return (
         f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, the last time isolated, with {error!r}"
     )
@@ -71,47 +71,47 @@ class QueueState:
     """State of the queue after the last scheduling.
 
     Args:
-        has_waiting: True if a request waits only for memory, not for a copy or because max_requests are running.
-        is_settled: True if no waiting request could join the next step, and nothing has changed since.
+        has_waiting: True if a request waits only for memory, and not for a copy or for another request to end.
+        is_settled: True if the last scheduling found no request that can join, and nothing has changed since then.
     """
 
     has_waiting: bool = False
     is_settled: bool = False
 
     def note_waiting(self, *, has_waiting: bool) -> None:
-        """Note whether requests wait only for memory; the first of them may fit by now."""
+        """Record whether requests wait only for memory, and that the first of them may fit in the next step."""
         if has_waiting is not self.has_waiting:
             self.has_waiting, self.is_settled = has_waiting, self.is_settled and not has_waiting
 
     def note_scheduled(self, *, is_settled: bool) -> None:
-        """Note whether the scheduler found no request that can join the next step."""
+        """Record whether the scheduler found no request that can join the next step."""
         self.is_settled = is_settled
 
     def note_change(self) -> None:
-        """Note that a waiting request may be able to join the next step now."""
+        """Record that a waiting request may be able to join the next step."""
         self.is_settled = False
 
 
 class StepScheduler:
     """Admit waiting requests, oldest first.
 
-    Only tokens that will be computed count against a step's budget, not those that a prefix hit skips. At most one
-    request is left in mid-prefill, and no request is admitted while a request is paused for lack of blocks. Up to
-    `MOST_PASSED_OVER` requests that wait for a prefix, which another computes or a copy brings, do not block those
-    after them; a request that finds no room does. An admitted request keeps a state where the `BRANCH_WINDOW` requests
-    after it part from its prompt, so that what they share is computed once.
+    Only computed tokens count against a step's budget; cached prefixes do not. At most one request stays in
+    mid-prefill, and no request is admitted while a request is paused for lack of blocks. Up to `MOST_PASSED_OVER`
+    requests that wait for their prefix, from another request or a copy, may be overtaken in the queue; a request that
+    lacks memory may not. An admitted request caches a state where the prompts of the next `BRANCH_WINDOW` requests
+    diverge from its prompt, so that shared prefixes are computed once.
     """
 
     def __init__(self) -> None:
         self._in_hand: int | None = None
 
     def take_in_hand(self) -> int | None:
-        """Return the request whose scheduling raised an error, and forget it; None if there is none."""
+        """Remove and return the request whose scheduling raised an error; None if there is none."""
         request_id, self._in_hand = self._in_hand, None
         return request_id
 
     def fill_step(self, requests: RunningRequests, waiting: Iterable[Candidate]) -> ScheduledStep:
-        """Schedule the prefill of the next step; each decode request takes one token of the budget."""
+        """Schedule prefill for the next step; each decode request uses one token of the budget."""
         unfinished = self._continue_prefills(requests)
         admitted, num_passed_over, budget = [], 0, requests.prompt_budget
         most_considered = requests.num_free + MOST_PASSED_OVER + 1
@@ -139,14 +139,14 @@ class StepScheduler:
         requests.cache.prefetch(self._in_turn(queue[:PREFETCH_WINDOW], None))
 
     def _in_turn(self, candidates: Sequence[Candidate], in_hand: int | None) -> Iterator[Candidate]:
-        """Yield candidates; while the keys of one are computed, it is `in_hand`."""
+        """Yield candidates, and record each as the request in hand while the caller processes it."""
         for candidate in candidates:
             self._in_hand = candidate.request_id
             yield candidate
         self._in_hand = in_hand
 
     def _continue_prefills(self, requests: RunningRequests) -> RunningRequest | None:
-        """Schedule the next chunk of requests in mid-prefill; return one that stays in mid-prefill, if any."""
+        """Schedule the next chunks of requests in mid-prefill; return a request that stays in mid-prefill, or None."""
         unfinished = None
         for request in requests.prefilling:
             if requests.prompt_budget > 0:
