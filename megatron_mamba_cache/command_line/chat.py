@@ -40,7 +40,7 @@ def chat(arguments: Namespace) -> int:
 
 
 class Chat:
-    """Conversation with one model on a server."""
+    """A conversation in the terminal with one model on a server."""
 
     def __init__(self, client: ChatClient, model: str, arguments: Namespace) -> None:
         self._client = client

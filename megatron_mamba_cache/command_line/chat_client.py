@@ -25,7 +25,7 @@ class ChatError(Exception):
 
 @dataclass(slots=True)
 class Turn:
-    """A reply in progress: its text, token counts and times."""
+    """A reply that is being received: its text, token counts and times."""
 
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)

@@ -131,7 +131,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 
 def add_common_arguments(parser: FlagParser) -> None:
-    """Add the flags that all commands share."""
+    """Add the flags that all commands have in common to a parser."""
     group = parser.add_argument_group("settings", _SOURCES_IN_WORDS)
     level = "lowest level of log messages; debug includes those of megatron-core and torch (default: warning)"
     group.add_argument("--log-level", choices=LEVELS, default="warning", help=level)

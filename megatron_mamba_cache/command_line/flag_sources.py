@@ -59,7 +59,7 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
 
 
 def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
-    """Return the error for an unknown flag. `known` has the flags of `command`, which includes the program's name."""
+    """Return the error message for an unknown flag; `known` has the flags of `command`, such as "mamba-cache serve"."""
     advice = _advice_on(flag, known)
     return f"unknown flag {flag}" + (f": {advice}" if advice else f"; {command} --help lists all of them")
 
@@ -104,11 +104,11 @@ class SettableFlags:
         }
 
     def of_file(self, path: Path) -> dict[str, SetFlag]:
-        """Return the flags set in a YAML file, keyed by long name without dashes; raise `UsageError` if invalid."""
+        """Return the flags set in a YAML file, keyed by long name without dashes; raise `UsageError` for an error."""
         return self._collected(self._in_file(path))
 
     def of_environment(self, environment: Mapping[str, str]) -> dict[str, SetFlag]:
-        """Return the flags set by environment variables, keyed as in `of_file`; raise `UsageError` if invalid."""
+        """Return the flags set by environment variables, keyed as in `of_file`; raise `UsageError` for an error."""
         return self._collected(self._in_environment(environment))
 
     def _in_file(self, path: Path) -> Iterator[SetFlag]:
@@ -212,7 +212,7 @@ def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
 
 
 def _value_of(node: yaml.Node, source: str) -> Value | None:
-    """Return the text of a scalar, or of each item in a list; None for an empty value."""
+    """Return the text of a YAML scalar, or a list with the text of each item; None for an empty value."""
     if isinstance(node, yaml.ScalarNode):
         return None if _is_null(node) else str(node.value)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):

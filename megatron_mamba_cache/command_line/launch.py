@@ -22,7 +22,7 @@ class Launch:
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> "Launch":
-        """Read torchrun's environment variables; raise `UsageError` if one is not a number."""
+        """Read torchrun's environment variables for this process; raise `UsageError` if one is not a number."""
         names: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if not all(name in environment for name in names):
             return Launch()
@@ -38,7 +38,7 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """True for rank 0, which prints."""
+        """True for rank 0, the only process that prints."""
         return self.rank == 0
 
     @property

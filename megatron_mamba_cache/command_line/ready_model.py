@@ -47,7 +47,7 @@ class ReadyModel:
 
     @property
     def writes_text(self) -> bool:
-        """True when the model generates meaningful text, so that replies can be shown."""
+        """True when the model generates meaningful text; only then are its replies printed."""
         return isinstance(self.tokenizer, HuggingFaceTokenizer)
 
 

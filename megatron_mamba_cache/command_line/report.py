@@ -85,7 +85,7 @@ def summary_line(result: RunResult) -> str:
 
 
 def compilation_line(result: RunResult) -> str:
-    """Return a line with the number and time of Triton compilations in this process."""
+    """Return a line with the number of Triton compilations in this process and the time that they took."""
     count, seconds = result.cache.num_compiled_kernels, result.cache.compile_seconds
     return f"compiled {count} kernel{'s' * (count != 1)} in {seconds:.1f} s"
 
@@ -166,6 +166,6 @@ def _continued(prompt: str, reply: str) -> Iterator[str]:
 
 
 def _printable(line: str) -> str:
-    """Escape characters that are not printable ASCII, and cut long lines."""
+    """Return a line with all characters but printable ASCII escaped, shortened if it is long."""
     shown = "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in line.expandtabs(4))
     return shown if len(shown) <= _WIDTH else f"{shown[:_WIDTH]}..."

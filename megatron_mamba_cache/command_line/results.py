@@ -30,7 +30,7 @@ class RequestRecord:
     cached_tokens_from_disk: int = 0  # cached tokens that were restored from disk
     draft_tokens: int = 0  # number of verified draft tokens
     accepted_tokens: int = 0  # number of accepted draft tokens
-    time_to_first_token_s: float | None = None  # seconds since the request was added; None if it has no token
+    time_to_first_token_s: float | None = None  # seconds from adding the request; None without any token
     latency_s: float = 0.0  # seconds from adding the request to its end
     error: str | None = None
 
@@ -166,7 +166,7 @@ class LaterTurns:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Return the counts as JSON types."""
+        """Return the counts as JSON types, under the key "later_turns"."""
         return {"later_turns": {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens}}
 
 

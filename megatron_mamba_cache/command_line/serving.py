@@ -83,7 +83,7 @@ class Serving:
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 
     def engine(self) -> MambaCacheEngine:
-        """Build the engine; raise `UsageError` if the settings do not fit the model or memory."""
+        """Build the engine; raise `UsageError` if the settings do not suit the model or need too much memory."""
         return engine_for(self._model, self._config, 0, self._drafter)
 
     def run(self, engine: MambaCacheEngine, listener: socket.socket) -> int:

@@ -67,7 +67,7 @@ class Card:
 
     @property
     def bytes_a_logit(self) -> int:
-        """Number of bytes that a step needs per logit from which it samples."""
+        """Bytes of memory that a step needs per logit (one vocabulary entry of one sampled token)."""
         return _BYTES_A_SAMPLED_LOGIT if self.share < 1 else _BYTES_A_LOGIT
 
 
@@ -148,7 +148,7 @@ def _step_bytes(card: Card, shape: "HybridModelShape", sizes: CacheConfig, max_t
 
 
 def _budget(card: Card, shape: "HybridModelShape", step_bytes: int, num_sampled: int, given_gb: float | None) -> float:
-    """Return the bytes for KV blocks and states: the given budget, or the memory that steps leave free.
+    """Return the bytes for a model's KV blocks and states: from the given budget, or the memory that steps leave free.
 
     Args:
         step_bytes: Peak bytes of a step, excluding logits.

@@ -92,7 +92,7 @@ def _set_apart(branch: Any, base: Schema, other: list[Any], root: Any) -> Any:
 
 
 def _with(branch: Any, root: Any, *, required: str | None = None, forbidden: str | None = None) -> Schema:
-    """Return a copy of an alternative that also requires or forbids a property."""
+    """Return a copy of an alternative that additionally requires or forbids a property."""
     own = resolved(branch, root)
     own = {"allOf": [branch]} if not isinstance(own, dict) or "$ref" in own else dict(own)
     if required is not None:
@@ -165,7 +165,7 @@ def _is_within(branch: Any, other: Any, root: Any) -> bool:
 
 
 def _parts(schemas: list[Any], root: Any) -> Iterator[Schema]:
-    """Yield the schemas, the targets of their references, and the members of their `allOf`."""
+    """Yield all schemas that a value must satisfy: `schemas`, their references' targets and `allOf` members."""
     waiting = list(schemas)
     seen: set[int] = set()
     while waiting:

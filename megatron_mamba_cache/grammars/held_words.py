@@ -105,7 +105,7 @@ def _hold_strings(schema: Schema, _root: Any, refusal: Refusal) -> None:
 
 
 def _hold_names(schema: Schema, root: Any) -> None:
-    """Rewrite `propertyNames` as `properties` or `patternProperties`."""
+    """Rewrite `propertyNames` in a schema, in place, as `properties` or `patternProperties`."""
     if "propertyNames" not in schema:
         return
     names = resolved(schema.pop("propertyNames"), root)

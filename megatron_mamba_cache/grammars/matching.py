@@ -39,7 +39,7 @@ class _Vocabulary:
     spell: Callable[[bytes], list[int]]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the token ids of a text."""
         return self.spell(text.encode() if isinstance(text, str) else text)
 
 

@@ -16,7 +16,7 @@ from .schema_words import also, at_location, list_of, locations_in, mapping_of, 
 
 _MOST_EXACT = 2**53
 """Larger integers may not be exact in float64, which llguidance uses."""
-_LARGEST_INTEGER = 2**63 - 1024  # exact as float64; llguidance uses 64-bit integers, in bounds of numbers too
+_LARGEST_INTEGER = 2**63 - 1024  # exact in float64; llguidance uses 64-bit integers for bounds, even for type number
 _WORDS_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 """Characters that JSON can write only as `\\u` escapes."""

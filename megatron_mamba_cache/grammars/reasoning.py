@@ -17,9 +17,9 @@ _SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
 
 @dataclass(frozen=True, slots=True)
 class CallsInReasoning:
-    """Tool calls that may start inside reasoning."""
+    """Describes how tool calls may start inside reasoning, and what may follow them."""
 
-    marker: str  # starts a call at the start of a line; a special token may also follow a word or sentence
+    marker: str  # text that opens a call: at the start of a line or, for a special token, after a word
     rest: Grammar  # grammar after the marker
     after: Grammar | None = None  # grammar after the calls and an optional closing marker; None: the reply ends there
 

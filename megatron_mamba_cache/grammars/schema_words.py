@@ -39,7 +39,7 @@ _MOST_NAMES = 64  # maximum number of references in a chain
 
 
 def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema without annotations and without unused definitions."""
+    """Return a copy of a schema without annotations, such as `title`, and without unused definitions."""
     copied: dict[str, Any] = json.loads(json.dumps(schema))
     for found in schemas_in(copied):
         for word in _NOTES & found.keys():

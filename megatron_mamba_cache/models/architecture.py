@@ -37,12 +37,12 @@ class MambaSizes:
 
     @property
     def grain(self) -> int:
-        """Number of tokens in one chunk of the scan."""
+        """Chunk size of the scan, in tokens. With prefix caching, the block size must be a multiple of it."""
         return self.ssm_chunk_size
 
     @property
     def divided(self) -> dict[str, int]:
-        """Sizes divided among tensor-parallel ranks, keyed by their names in error messages."""
+        """Dimensions that are divided among tensor-parallel ranks, keyed by their names in error messages."""
         return {"number of Mamba heads": self.num_heads, "number of Mamba groups": self.num_groups}
 
     def check(self) -> None:
@@ -72,12 +72,12 @@ class GatedDeltaSizes:
 
     @property
     def grain(self) -> int:
-        """Number of tokens in one chunk of the scan."""
+        """Chunk size of the scan, in tokens. With prefix caching, the block size must be a multiple of it."""
         return self.chunk_size
 
     @property
     def divided(self) -> dict[str, int]:
-        """Sizes divided among tensor-parallel ranks, keyed by their names in error messages."""
+        """Dimensions that are divided among tensor-parallel ranks, keyed by their names in error messages."""
         return {"number of value heads": self.num_value_heads, "number of key heads": self.num_key_heads}
 
     def check(self) -> None:

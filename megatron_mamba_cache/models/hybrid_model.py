@@ -224,7 +224,7 @@ def _routing(experts: ExpertsSizes) -> dict[str, object]:
         "moe_router_score_function": experts.score,
         "moe_router_enable_expert_bias": experts.score == "sigmoid",
         "moe_router_pre_softmax": experts.score == "softmax"
-        and experts.top_k == 1,  # Megatron refuses top_k=1 without it
+        and experts.top_k == 1,  # Megatron rejects top_k=1 without this flag
         "moe_router_topk_scaling_factor": experts.scaling,
         "moe_latent_size": experts.latent_size,
         "moe_router_dtype": "fp32",

@@ -190,7 +190,7 @@ class ModelFiller:
         return next(self._targets[target] for target in names if target is not None)
 
     def unfilled(self) -> list[str]:
-        """Return the sorted names of parameters and buffers that are not completely filled."""
+        """Return the sorted names of parameters and buffers that have not been filled completely."""
         return sorted(name for name, count in self._empty.items() if count)
 
     def _copy(self, name: str, placement: Placement, selected: Tensor, target: str) -> None:

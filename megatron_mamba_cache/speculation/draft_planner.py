@@ -19,7 +19,7 @@ _MOST_SHADOW_DRAFTS = 16
 
 @dataclass(frozen=True, slots=True)
 class DraftLimit:
-    """Maximum number of draft tokens for a request in the next step; 0 for no drafts."""
+    """A request, and the maximum number of draft tokens for it in the next step; 0 for no drafts."""
 
     request: RunningRequest
     limit: int
@@ -56,7 +56,7 @@ class DraftPlanner:
         self._vocab_size = vocab_size
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
         self._policy = policy
-        self._asked: set[int] = set()  # ids of the requests drafted for in the planned step
+        self._asked: set[int] = set()  # ids of the requests for which drafts were planned
         self._has_drafts = False  # True if a request in the finished step had drafts
         self._shadow_drafts, self._num_failed_shadows, self._turn = ShadowDrafts(), 0, 0
         self._hidden_states: dict[int, Tensor] = {}
@@ -96,7 +96,7 @@ class DraftPlanner:
         return self._policy.counts(requests, rooms, budget)
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
-        """Let the policy decide draft counts for the next step while the current step runs."""
+        """Decide the draft counts for the next step in advance, while the current step runs."""
         self._policy.decide_next(requests, self.max_drafts)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
@@ -146,7 +146,7 @@ class DraftPlanner:
             self._shadow_drafts.clear()
 
     def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
-        """Keep the hidden state [hidden] from which a request's newest token was sampled, for its next draft."""
+        """Store the hidden state [hidden] from which a request's newest token was sampled, for the next draft."""
         self._hidden_states[request.request_id] = state
 
     def forget(self, request_id: int) -> None:
@@ -169,7 +169,7 @@ class DraftPlanner:
             _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
 
     def _shadow(self, requests: Sequence[RunningRequest]) -> None:
-        """Update the shadow drafts of paused requests; may overlap with the next step."""
+        """Evaluate finished shadow drafts and start new ones for paused requests; may overlap with the next step."""
         for outcome in self._shadow_drafts.ended(requests):
             self._policy.note(*outcome)
         asked = [request for request in requests if self._shadow_drafts.num_tokens(request) == 0]

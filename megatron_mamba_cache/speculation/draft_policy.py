@@ -157,7 +157,7 @@ class DraftPolicy:
             self._next_counts = _NextCounts(step, request_ids, most, self._best(requests, [most] * len(requests)))
 
     def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
-        """Return how many of the proposed draft tokens to use when some proposals are shorter than planned."""
+        """Return the number of proposed draft tokens to use per request, if some proposals are shorter than planned."""
         if self._is_trial or not any(proposed):
             return list(proposed)
         num_cached = _num_cached(requests)
@@ -208,7 +208,7 @@ class DraftPolicy:
         """End the pause if drafting is now expected to be faster.
 
         Args:
-            offered: [requests] number of available draft tokens.
+            offered: [requests] number of tokens in the request's shadow draft.
         """
         if any(offered) and any(self._best(requests, offered, RESUME_GAIN)):
             self._pause = None
@@ -226,14 +226,14 @@ class DraftPolicy:
         return pause is not None and step < pause.end and all(each.request_id in pause.request_ids for each in requests)
 
     def _found_ahead(self, requests: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
-        """Return the counts that `decide_next` decided for a step with these requests and rooms, or an empty list."""
+        """Return the counts from `decide_next` if they are for these requests and limits, otherwise an empty list."""
         known = self._next_counts
         if known is None or known.step != self._step or any(room != known.most for room in rooms):
             return []
         return known.counts if known.request_ids == [request.request_id for request in requests] else []
 
     def _end_of_patience(self) -> int:
-        """Return the step at which drafting resumes after empty proposals."""
+        """Return the number of the step at which drafting resumes after steps without proposals."""
         num_pauses = min(self._num_empty - PATIENCE, LONGEST_PAUSE)
         return self._step + (min(SHORTEST_PAUSE << (num_pauses - 1), LONGEST_PAUSE) if num_pauses > 0 else 0)
 

@@ -46,7 +46,7 @@ class SuffixIndex:
         return tokens
 
     def extend(self, tokens: npt.ArrayLike) -> None:
-        """Append tokens [n], in [0, 2**31), to the text, in amortized constant time per token."""
+        """Append tokens [n], each in [0, 2**31), to the text, in amortized constant time per token."""
         added = np.asarray(tokens, dtype=np.int32)
         start, end = self._length, self._length + len(added)
         must_grow = end > len(self._text)
@@ -182,11 +182,11 @@ class PromptLookupDrafter:
         self._indices: dict[int, SuffixIndex] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return a draft for each request; it is empty if the newest tokens do not occur earlier."""
+        """Return a draft for each request; a draft is empty if the request's last tokens do not occur earlier."""
         return [Draft(self._current_index(request.running).continuation(request.num_tokens)) for request in requests]
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
-        """Return 0, because the time is negligible compared with a step."""
+        """Return 0, because a lookup takes negligible time compared with a step."""
         return 0.0
 
     def forget(self, request_id: int) -> None:
@@ -194,7 +194,7 @@ class PromptLookupDrafter:
         self._indices.pop(request_id, None)
 
     def _current_index(self, request: RunningRequest) -> SuffixIndex:
-        """Return the index of a request's text, extended by new tokens, or rebuilt if the text was replaced."""
+        """Return the up-to-date index of a request's text; rebuild it if the text has been replaced."""
         index = self._indices.get(request.request_id)
         if index is None or not _continues(index, request):
             index = SuffixIndex(self._min_match, self._max_match, self._max_candidates)
@@ -205,6 +205,6 @@ class PromptLookupDrafter:
 
 
 def _continues(index: SuffixIndex, request: RunningRequest) -> bool:
-    """Return True if the request's text continues the indexed text; compares its last tokens only."""
+    """Return True if the request's text starts with the indexed text; only the last indexed tokens are compared."""
     last = index.last_tokens(_NUM_CHECKED)
     return list(request.tokens(len(index) - len(last), len(index))) == last

@@ -78,7 +78,7 @@ class StepTime:
     width: int = 0
 
     def seconds(self, num_requests: int, num_drafts: int, num_cached: int = 0) -> float:
-        """Return the estimated seconds for a step, given the total numbers of draft tokens and cached tokens."""
+        """Return the estimated seconds for a step, given the total numbers of draft tokens and of cached tokens."""
         reads, device = self.reads, self.device
         num_bytes = reads.weights + reads.expert * reads.experts_hit(num_requests + num_drafts)
         num_bytes += num_requests * reads.state + num_drafts * reads.draft + num_cached * reads.cached_token

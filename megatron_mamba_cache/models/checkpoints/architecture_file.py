@@ -18,7 +18,7 @@ _MAMBA, _GATED_DELTA = "mamba", "gated_delta"
 
 
 def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:
-    """Write the architecture to its file in a checkpoint directory."""
+    """Write an architecture to the JSON file for it in a checkpoint directory."""
     kind = _MAMBA if isinstance(architecture.recurrent, MambaSizes) else _GATED_DELTA
     sections = {kind if name == "recurrent" else name: value for name, value in asdict(architecture).items()}
     text = json.dumps(sections, indent=2)
@@ -26,10 +26,11 @@ def write_architecture(architecture: HybridArchitecture, directory: Path) -> Non
 
 
 def read_architecture(directory: Path) -> HybridArchitecture:
-    """Read the architecture from its file in a checkpoint directory.
+    """Read the architecture from the JSON file for it in a checkpoint directory.
 
     Raises:
-        ValueError: If the file cannot be read, or a field is missing or of the wrong type; the message names it.
+        ValueError: If the file cannot be read, or a field is missing or of the wrong type; the message names the file
+            and the field.
     """
     path = directory / ARCHITECTURE_FILE
     found: HybridArchitecture = _read(HybridArchitecture, CheckpointConfig(read_json_object(path), str(path)))

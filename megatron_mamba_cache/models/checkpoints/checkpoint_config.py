@@ -84,14 +84,14 @@ class CheckpointConfig:
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """Return the value of a field that must be a positive number of plausible size."""
+        """Return the value of a field that must be a positive number in a plausible range."""
         value = self._get(name, default)
         if type(value) not in (int, float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
             raise self._wrong(name, value, f"a number between {_LEAST_NUMBER} and {_MOST_NUMBER}")
         return float(value)
 
     def factor(self, name: str, default: float = _REQUIRED) -> float:
-        """Return the value of a field that must be a nonzero number of plausible size."""
+        """Return the value of a field that must be a positive or negative number in a plausible range."""
         value = self._get(name, default)
         if type(value) not in (int, float) or not _LEAST_NUMBER <= abs(value) <= _MOST_NUMBER:
             raise self._wrong(name, value, f"a number of magnitude between {_LEAST_NUMBER} and {_MOST_NUMBER}")
@@ -141,7 +141,7 @@ class CheckpointConfig:
         return value[0], value[1]
 
     def require_empty(self, name: str) -> None:
-        """Raise `ValueError` if a field is a non-empty object."""
+        """Raise `ValueError` if a field is present and not an empty object."""
         if self.section(name)._fields:
             raise self.error(f"{self.shown(name, self._get(name, None))} is not supported")
 
@@ -220,7 +220,7 @@ class CheckpointConfig:
 
 
 def _short(value: Any) -> str:
-    """Return a value as one line of text of limited length."""
+    """Return a value as text, shortened to at most one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 

@@ -44,7 +44,7 @@ class NoCommonState(TorchCommonLoadStrategy):
     """Loading strategy that skips `common.pt`; Megatron would fail if the file had a class that is not allowed."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Return an empty common state."""
+        """Return an empty dict instead of the contents of `common.pt`."""
         return {}
 
 

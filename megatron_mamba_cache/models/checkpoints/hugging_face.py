@@ -265,11 +265,11 @@ def _fill(filler: ModelFiller, files: CheckpointTensors, names: Iterable[str]) -
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return text with the number of tensors and the first few names."""
+    """Return text for error messages with the number of tensors and the first few of their names."""
     return f"{len(names)} tensors: {shortened(names)}"
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Return text with the first few names and the number of further names."""
+    """Return text for error messages with the first few names and the number of names left out."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return f"{', '.join(names[:_NAMES_SHOWN])}{more}"

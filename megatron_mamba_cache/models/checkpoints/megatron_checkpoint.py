@@ -171,7 +171,7 @@ def _stored_dtype(path: Path) -> torch.dtype:
 
 
 def _make_empty(path: Path) -> None:
-    """Create a directory; an existing directory must be empty."""
+    """Create a directory if it does not exist; raise `ValueError` if it exists and is not empty."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_empty = next(path.iterdir(), None) is None

@@ -47,7 +47,7 @@ class WeightFormat:
         return (*leading, _ceil(rows, self.rows), _ceil(columns, self.columns))
 
     def scale_shapes(self, weight: Shape) -> list[Shape]:
-        """Return the allowed shapes for the scales of a weight, most common first."""
+        """Return the shapes that a weight's scale tensor may have, the most common shape first."""
         grid = *leading, rows, columns = self.grid(weight)
         shapes: list[Shape] = [grid, (*leading, rows, 1, columns, 1)]
         if self.columns is None:
@@ -93,7 +93,7 @@ class QuantizedWeight:
         return (self.codes, self.scale, *([] if self.global_scale is None else [self.global_scale]))
 
     def values(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """Dequantize the weight in float32, rounding once to the dtype of the result.
+        """Return the dequantized weight; it is computed in float32 and rounded once to the result's dtype.
 
         Args:
             tensors: Tensors by name; must include `parts`.

@@ -64,7 +64,7 @@ class HeldRequests:
     def __init__(self, context: MambaCacheContext) -> None:
         self._context = context
         self._held: dict[int, HeldRequest] = {}
-        self._waits_since: dict[int, int] = {}  # request id -> round since which it waits
+        self._waits_since: dict[int, int] = {}  # request id -> number of the round in which it began to wait
         self._round = 0
 
     def schedule(self, requests: Sequence[DraftRequest]) -> list[HeldRequest]:

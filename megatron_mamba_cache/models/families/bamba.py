@@ -14,7 +14,7 @@ OTHER_NAMES = OtherNames(parts={"model.": ("",)})  # names in a checkpoint witho
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture that a Bamba configuration describes. Each layer becomes two in Megatron."""
+    """Return the architecture that a Bamba configuration describes. Each layer becomes two Megatron layers."""
     for name in ("attention_bias", "mlp_bias", "mamba_proj_bias"):
         config.require(name, False, False)
     config.require("hidden_act", "silu", "silu")  # also the mixers' activation

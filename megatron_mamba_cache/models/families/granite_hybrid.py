@@ -28,7 +28,7 @@ _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "atten
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture that a GraniteMoeHybrid configuration describes. Each layer becomes two in Megatron."""
+    """Return the architecture that a GraniteMoeHybrid config describes. Each layer becomes two Megatron layers."""
     config = config.naming({"layers_block_type": "layer_types"})
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)

@@ -88,7 +88,7 @@ def mlp_norm_placement(layer: int, norm: str) -> Placements:
 
 
 def gated_mlp_placements(target: str, prefix: str) -> Placements:
-    """Return the destinations of a gated MLP's tensors; `target` is Megatron's name prefix, `prefix` the stored one."""
+    """Return the destinations of a gated MLP's tensors, given the name prefixes in Megatron and in the checkpoint."""
     fc1 = f"{target}linear_fc1.weight"
     return {
         f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=lambda part: part[: len(part) // 2]),),
@@ -98,7 +98,7 @@ def gated_mlp_placements(target: str, prefix: str) -> Placements:
 
 
 def ends_placements(architecture: HybridArchitecture, names: Mapping[str, str]) -> Placements:
-    """Return the destinations of embeddings, final norm and output weights; `names` has their stored names."""
+    """Return the destinations of embeddings, final norm and output weights, given their names in the checkpoint."""
     placements: Placements = {
         names["embeddings"]: (Placement(EMBEDDINGS, Split(0)),),
         names["final_norm"]: (Placement("decoder.final_norm.weight"),),

@@ -41,7 +41,7 @@ Projections = Callable[[HybridArchitecture, str, str], Placements]
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture that a Qwen3-Next or Qwen3.5 configuration describes. A layer becomes two in Megatron."""
+    """Return the architecture that a Qwen3-Next or Qwen3.5 config describes. Each layer becomes two Megatron layers."""
     config.require("attention_bias", False, False)
     config.require("attn_output_gate", True, True)
     config.require("hidden_act", "silu", "silu")  # also the mixers' activation
@@ -147,7 +147,7 @@ def _normalizes(config: CheckpointConfig) -> bool:
 
 
 def _feed_forward(config: CheckpointConfig, num_layers: int, experts: ExpertsSizes | None) -> str:
-    """Return the pattern symbols of the feed-forward layers: "-" dense, "E" MoE."""
+    """Return each layer's pattern symbol for its feed-forward part: "-" for dense, "E" for MoE."""
     if experts is None:
         return "-" * num_layers
     step, dense = config.integer("decoder_sparse_step", 1), config.indices("mlp_only_layers", num_layers)

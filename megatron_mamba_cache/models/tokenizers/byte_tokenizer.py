@@ -28,11 +28,11 @@ class ByteTokenizer:
         return list(text.encode())
 
     def tokenize_after_tokens(self, _tokens: Sequence[int], text: str) -> list[int]:
-        """Return the bytes of a text that continues after these tokens."""
+        """Return the UTF-8 bytes of `text`; the tokens before it have no effect."""
         return self.tokenize(text)
 
     def tokenize_after_text(self, _before: str, text: str) -> list[int]:
-        """Return the bytes of a text that follows another text."""
+        """Return the UTF-8 bytes of `text`; the text before it has no effect."""
         return self.tokenize(text)
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:
