@@ -50,7 +50,7 @@ class CoordinatorBackend:
         address: Address of the coordinator, such as "tcp://host:5555".
         rules: Limits that requests must satisfy, identical in all replicas.
         end_ids: Ids of the tokens that end a reply.
-        access: Encryption and authentication for the connection; None: plain loopback.
+        access: Access rules and encryption for the connection; None: unencrypted, over loopback only.
         tokenizer: Tokenizer of the model; None: grammars cannot be enforced on replies.
     """
 
