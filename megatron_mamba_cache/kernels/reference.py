@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def redirect_padding(valid: Tensor) -> Tensor:
-    """Return [n] int64 indices: a valid entry's own, or the first valid entry's for padding; `valid` is [n] bool."""
+    """Return the index of each entry of `valid` [n] bool, or of the first valid entry for padding; [n] int64."""
     entries = torch.arange(valid.shape[0], device=valid.device)
     return torch.where(valid, entries, valid.to(torch.int32).argmax())
 

@@ -65,7 +65,7 @@ class _Rows(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Kernel arguments for one move: source, target, tail, and the compile-time sizes of its tiles.
+    """Kernel arguments for one `StateMove`: source, target, tail, and the compile-time sizes of its tiles.
 
     For a quantized tensor, `times`, `length` and `lanes` are the numbers of heads, rows and channels.
     """

@@ -49,7 +49,7 @@ CACHED_FORMS = {"live": CachedForm(), "int8": CachedForm(torch.int8), "fp8": Cac
 
 
 class StoredStates:
-    """Tensors that hold cached states: those of the live pool, or separate ones in a quantized format.
+    """Storage for cached states: the tensors of the live pool, or separate tensors in a quantized format.
 
     Args:
         live: One tensor [layers, slots, ...] per `StateTensor` of the groups.

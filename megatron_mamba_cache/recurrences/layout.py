@@ -31,7 +31,7 @@ class SlotPart:
 
     @property
     def num_bytes(self) -> int:
-        """Size of one layer in bytes."""
+        """Size of one layer's tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -76,7 +76,7 @@ class SlotLayout:
 
     @property
     def aligned_bytes(self) -> int:
-        """Size of one slot in bytes, if each layer of each part is aligned."""
+        """Size of one slot in bytes, including the padding that aligns each layer of each part."""
         return sum(part.num_layers * part.aligned_bytes for part in self.parts)
 
 

@@ -46,7 +46,7 @@ class _FlashAttention(ABC):
         """Return the library's function, bound to the step's requests; its queries must not contain padding."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the function that computes attention in each layer of the step."""
+        """Return the attention function for the step; each layer calls it."""
         num_tokens, call = sum(rows.query_lens), self._planned(rows)
         return lambda q, k_cache, v_cache: attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
 

@@ -154,7 +154,7 @@ class CapturedPart:
         self.plan_again(rows)
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; lengths must be exact, and the number of requests must not change."""
+        """Plan the next replay on the host; `rows` must have exact lengths and as many requests as captured."""
         pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
         if planned is not None and self._reads_lengths and pages.has_pages_of(planned):
             return
@@ -175,7 +175,7 @@ class PlannedPart(Protocol):
         """Slice of the packed query tokens that belong to these requests."""
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; lengths must be exact, and the number of requests must not change."""
+        """Plan the next replay on the host; `rows` must have exact lengths and as many requests as captured."""
 
 
 class PartAttention(Protocol):
@@ -195,12 +195,12 @@ class CapturedFlashInfer:
     last_block: int | None = None
 
     def begin(self) -> PlannedAttention:
-        """Return the function that computes attention in each layer of the step."""
+        """Return the attention function for the step; each layer calls it."""
         calls = [(part.attention, part.tokens) for part in self.parts]
         return lambda q, k_cache, v_cache: attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q))
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; lengths must be exact, and the number of requests must not change."""
+        """Plan the next replay on the host; `rows` must have exact lengths and as many requests as captured."""
         for part in self.parts:
             part.plan_again(rows)
 

@@ -173,7 +173,7 @@ class ReferenceAttention:
         self._scale = shape.scale
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the function that computes attention in each layer of the step."""
+        """Return the attention function for the step; each layer calls it."""
         return partial(self._attend, rows)
 
     def _attend(self, rows: AttentionRows, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class CapturedReference(DeviceLengths):
     """Reference attention inside a CUDA graph; each token is computed as a request, with its length on the device."""
 
     def begin(self) -> PlannedAttention:
-        """Return the function that computes attention in each layer of the step."""
+        """Return the attention function for the step; each layer calls it."""
         return self._backend.plan(token_rows(self._rows))
 
 

@@ -52,7 +52,7 @@ class SplitPart:
         self.plan_again(rows)
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; lengths must be exact, and the number of requests must not change."""
+        """Plan the next replay on the host; `rows` must have exact lengths and as many requests as captured."""
         pages = page_lists(rows, self._block_size, self._part, keep_all=True)
         history, own = split_history(pages, self._block_size, self._num_pieces, self._num_tokens)
         self._history.plan(history)

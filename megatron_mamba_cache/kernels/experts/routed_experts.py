@@ -1,4 +1,4 @@
-"""Compute the routed experts of a layer, from the chosen expert ids to the weighted sum."""
+"""Compute the routed experts of a layer, from the routed expert ids to the weighted sum."""
 
 from collections.abc import Callable
 from typing import NamedTuple

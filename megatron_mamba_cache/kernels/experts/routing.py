@@ -1,4 +1,4 @@
-"""Routing: choose the experts of each token and compute their weights.
+"""Routing: select the experts for each token and compute their weights.
 
 Grid: one program per token, which holds the scores in registers as [groups, group size], both padded to powers of 2. It
 maps scores to integer keys of the same order, and selects the largest key `top_k` times; among equal keys, the lowest
@@ -84,7 +84,7 @@ def _route_kernel(
     IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PADDING: tl.constexpr, NORMALIZES: tl.constexpr,
     GATE_INPUTS: tl.constexpr, GATE_WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one token and compute their weights. Long because it has many arguments."""
+    """Select the experts for one token and compute their weights. Long because it has many arguments."""
     await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
