@@ -224,12 +224,12 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def overlapped_step(self) -> OverlappedStep | None:
-        """Next step if it was launched before its scheduling; None otherwise."""
+        """Next step if it was launched before the host processed the current step; None otherwise."""
         return None if self._runner is None else self._runner.overlapped_steps.launched
 
     @property
     def graphs(self) -> GraphsByShape | None:
-        """CUDA graphs that were captured over the current memory."""
+        """CUDA graphs that were captured over the current memory; None if steps run without graphs."""
         return None if self._runner is None else self._runner.graphs
 
     @property
@@ -244,7 +244,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def step(self) -> Step:
-        """Step that is laid out and whose results have not been processed."""
+        """Current step, which is laid out and whose results have not been processed."""
         return self.runner.step
 
     @property
@@ -256,7 +256,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def max_blocks_of_a_request(self) -> int:
-        """Maximum number of KV blocks per request; available also while the engine is suspended."""
+        """Maximum number of KV blocks per request; also available while the engine is suspended."""
         return self.block_allocator.total_count - 1
 
     @property
@@ -282,12 +282,12 @@ class MambaCacheContext(DynamicInferenceContext):
             )
 
     def note_arrival(self) -> None:
-        """Note that a request has arrived; it may join the next step unless max_requests are running."""
+        """Record that a request has arrived; it may join the next step unless max_requests are running."""
         if self._runner is not None and not self._runner.requests.is_full:
             self._runner.queue.note_change()
 
     def note_change(self) -> None:
-        """Note that a request may now join the next step; see `QueueState.note_change`."""
+        """Record that a request may now join the next step; see `QueueState.note_change`."""
         if self._runner is not None:
             self._runner.queue.note_change()
 
@@ -323,7 +323,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
-        """Return whether a Megatron request fits: in the running requests, the step's tokens, and the KV blocks."""
+        """Return whether a Megatron request fits into `max_requests`, the step's token budget, and the KV blocks."""
         plan = self.cache.plan(Candidate(spec_of(req)), self.runner.requests.prompt_budget)
         has_room = len(self.running_requests) < self.max_requests and not self.paused_request_count
         return has_room, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
@@ -351,7 +351,7 @@ class MambaCacheContext(DynamicInferenceContext):
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
     ) -> tuple[list[list[float] | None], Tensor]:
-        """Return the log-probs of each request's next tokens, and of the whole vocabulary; for steps without drafts."""
+        """Return log-probs of each request's next tokens and of the whole vocabulary, in a step without drafts."""
         tokens = zip(self.step.requests, new_tokens.tolist(), strict=True)
         kept = [(token,) if request.samples_this_step else () for request, token in tokens]
         followed = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))

@@ -14,7 +14,7 @@ from .request_states import DraftCounts
 
 
 class MambaCacheController(TextGenerationController):
-    """Megatron's text-generation controller for a `MambaCacheContext`; tokens do not depend on the batch."""
+    """Megatron's text-generation controller for a `MambaCacheContext`; sampled tokens do not depend on the batch."""
 
     @property
     def context(self) -> MambaCacheContext:

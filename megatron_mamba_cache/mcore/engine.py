@@ -331,7 +331,7 @@ class MambaCacheEngine(SuspendableEngine):
             self.context.runner.step_requests.prefetch(self.scheduler, [*self._candidates(head)])
 
     def _is_at_rest(self) -> bool:
-        """Return whether only a new request can change the contents of the next step."""
+        """Return whether no failed request awaits isolation, which would change the contents of the next step."""
         return not self._failed_steps
 
     def _admissible(self) -> Iterable[int]:
@@ -345,7 +345,7 @@ class MambaCacheEngine(SuspendableEngine):
         return [isolated] if isolated in self.waiting_request_ids else []
 
     def _before_report(self, step_result: Any) -> None:
-        """Hook for subclasses between counting drafts and the report; it may raise."""
+        """Hook for subclasses, called after drafts are counted and before the step is reported; it may raise."""
 
     def _drop_failed_step(self, error: BaseException) -> None:
         """Drop a failed step; if the engine continues, take part in the collectives that other ranks wait for."""

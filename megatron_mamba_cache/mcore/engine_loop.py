@@ -14,7 +14,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class EngineLoop:
-    """Event loop of a running `run_engine`; if none is running, calls run in the caller's thread."""
+    """Event loop of a running `run_engine`. While it is not running, calls run in the caller's thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -23,7 +23,7 @@ class EngineLoop:
 
     @property
     def current(self) -> asyncio.AbstractEventLoop:
-        """Loop for new futures: that of `run_engine`, else the caller's, else Megatron's shared loop."""
+        """Event loop for new futures: that of `run_engine`, else the caller's, else Megatron's shared loop."""
         return self._loop or get_asyncio_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
@@ -47,7 +47,7 @@ class EngineLoop:
 
     @contextmanager
     def entered(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Context manager: run calls in `loop` until the `with` body ends."""
+        """Context manager that makes calls run in `loop` while its body runs."""
         self._loop, self._has_news = loop, asyncio.Event()
         try:
             yield

@@ -93,7 +93,7 @@ class MixtureOfExperts(MegatronModule):
 
     Args:
         submodules: Contains Megatron's spec for `shared_experts`.
-        routing: Rule that chooses the experts for a token; None: derived from the configuration.
+        routing: Rule that routes each token to experts; None derives it from the configuration.
 
     Raises:
         ValueError: If the ranks cannot divide the experts, or the router type is unknown.
@@ -130,8 +130,8 @@ class MixtureOfExperts(MegatronModule):
         """Return the layer's output for hidden_states [..., hidden], without the residual.
 
         Args:
-            batch: Step that contains the tokens; experts skip its padding tokens. None: no token is padding, and all
-                expert-parallel ranks have equally many tokens.
+            batch: Step that contains the tokens; experts skip its padding tokens. With None, no token is padding, and
+                all expert-parallel ranks must have the same number of tokens.
         """
         x = hidden_states.flatten(0, -2)
         taken_along = self._taken_along(x)
@@ -209,7 +209,7 @@ class MixtureOfExperts(MegatronModule):
 
 
 def exchange_of(model: Any) -> ExpertExchange | None:
-    """Return the exchange between the model's layers and experts on other ranks; None without expert parallelism."""
+    """Return the all-gather and reduce-scatter of the model's MoE layers; None without expert parallelism."""
     layers = (module for module in model.modules() if isinstance(module, MixtureOfExperts))
     return next((layer.exchange for layer in layers), None)
 

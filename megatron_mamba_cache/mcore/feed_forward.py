@@ -95,7 +95,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
         return output
 
     def weights(self) -> SharedExpert | None:
-        """Return the weights if `ungated` consists only of GEMMs and an activation; None otherwise."""
+        """Return the expert's weights if `ungated` consists only of GEMMs and an activation; None otherwise."""
         first, second = self.linear_fc1, self.linear_fc2
         is_plain = first.bias is None and second.bias is None
         if not is_plain or self.config.sequence_parallel or fused_activation(self.config) == "none":

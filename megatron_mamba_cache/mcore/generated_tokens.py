@@ -22,7 +22,7 @@ _TOP_N = ("prompt_top_n_logprobs", "generated_top_n_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """Results of a step for one request, without the last token and its time, which Megatron appends.
+    """A step's results for one request, except the last token and its time, which Megatron appends.
 
     Args:
         request: Newest Megatron request in its record.
@@ -80,7 +80,7 @@ class RecordMark:
         return RecordMark(entry, newest, len(newest.generated_tokens), len(newest.events))
 
     def take_back(self) -> None:
-        """Restore the snapshot; do nothing if the record has started another part."""
+        """Restore the record from the snapshot; do nothing if a new part of the record has been started."""
         if self.entry.record.requests[-1] is not self.request:
             return
         take_back(self.request, self.num_tokens)

@@ -40,7 +40,7 @@ class LocalSpecOptions:
     Args:
         mixer: Mixer class for the recurrent layers. `GatedDeltaMixer` takes its sizes from the TransformerConfig.
         grain: Number of tokens per tile of the scan; the KV block size is a multiple of it.
-        d_conv, conv_bias, time_step_limit: Same as in `CachingMambaMixer`.
+        d_conv, conv_bias, time_step_limit: Passed to `CachingMambaMixer`.
         norm_eps: Epsilon of the norm before a mixer; Megatron does not take it from the config.
         gated_norm_eps: Epsilon of the norm at a mixer's end; None uses `norm_eps`.
         has_head_norms: True if queries and keys are normalized per head; same as `qk_layernorm` in TransformerConfig.

@@ -108,7 +108,7 @@ def _part_of(model: Any) -> _Part:
 
 
 def weights_of_token(model: Any) -> int:
-    """Return the number of weights in this rank's layers that one token uses, counting only its chosen experts."""
+    """Return the number of weights in this rank's layers that one token uses, with only its routed experts."""
     others, of_expert = _weights_of(model)
     return others + (of_expert * model.config.moe_router_topk if of_expert else 0)
 
@@ -121,7 +121,7 @@ def _weights_of(model: Any) -> tuple[int, int]:
 
 
 def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
-    """Return the estimator for the model's step times; all its ranks call it and get the same result."""
+    """Return an estimator of the model's step times. Collective: all its ranks call it and get equal results."""
     config = shape.with_forms(config)
     device = GPU if next(model.parameters()).is_cuda else CPU
     width = 1 + config.num_speculative_tokens if config.num_cuda_graphs else 0
@@ -176,7 +176,7 @@ def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[
 
 
 def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
-    """Return one fingerprint for all parts; for a single part, its own fingerprint."""
+    """Return one fingerprint for the parts on all ranks; a single part's own fingerprint is used unchanged."""
     if len(parts) == 1:
         return parts[0].fingerprint
     return hashlib.sha256(repr([part.fingerprint for part in parts]).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Parse a request's settings from Megatron's sampling parameters, and serialize them between processes."""
+"""Conversion of Megatron's sampling parameters to a request spec, and its serialization between processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -52,7 +52,7 @@ def spec_of(
 
     Args:
         stop_words: Token ids of the stop words that Megatron's parameters contain as text.
-        longest: Default for the total number of prompt and generated tokens; None if the request must set a number.
+        longest: Default for the maximum total number of prompt and generated tokens; None if the request must set one.
         seed, tenant: Override the values in the request's parameters, unless they are None and "".
         default_seed: Seed if the request sets none.
 

@@ -14,13 +14,13 @@ _REMEMBERED_REQUESTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Numbers of verified and kept drafts for one request."""
+    """Numbers of a request's drafts that were verified and that were kept."""
 
     drafted: int = 0
     accepted: int = 0
 
     def plus(self, other: "DraftCounts") -> "DraftCounts":
-        """Return the sum of two counts."""
+        """Return the field-wise sum of two counts."""
         return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
 
 
@@ -100,7 +100,7 @@ class RequestStates(dict[int, RequestState]):
         self._left: dict[int, RequestCounts] = {}  # oldest first
 
     def leave(self, request_id: int) -> None:
-        """Discard a request's state except for its counts; do nothing if it has already left."""
+        """Discard a request's state but keep its counts; do nothing if the request has left."""
         if request_id not in self:
             return
         self._left[request_id] = self.counts_of(request_id)

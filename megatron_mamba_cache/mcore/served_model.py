@@ -70,7 +70,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
     @override
     @torch.inference_mode()
     def run_one_forward_step(self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None) -> Tensor:
-        """Return the logits, [1, n, vocab], on the last stage; else the sent hidden states, [tokens, 1, hidden]."""
+        """Return logits, [1, n, vocab], on the last stage; on others, the hidden states sent, [tokens, 1, hidden]."""
         num_tokens = inference_input["tokens"].shape[1]
         self.stage.receive(num_tokens)
         output = self._compute(inference_input)
@@ -181,7 +181,7 @@ def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper
 
 @contextmanager
 def _rotary_tables_of(model: Any) -> Iterator[list[Tensor]]:
-    """Context manager: collect the rotary tables that forward passes in its body read.
+    """Context manager that collects the rotary tables that forward passes in its body read.
 
     Megatron caches only the 32 newest tables over all models, so later forward passes could free a table that a CUDA
     graph still reads.

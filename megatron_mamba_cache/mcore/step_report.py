@@ -57,7 +57,7 @@ class StepReport:
             addition.apply()
 
     def rest(self) -> dict[str, Any] | None:
-        """Return the step's result without the values that `append` has appended."""
+        """Return the step's result without the values that `append` added to the records."""
         return None if self._step_result is None else {**self._step_result, "log_probs": None, "top_n_logprobs": None}
 
     def ended(self, detokenize: Callable[[list[int]], str] | None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One memory for KV blocks and states: each slab holds one of them, and can be reassigned when it is empty."""
+"""One memory for KV blocks and states, in slabs that hold one kind and are reassigned when empty."""
 
 from bisect import insort
 from collections import Counter
@@ -18,17 +18,17 @@ class SlabUse(IntEnum):
 
 
 class Slabs:
-    """State of the slabs that KV blocks and states share.
+    """Bookkeeping of the slabs that KV blocks and states share.
 
     Attributes:
         use: What each slab holds.
         num_fixed: Number of indices in each slab that cannot be evicted.
-        num_open: Number of slabs without a fixed index: all of them could become unused.
+        num_open: Number of slabs without a fixed index, which evictions could empty.
         unused: Unused slabs in ascending order. KV takes the first and states the last, so few slabs are reassigned.
         held_states: For each slab, True if it has held states since its memory was last cleared.
         taken_over: Slabs reassigned from states to KV; may list a slab twice, or a slab that is unused again.
-        indices: Pool of each use. Both pools count the indices of an unused slab as free, and of an open slab as
-            available.
+        indices: Index pool for each use. Both pools count the indices in an unused slab as free, and the indices in an
+            open slab as available.
     """
 
     def __init__(self, num_slabs: int) -> None:
@@ -54,7 +54,7 @@ class Slabs:
 
 
 class SlabIndexPool:
-    """Pool of the indices of one use. KV takes unused slabs from the low end, states from the high end.
+    """`IndexPool` for one use. KV takes unused slabs from the low end, states from the high end.
 
     Partly used slabs are filled first, lowest number first, so that other slabs become empty.
 

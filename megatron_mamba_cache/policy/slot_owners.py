@@ -1,4 +1,4 @@
-"""Record what each state slot is used for."""
+"""Record of the use of each state slot."""
 
 from collections.abc import Sequence
 from enum import Enum

@@ -23,13 +23,13 @@ _MOMENT = 2.0**-10  # separates the times of states used by the same request; a 
 class SlotPool:
     """Slots of the state pool, each with one owner. A cached state belongs to one KV block; a block has at most one.
 
-    A cached state is evicted when a slot or a KV block is needed and none is free, unless it is pinned: about to be
-    read. Time is logical: it passes when requests start from a state and when they end.
+    A cached state can be evicted when a slot or a KV block is needed and none is free, unless the state is pinned
+    because a step is about to read it. Time is logical: it advances when a request starts from a state or ends.
 
     Args:
-        indices: Index pool of the slots, or the number of slots of a pool of its own.
-        rule: Weighs states for eviction; None: evict the least recently used state first.
-        running: Index pool of the slots of live and draft states; None: `indices`.
+        indices: Index pool for the slots, or the number of slots in a separate pool.
+        rule: Rule that weighs states for eviction; None evicts the least recently used state first.
+        running: Index pool for live and draft states; None to use `indices`.
 
     Raises:
         ValueError: If the number of slots is negative.
@@ -65,7 +65,7 @@ class SlotPool:
         self._clock = 0.0
 
     def attach(self, texts: CachedTexts) -> None:
-        """Free KV blocks together with the states that they need to be reusable."""
+        """Set the KV blocks, which are freed together with the states that make them reusable."""
         self._texts = texts
 
     @property
@@ -112,7 +112,7 @@ class SlotPool:
         return {owner.value: self._owners.count(owner) for owner in SlotOwner} | running
 
     def slot_of(self, block: BlockId) -> SlotId | None:
-        """Return the slot with the cached state at the end of the block."""
+        """Return the slot with the cached state at the end of the block; None if it has none."""
         return self.slot_by_block.get(block)
 
     def deepest(self, blocks: Sequence[BlockId]) -> int:
@@ -123,7 +123,7 @@ class SlotPool:
         return depth
 
     def tokens_before(self, block: BlockId) -> int:
-        """Return the number of tokens up to the previous cached state before the block's."""
+        """Return the number of tokens from the start of the text to the cached state before the block's own."""
         entry = self._entry(block)
         return entry.num_tokens - entry.lost_tokens
 
@@ -154,7 +154,7 @@ class SlotPool:
         self._running.free(slot, SlotOwner.LIVE)
 
     def take_draft(self, num_slots: int) -> list[SlotId]:
-        """Return slots for draft states, as `take_live` does."""
+        """Return slots for draft states; evict and raise like `take_live`."""
         return self._take(num_slots, SlotOwner.DRAFT, self._running)
 
     def release_draft(self, slot: SlotId) -> None:
@@ -162,7 +162,7 @@ class SlotPool:
         self._running.free(slot, SlotOwner.DRAFT)
 
     def reserve(self, num_slots: int = 1) -> list[SlotId]:
-        """Reserve slots for states that the next step writes, as `take_live` does; all or none."""
+        """Reserve all or none of the slots for states that the next step writes; evict and raise like `take_live`."""
         return self._take(num_slots, SlotOwner.RESERVED, self._owners)
 
     def cancel(self, slot: SlotId) -> None:
@@ -182,7 +182,8 @@ class SlotPool:
         Args:
             num_tokens: Number of tokens from the start of the text to the end of the block.
             anchor: Block of the previous cached state; evicting the state loses the tokens in between.
-            num_continuations: Number of texts that continue after the state and have no state with this one as anchor.
+            num_continuations: Number of known texts that continue after the state, without a later state anchored to
+                it.
 
         Raises:
             CacheIntegrityError: If the slot is not reserved or the block has a state; nothing has changed then.
@@ -208,7 +209,7 @@ class SlotPool:
             self._rolling.add(block)
 
     def keep(self, block: BlockId) -> None:
-        """Undo `mark_rolling`, because the state is no longer only a request's own checkpoint."""
+        """Undo `mark_rolling`, because others than the checkpoint's request use the state."""
         self._rolling.discard(block)
 
     def retire(self, block: BlockId) -> None:
@@ -228,7 +229,7 @@ class SlotPool:
                 self._file_again(block)
 
     def save_with(self, saver: StateSaver) -> None:
-        """Set what saves states to a lower tier before they are evicted."""
+        """Set the saver, which copies states to a lower tier before they are evicted."""
         self._saver = saver
 
     def stop_saving(self, block: BlockId) -> None:
@@ -256,7 +257,7 @@ class SlotPool:
         """Protect the block's state from eviction until a matching number of `unpin` calls.
 
         Args:
-            is_hit: True if the pin counts as a use, by a request that starts from the state.
+            is_hit: True if the pin counts as a use of the state, by a request that starts from it.
 
         Raises:
             CacheIntegrityError: If the block has no state.
@@ -300,7 +301,7 @@ class SlotPool:
         self._forget_state(block)
 
     def note_end(self, block: BlockId) -> None:
-        """Note that nothing is cached after the block any more; do nothing if the block has no evictable state."""
+        """Record that no block is cached after this one; do nothing if the block has no evictable state."""
         if block not in self.slot_by_block:
             return
         weight = self._file_again(block) if block in self._evictable else self._weigh(block)
@@ -311,10 +312,10 @@ class SlotPool:
         """Evict the state of lowest priority and the KV blocks that cannot be reused without it.
 
         Args:
-            is_end: True to evict only a last state of a text, whose eviction frees KV blocks.
+            is_end: True to consider only the last states of texts, whose eviction frees KV blocks.
 
         Raises:
-            CacheIntegrityError: If all such states are pinned.
+            CacheIntegrityError: If every state under consideration is pinned.
         """
         kinds = ENDS if is_end else None
         block = self._next_evicted(kinds)
@@ -326,7 +327,7 @@ class SlotPool:
         self.num_evicted += 1
 
     def touch_path(self, blocks: Sequence[BlockId], prompt_len: int | None = None) -> None:
-        """Mark the states along a path as used now and link them; note which state ends the newest prompt, if given."""
+        """Mark the states on a path as used now, link them, and mark the end of the newest prompt if given."""
         path = [block for block in blocks if block in self.slot_by_block]
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
@@ -389,7 +390,7 @@ class SlotPool:
         return owners.take(num_slots, owner)
 
     def _make_room(self, num_slots: int, owners: SlotOwners) -> None:
-        """Evict until `num_slots` slots are free; raises as `take_live` does."""
+        """Evict until `num_slots` slots are free; raise the same errors as `take_live`."""
         indices = owners.indices
         if num_slots > indices.num_available:
             raise CacheCapacityError(
@@ -453,7 +454,7 @@ class SlotPool:
             self._indices.fix(self.slot_by_block[block])
 
     def _has_changed(self, block: BlockId) -> bool:
-        """Return whether a state's weight has changed since it was filed, because of states or text near it."""
+        """Return whether a state's weight has changed since it was queued, because nearby states or text changed."""
         was_end = self._evictable.kind_of(block) in ENDS
         if was_end == self._texts.is_end(block) and self._lineage.is_anchor_kept(block, self.slot_by_block):
             return False

@@ -1,4 +1,4 @@
-"""Lineage of cached states, by the KV block at which each ends; eviction priorities depend on it."""
+"""Links between the cached states of each text, keyed by KV block; eviction priorities depend on them."""
 
 from collections.abc import Container, Sequence
 
@@ -9,7 +9,7 @@ _ROOT = BlockId(-1)
 
 
 class StateLineage:
-    """Record the previous state of each state, how often requests continued after it, and where prompts ended.
+    """Record of each state's previous state, its branches and continuations, and the ends of prompts.
 
     The record of a dropped state still links the states after it to those before it: a block's ancestors stay
     registered as long as the block, so their numbers are not reused. A state published between two others is unknown to
@@ -41,7 +41,7 @@ class StateLineage:
             self._num_continuations[anchor] += 1
 
     def mark_prompt_end(self, path: Sequence[BlockId], prompt_len: int) -> None:
-        """Mark the last state within the newest prompt as its text's prompt end; `path` are blocks with states."""
+        """Mark the last state within the newest prompt as the prompt's end; `path` lists blocks with states."""
         last = None
         for block in path:
             self._ends_prompt[block] = False
@@ -75,7 +75,7 @@ class StateLineage:
         return self._num_tokens[block]
 
     def is_anchor_kept(self, block: int, cached: Container[BlockId]) -> bool:
-        """Return whether the previous state still exists, so that losing this state costs no more than before."""
+        """Return whether the previous state still exists, so that the cost of losing this state is unchanged."""
         anchor = self._anchors[block]
         return anchor == _ROOT or anchor in cached
 

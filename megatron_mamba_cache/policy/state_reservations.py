@@ -1,4 +1,4 @@
-"""Slots to which the next step writes boundary states: reserved, then published or cancelled."""
+"""Reservations of slots for boundary states that the next step writes."""
 
 from ..metrics import CacheCounters
 from .identifiers import BlockId, BlockKey
@@ -8,10 +8,11 @@ from .slot_pool import SlotPool
 
 
 class StateReservations:
-    """Reserve, publish and cancel the boundary states of running requests.
+    """Reserves slots for the boundary states of running requests, and publishes or cancels them.
 
     Args:
-        is_rolling: True if a request keeps only its newest decode checkpoint and checkpoints that other requests use.
+        is_rolling: True if a request keeps only its newest decode checkpoint; older ones stay only if other requests
+            use them.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class StateReservations:
         """Keys of the reserved prompt boundaries, each with its request's id; others may wait for the publish."""
 
     def reserve_in_prompt(self, request: RunningRequest, position: int) -> None:
-        """Reserve a slot for a boundary of the prompt, unless its state is cached or reserved or no slot is left."""
+        """Reserve a slot for a prompt boundary, unless it is cached or reserved already, or no slot is available."""
         key = request.chain.keys[position // self._block_size - 1]
         known = self._kv.find(key)
         if known is not None and self._slots.slot_of(known) is not None:
@@ -36,7 +37,7 @@ class StateReservations:
             self.keys[key] = request.request_id
 
     def reserve_in_decode(self, request: RunningRequest, position: int) -> None:
-        """Reserve a slot for a boundary that decoding may reach in this step; its key is known after the step."""
+        """Reserve a slot for a boundary that the next decode step may reach; the key is computed after the step."""
         self._reserve(request, position)
 
     def publish(self, request: RunningRequest, end: int) -> None:
@@ -77,7 +78,7 @@ class StateReservations:
         index = state.position // self._block_size
         depth = self._slots.deepest(request.block_ids[: index - 1])
         anchor = request.block_ids[depth - 1] if depth else None
-        # Count the other texts that continue after a prompt boundary by their blocks; this request's own will follow.
+        # Count other texts that continue after a prompt boundary; this request's next block is registered later.
         continues = index < len(request.block_ids) and self._kv.parent_of(request.block_ids[index]) == block
         num_others = self._kv.num_children(block) - continues
         self._slots.publish(state.slot, block, state.position, anchor, num_others)

@@ -89,7 +89,7 @@ class CachingMixer:
         raise NotImplementedError
 
     def mix_decode(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return the input of `out_proj` for the tokens of decode requests; see `mix_prefill`."""
+        """Return the input of `out_proj` for decode tokens, including drafts; shapes as in `mix_prefill`."""
         raise NotImplementedError
 
     def mix_step(self, hidden_states: Tensor, context: Any) -> Any:
@@ -121,7 +121,7 @@ class CachingMixer:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _no_states(self, projected: Tensor) -> LayerStates:
-        """Return one zeroed slot, for requests that neither restore nor keep a state."""
+        """Return state tensors with one zeroed slot, for sequences that neither restore nor keep a state."""
         dtype, device = projected.dtype, projected.device
         tensors = self.recurrence.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
         live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}

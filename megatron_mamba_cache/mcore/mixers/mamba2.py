@@ -125,7 +125,7 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
 
 @contextmanager
 def _without_mamba_ssm() -> Iterator[None]:
-    """Context manager: let Megatron's mixer be built without mamba-ssm, which is never called."""
+    """Context manager in which Megatron's mixer can be built without mamba-ssm, which is never called."""
     had = megatron_mixer.HAVE_MAMBA_SSM
     megatron_mixer.HAVE_MAMBA_SSM = True
     try:

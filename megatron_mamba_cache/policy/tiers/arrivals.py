@@ -1,4 +1,4 @@
-"""Reserve room in a tier for a boundary that is being copied there; then publish or cancel it."""
+"""Reservation of space in a tier for a boundary that is being copied there."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,8 +15,8 @@ class Arrival:
 
     Args:
         keys: Keys of all blocks from the start of the text to the boundary.
-        known: Leading blocks that the tier has already, which are held.
-        new: Blocks reserved for the rest.
+        known: Leading blocks that the tier had before; a reference is held on each.
+        new: Blocks reserved for the remaining keys.
         slot: Slot reserved for the state.
     """
 
@@ -33,10 +33,10 @@ def has_state(pools: CachePools, key: BlockKey | None) -> bool:
 
 
 def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
-    """Reserve room for the boundary at the end of a text's blocks; evict states of lowest priority if needed.
+    """Reserve space for the boundary at the end of a text's blocks; evict states of lowest priority if needed.
 
     Raises:
-        CacheCapacityError: If there is no room; states may have been evicted then.
+        CacheCapacityError: If there is too little space; states may have been evicted before the error.
     """
     known = pools.kv.longest_match(keys)
     with ExitStack() as undo:
@@ -50,9 +50,9 @@ def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
 
 
 def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockId]:
-    """Make a boundary findable after its bytes have arrived; return its blocks from the start of the text, all held.
+    """Make a copied boundary findable; return its blocks from the start of the text, each with a reference.
 
-    Blocks registered meanwhile replace the copied ones. If this raises, the room is released.
+    If an equal block was registered meanwhile, it replaces the copied block. If this raises, the space is released.
     """
     held, kv, slots = list(arrival.known), pools.kv, pools.slots
     try:
@@ -74,6 +74,6 @@ def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockI
 
 
 def cancel(arrival: Arrival, pools: CachePools) -> None:
-    """Release the room."""
+    """Release the reserved space."""
     pools.slots.cancel(arrival.slot)
     pools.kv.release([*arrival.known, *arrival.new])

@@ -1,4 +1,4 @@
-"""The lower tiers (host memory and disk), as the prefix cache and the step use them."""
+"""The lower tiers (host memory and disk), with the interface for the prefix cache and the step."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ PREFETCH_WINDOW = 16
 
 
 class RestoredBlocks(NamedTuple):
-    """Number of blocks restored to the device for a request, by the tier from which they came."""
+    """Number of blocks restored to the device for a request, for each source tier."""
 
     host: int = 0
     disk: int = 0
@@ -38,21 +38,21 @@ class Tiers:
         """Write the last boundaries of a request that has ended to the host."""
 
     def prefetch(self, waiting: Iterable[WaitingPrompt]) -> None:
-        """Start to restore the prefixes of the next queued requests, as far as there is room."""
+        """Start to restore the prefixes of the next queued requests while there is free memory."""
 
     def awaits(self, request_id: int) -> bool:
         """Return whether the request must wait for a copy before its prefill."""
         return False
 
     def claim(self, request_id: int) -> RestoredBlocks:
-        """Note that a request has been admitted; return how many blocks were restored for it and are skipped."""
+        """Record that a request was admitted; return how many of its blocks were restored and need no prefill."""
         return RestoredBlocks()
 
     def forget(self, request_id: int) -> None:
         """Note that a request has left the queue."""
 
     def make_room(self, request_id: int | None = None) -> bool:
-        """Release what waiting requests hold, if possible not `request_id`'s; return whether any was released."""
+        """Release restores of waiting requests, `request_id`'s last; return whether any was released."""
         return False
 
     def flushed(self) -> None:
@@ -63,7 +63,7 @@ class Tiers:
         return Counter()
 
     def slots_reserved(self) -> list[SlotId]:
-        """Return how many device slots are reserved for running copies."""
+        """Return the device slots that are reserved for running copies."""
         return []
 
     def check_integrity(self) -> None:
@@ -76,8 +76,8 @@ class HostTier(Tiers):
     Args:
         host: Pools over host memory; they may contain boundaries already.
         disk: Index of the entries on disk; None: no disk tier.
-        agree: Returns the minimum of each number over the ranks of the model.
-        measure: As in `AgreedTimes`.
+        agree: Function that returns the minimum of each number over the model's ranks.
+        measure: Function that returns this rank's measured times; see `AgreedTimes`.
         prepare: Called before copies start, to clear the device memory to which they write.
     """
 
@@ -128,7 +128,7 @@ class HostTier(Tiers):
             self._copies.start(new)
 
     def land(self, *, wait: bool = False) -> int:
-        """Complete the copies that have ended on every rank; return how many. `wait` waits for a needed copy."""
+        """Complete the copies that have ended on every rank; return their number. `wait` awaits a needed copy."""
         self._restores.release_unawaited()
         if not len(self._ledger):
             return 0
@@ -139,7 +139,7 @@ class HostTier(Tiers):
         return self._ledger.land(self._copies, self._agree)
 
     def close(self) -> None:
-        """Release everything on the device before its memory is freed; drop what is not being written to disk."""
+        """Release all device blocks and slots before device memory is freed; drop queued disk writes."""
         self._restores.flushed()
         if self._disk is not None:
             self._disk.drop_waiting()

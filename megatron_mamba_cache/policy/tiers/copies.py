@@ -1,4 +1,4 @@
-"""Copies between tiers: queued here, executed elsewhere, and completed when all ranks of the model agree."""
+"""Ledger of copies between tiers, which complete when they have ended on all ranks of the model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Lane(Enum):
 
 
 class CopyStatus(IntEnum):
-    """Progress of a copy; with several ranks, the lowest status counts."""
+    """Progress of a copy; the lowest status over all ranks counts."""
 
     UNDER_WAY = 0
     FAILED = 1
@@ -35,10 +35,10 @@ class CopyOrder:
     """KV blocks and states to copy, as pairs of source and destination indices.
 
     Args:
-        blocks: Between memory and files: numbers in the text, and in memory.
-        files: The files to write or to read, those of a text in order. One that is written takes all the blocks and the
-            state; those that are read have the blocks between them, and the last one has the state. With neither
-            blocks nor states, they are to be removed.
+        blocks: Pairs of block indices. For a copy to or from files, a file's side is the block index in the text.
+        files: Files to write or read, in text order. A written file gets all blocks and the state. Files that are read
+            contain the blocks between them, and the last file contains the state. Without blocks and states, the files
+            are removed.
     """
 
     number: int
@@ -69,7 +69,7 @@ class Copies(Protocol):
     """Copy engine of one rank. Copies are started in order and run asynchronously."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """Start copies after the launched work in stream order; their bytes must not be used until the copies end.
+        """Start copies after all launched work; the caller must not use source or destination until they end.
 
         A copy that cannot be started ends as failed.
         """
@@ -204,7 +204,7 @@ class AgreedTimes:
         self._agreed: CopyTimes | None = None
 
     def now(self) -> CopyTimes:
-        """Return the times. Collective until they are agreed, so all ranks call it for the same decisions."""
+        """Return the agreed times; `COPIES_TAKE_NOTHING` until all ranks have measured. Collective until then."""
         if self._agreed is not None:
             return self._agreed
         found = self._measure() or CopyTimes(0, 0, 0)

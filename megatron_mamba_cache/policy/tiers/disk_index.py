@@ -9,7 +9,7 @@ from .copies import EntryName
 
 
 class DiskIndex:
-    """Entries by key, ordered by last use. The least recently used entry without successors is evicted first.
+    """Entries on disk by key, ordered by last use. The least recently used entry without successors is evicted first.
 
     Args:
         block_bytes, entry_bytes: Bytes of one KV block in a file, and bytes of an entry without its blocks.
@@ -33,7 +33,7 @@ class DiskIndex:
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes of the limit that no entry takes; entries of other servers in the directory may hold some of them."""
+        """Bytes below the limit that are unused by known entries; other servers' entries may use some of them."""
         return max(self._limit - self.num_bytes, 0)
 
     def bytes_of(self, name: EntryName) -> int:
@@ -89,7 +89,7 @@ class DiskIndex:
         return next((depth for depth in range(len(keys) - 1, 0, -1) if keys[depth - 1] in self._entries), 0)
 
     def chain(self, keys: Sequence[BlockKey], num_known: int) -> list[EntryName]:
-        """Return the entries, in order, that lead to the deepest readable boundary of a text; empty if there is none.
+        """Return, in order, the entries to read for a text's deepest readable boundary; empty if there is none.
 
         Args:
             keys: Keys of the text's blocks.
@@ -109,7 +109,7 @@ class DiskIndex:
         return leaving
 
     def close(self) -> None:
-        """Forget all entries, and accept none any more."""
+        """Remove all entries, and ignore entries that are added later."""
         self.clear()
         self._limit = -1
 

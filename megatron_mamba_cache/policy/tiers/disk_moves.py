@@ -17,7 +17,7 @@ _MOST_WAITING = 4096
 
 
 class DiskMoves:
-    """Write boundaries from the host to disk, and read boundaries that waiting requests find only on disk."""
+    """Writes boundaries from the host to disk, and reads boundaries that waiting requests need from disk."""
 
     def __init__(self, pair: TierPair, index: DiskIndex, times: AgreedTimes) -> None:
         self.index = index
@@ -33,12 +33,12 @@ class DiskMoves:
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Room on the host for boundaries that are being read."""
+        """Reservations of host memory for boundaries that are being read."""
         return [arrival for _, arrival in self._loads.values()]
 
     @property
     def sources(self) -> list[list[BlockId]]:
-        """Host blocks that are being written; the state of the last is pinned."""
+        """Host blocks that are being written to disk; the state of each boundary's last block is pinned."""
         return [blocks for _, blocks in self._stores.values()]
 
     def awaits(self, request_id: int) -> bool:
@@ -121,7 +121,7 @@ class DiskMoves:
         return self._read.pop(request_id, 0)
 
     def numbers_under_way(self) -> list[int]:
-        """Return the numbers of the reads for which requests wait."""
+        """Return the copy numbers of the reads for which requests wait."""
         return list(self._of_request.values())
 
     def drop_waiting(self) -> None:
@@ -175,7 +175,7 @@ class DiskMoves:
             self._pair.ledger.begin(Lane.TO_DISK, (), (), lambda ok: None, files=tuple(names))
 
     def _pays(self, names: Sequence[EntryName], num_known: int, depth_above: int) -> bool:
-        """Return whether reading takes less time than computing what it brings."""
+        """Return whether reading the entries takes less time than computing their tokens."""
         times, depth = self._times.now(), names[-1].depth
         read = (depth - min(num_known, depth)) * times.disk_block + times.disk_state
         return read < (depth - depth_above) * self._pair.block_size * times.token

@@ -1,4 +1,4 @@
-"""Copy boundaries from the device to the host: the last ones of a request, and those about to be evicted."""
+"""Copies from the device to the host of a request's last boundaries and of boundaries about to be evicted."""
 
 from collections.abc import Callable, Sequence
 
@@ -33,7 +33,7 @@ class HostWrites(StateSaver):
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Room on the host for writes that have not ended, including cancelled ones."""
+        """Reservations of host memory for writes that have not ended, including cancelled writes."""
         return list(self._arrivals.values())
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
@@ -41,7 +41,7 @@ class HostWrites(StateSaver):
 
         Args:
             blocks: Blocks of a request that has ended; those that are no longer findable are ignored.
-            prompt_len: Tokens of its prompt.
+            prompt_len: Number of tokens in the request's prompt.
         """
         slots = self._device.slots
         if not (depth := slots.deepest(blocks)):

@@ -12,11 +12,11 @@ from .copies import AgreedTimes, Lane, TierPair
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
-    """Waiting request.
+    """Prompt of a waiting request, for prefetches from lower tiers.
 
     Args:
-        keys: Keys of the blocks that it may skip: all complete ones, except one that ends its prompt.
-        num_blocks: Blocks of its whole prompt.
+        keys: Keys of the complete blocks that may come from the cache; a block that ends the prompt is excluded.
+        num_blocks: Number of blocks for the whole prompt.
     """
 
     request_id: int
@@ -51,7 +51,7 @@ class Restores:
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Room on the device for running restores."""
+        """Reservations of device memory for running restores."""
         return [restore.arrival for restore in self._all() if restore.arrival is not None]
 
     @property
@@ -61,7 +61,7 @@ class Restores:
 
     @property
     def sources(self) -> list[list[BlockId]]:
-        """Host blocks that running restores read; the state of the last is pinned."""
+        """Host blocks that running restores read; the state of each restore's last block is pinned."""
         return [restore.host_blocks for restore in self._all() if restore.host_blocks]
 
     @property
@@ -78,7 +78,7 @@ class Restores:
         """Start a restore for a waiting request if it saves time; return whether a copy was queued.
 
         Args:
-            here: The prompt's leading blocks that the device has.
+            here: The prompt's leading blocks that are cached on the device.
         """
         if prompt.request_id in self._tried:
             return False
@@ -139,7 +139,7 @@ class Restores:
         return [restore.number for restore in self._all() if restore.arrival is not None]
 
     def _best_depth(self, num_blocks: int, below: Sequence[BlockId], num_here: int, depth_here: int) -> int:
-        """Return how many blocks to restore so that copying them and computing the rest takes the least time.
+        """Return the number of blocks to restore that minimizes the time to copy them and prefill the rest.
 
         Args:
             num_blocks: Number of blocks that the prompt may skip.
