@@ -1,4 +1,4 @@
-"""Access rules for a coordinator: local processes only, holders of a key, or any process on the network."""
+"""Access rules for a coordinator: they admit local processes only, holders of a key, or any process."""
 
 import hashlib
 import socket
@@ -19,11 +19,11 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Proof that a coordinator requires of its replicas, and the function that revokes it.
+    """Proof of identity that a coordinator requires from joining replicas, and the function that revokes it.
 
     Args:
-        proof: Proof that a replica's hello must contain.
-        end: Function to call when the coordinator ends.
+        proof: Value of `Hello.proof` that the coordinator accepts; "" if the channel authenticates replicas.
+        end: Function to call when the coordinator ends, so that no further replica can join.
     """
 
     proof: str
@@ -32,11 +32,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """Proof and channel with which a replica joins a coordinator.
+    """Credentials that a replica uses to join a coordinator.
 
     Args:
-        proof: Proof to send in the hello.
-        channel: Channel for connections between ranks.
+        proof: Value to send as `Hello.proof`.
+        channel: Security of the connections between the replica's ranks.
     """
 
     proof: str
@@ -44,13 +44,13 @@ class Joining:
 
 
 class Access:
-    """Base of the access rules for the sockets of a coordinator, its replicas and its front end.
+    """Base class of the rules that decide which processes may connect to a coordinator and its replicas.
 
-    The base class admits every peer that the channel admits, from any host.
+    The base class accepts peers on any host that pass the channel's handshake.
 
     Args:
         host: Name or address of the interface to which sockets bind.
-        fingerprint: Equal in processes that can communicate; it does not reveal the secret.
+        fingerprint: Text that is equal in all processes with the same rules and secret; it does not reveal the secret.
     """
 
     def __init__(self, host: str, channel: Channel, fingerprint: str) -> None:
@@ -62,19 +62,19 @@ class Access:
         """Raise `ValueError` if ranks on these hosts cannot reach each other's sockets."""
 
     def check_address(self, address: str) -> None:
-        """Raise `ValueError` if no coordinator under these rules can have this address."""
+        """Raise `ValueError` if a coordinator with these rules cannot listen on this address."""
 
     def open_for_replicas(self, port: int) -> Admission:
-        """Allow replicas to join the coordinator that listens on a port."""
+        """Allow replicas to join the coordinator that listens on `port`; return the proof that they must send."""
         return Admission("", lambda: None)  # the channel already authenticates the replica
 
     def joining(self, port: int) -> Joining:
-        """Return the proof and channel for joining the coordinator on a port; raise `ConnectionError` without one."""
+        """Return the credentials for the coordinator on `port`; raise `ConnectionError` if none can be found."""
         return Joining("", self.channel)
 
 
 class LoopbackAccess(Access):
-    """Rules for loopback only: any local process may be a client; only the user's processes may be replicas."""
+    """Rules for one host: any local process may be a client, but only processes of the same user may be replicas."""
 
     def __init__(self) -> None:
         super().__init__(_LOOPBACK, Channel(), "loopback")
@@ -104,7 +104,7 @@ class LoopbackAccess(Access):
 
 
 class KeyedAccess(Access):
-    """Rules for a secret: its holders have full access from any host; other peers fail the handshake."""
+    """Rules for a shared secret: processes that have it get full access from any host; others cannot connect."""
 
     def __init__(self, secret: bytes) -> None:
         digest = hashlib.blake2b(secret, digest_size=8, person=b"fingerprint")

@@ -1,4 +1,4 @@
-"""Report a replica's cached boundaries and their salt to the coordinator."""
+"""Report the prefixes that a replica has cached, and the salt of their block keys, to the coordinator."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CacheReports:
-    """Reporter of net changes to the cached boundaries in a context's slot pool."""
+    """Reports to the coordinator which boundaries a replica has cached or dropped since the last report."""
 
     def __init__(self, context: MambaCacheContext, link: "ReplicaLink") -> None:
         self._context = context
@@ -22,15 +22,15 @@ class CacheReports:
             self.watch()
 
     def watch(self) -> None:
-        """Start to record changes in newly allocated memory."""
+        """Start recording changes, after the context has allocated its memory."""
         self._context.cache.slots.observe(self._journal)
 
     def note_freed(self) -> None:
-        """Record that the memory was freed, and with it all cached boundaries."""
+        """Record that the context freed its memory, which drops all cached boundaries."""
         self._journal.flushed()
 
     def send(self) -> None:
-        """Report the changes since the last report, if there are any."""
+        """Send the changes since the last report; do nothing if there are none."""
         context = self._context
         if not context.is_tensor_state_allocated:
             changes = self._journal.take(lambda _: None)

@@ -1,4 +1,4 @@
-"""Socket heartbeats, and optional CURVE encryption with keys derived from one secret."""
+"""Heartbeats of ZMQ sockets, and optional CURVE encryption with keys derived from one secret."""
 
 import hashlib
 from collections.abc import Callable
@@ -14,16 +14,16 @@ _SILENCE_MS = 5000
 
 
 class Channel:
-    """Configuration of the two ends of a connection; the base class neither checks nor encrypts."""
+    """Security of a connection's two sockets; the base class neither authenticates peers nor encrypts."""
 
     def secure_listener(self, socket: zmq.Socket[Any]) -> None:
-        """Configure a socket before it binds."""
+        """Configure the listening socket of a connection; call before it binds."""
 
     def secure_connection(self, socket: zmq.Socket[Any]) -> None:
-        """Configure a socket before it connects."""
+        """Configure the connecting socket of a connection; call before it connects."""
 
     def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
-        """Start checking the keys of this context's clients; return a function that stops it."""
+        """Start to check the keys of clients that connect to this context; return a function that stops the check."""
         return lambda: None
 
 
@@ -42,7 +42,7 @@ class KeyPair:
 
 
 class CurveChannel(Channel):
-    """Channel with CURVE keys from one secret; peers without the secret fail the handshake."""
+    """Channel encrypted with CURVE keys derived from one secret; peers without the secret fail the handshake."""
 
     def __init__(self, secret: bytes) -> None:
         if not zmq.has("curve"):
@@ -53,13 +53,13 @@ class CurveChannel(Channel):
         self._client = KeyPair.derive(secret, b"client")
 
     def secure_listener(self, socket: zmq.Socket[Any]) -> None:
-        """Accept only clients that have the secret, from which the server's public key is derived."""
+        """Set the server's keys, so that only clients that have the secret can complete the handshake."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._server.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._server.secret)
 
     def secure_connection(self, socket: zmq.Socket[Any]) -> None:
-        """Connect only to a server that has this secret."""
+        """Set the client's keys, so that the handshake succeeds only with a server that has the same secret."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._server.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._client.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._client.secret)
@@ -71,14 +71,14 @@ class CurveChannel(Channel):
         return authenticator.stop
 
     def callback(self, _domain: str, client_key: bytes) -> bool:
-        """Return whether a client's public key is derived from this secret."""
+        """Return whether a client's public key is the one derived from the secret; called by pyzmq."""
         return client_key == self._client.public
 
 
 def set_heartbeats(socket: zmq.Socket[Any]) -> None:
-    """Ping the peer every second and close a connection after 5 s of silence.
+    """Make a socket ping its peers every second and close a connection after 5 s without an answer.
 
-    Call it on both sides before the socket binds or connects: libzmq drops the timeout that a peer requests
+    Call this before the socket binds or connects, on both sides: libzmq ignores the timeout that a peer requests
     (`HEARTBEAT_TTL`) as soon as the peer sends any other message.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)

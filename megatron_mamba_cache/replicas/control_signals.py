@@ -1,4 +1,4 @@
-"""Send control signals to all replicas, one at a time, and collect the answers."""
+"""Send control signals such as PAUSE or STOP to all replicas, one at a time, and collect their answers."""
 
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.core.inference.headers import Headers
 
 ANSWERS = {Headers.PAUSE: Headers.PAUSE_ACK, Headers.STOP: Headers.STOP_ACK}
-"""Signals that every replica answers, and the header of the answer."""
+"""Map from each signal that replicas must answer to the header of the answer."""
 
 SIGNALS = frozenset({Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP})
 
@@ -16,26 +16,27 @@ _MOST_WAITING = 1000
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Message to all replicas; an answer also goes to all clients."""
+    """Control message that the coordinator sends to all replicas, and also to all clients if it is an answer."""
 
     header: Headers
 
     @property
     def is_for_clients(self) -> bool:
-        """True if clients also receive this message."""
+        """True if the message is also sent to clients."""
         return self.header in ANSWERS.values()
 
 
 class ControlSignals:
-    """Queue of signals from clients; a repeated signal is answered again.
+    """Queue of control signals from clients, in the order in which the coordinator sends them to replicas.
 
-    After a PAUSE or a STOP, the next signal is sent only when all living replicas have answered: a Megatron engine that
-    is unpaused while its answer is in flight stays paused forever.
+    After a PAUSE or a STOP, the next signal is sent only when all living replicas have answered, because a Megatron
+    engine that receives UNPAUSE before its answer to PAUSE has arrived stays paused forever. A repeated signal is sent
+    and answered again.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Headers] = deque()
-        self._asked: Headers | None = None  # signal whose answers are pending
+        self._asked: Headers | None = None  # signal that replicas have yet to answer
         self._answered: set[str] = set()
         self._steady: list[Headers] = []  # signals to send to a replica that joins later
 
@@ -50,7 +51,7 @@ class ControlSignals:
         return Headers.STOP_ACK in self._steady
 
     def ask(self, signal: Headers) -> None:
-        """Queue a signal from a client; raise `ValueError` if too many signals are pending."""
+        """Queue a signal from a client; raise `ValueError` if the queue is full."""
         if len(self._waiting) >= _MOST_WAITING:
             raise ValueError(f"{_MOST_WAITING} signals are already pending; wait until they are answered")
         if not self.is_stopping:
@@ -62,11 +63,15 @@ class ControlSignals:
             self._answered.add(replica)
 
     def missed(self) -> tuple[Headers, ...]:
-        """Return the signals that put a newly joined replica into the same state as the other replicas."""
+        """Return the signals that bring a newly joined replica into the same state as the other replicas."""
         return tuple(self._steady) if self._asked is None else (*self._steady, self._asked)
 
     def due(self, living: Collection[str]) -> Iterator[Announcement]:
-        """Yield the messages to send now, in order; wait only for answers from `living` replicas."""
+        """Yield the messages that can be sent now, in order.
+
+        Args:
+            living: Names of the replicas whose answers are required before the next signal.
+        """
         while not self.is_over:
             if self._asked is not None:
                 if not self._answered >= set(living):

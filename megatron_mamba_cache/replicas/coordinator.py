@@ -1,8 +1,8 @@
 """Megatron's coordinator with prefix-aware routing and recovery from dead replicas.
 
 A replica counts as alive as long as its connection is open. ZMQ answers heartbeats in an I/O thread, so a long step is
-not mistaken for a failure. If a process exits, its connections close; if its host stops responding, heartbeats time
-out. Either way, the coordinator's next send to that process fails.
+not mistaken for a failure. If a process exits, its connection closes; if its host stops responding, heartbeats time out
+and the connection is closed. The coordinator's next send to that process then fails, which marks the replica as dead.
 """
 
 import hmac
@@ -32,24 +32,24 @@ from .wire import FENCED, HELLO, KEYS, PROBE, UNSENT, WELCOME, WireError, hello_
 logger = logging.getLogger(__name__)
 
 _CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
-"""Answer to a client's first message; Megatron's client ignores repeated ones."""
+"""Answer to a client's CONNECT; Megatron's client ignores a repeated answer."""
 
 
 class PrefixCoordinator(DataParallelInferenceCoordinator):
     """Coordinator that routes requests from Megatron's `InferenceClient`s to replicas, which may join and leave.
 
     If a replica dies, its requests are sent to another replica, or fail after `RoutingSettings.num_attempts`.
-    The sender of a request or a signal counts as a client even without a CONNECT: if an idle connection was closed, its
-    client reconnects under another identity without noticing. Malformed messages are ignored and logged, and so are
-    replies, answers to signals and key reports from senders that are not replicas.
+    The sender of a request or a signal counts as a client even if it has not sent CONNECT, because ZMQ reconnects a
+    client under another identity without notifying it. Malformed messages, and replies, answers to signals or key
+    reports from senders that are not replicas, are logged and ignored.
 
     Args:
         pipe_connection: Connection to which the coordinator's address is sent.
         tokenizer: Object with `tokenize`, `detokenize` and `bos`.
         inference_coordinator_port: Preferred port; another free port is used if it is taken. None: any free port.
         num_replicas: Number of replicas for which `wait_for_replicas` waits.
-        starter_has_left: Function that returns whether the starting process has left; it also counts as left if the
-            parent process ends.
+        starter_has_left: Function that returns whether the process that started this coordinator no longer needs it.
+            The coordinator also assumes this if its parent process ends.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         num_replicas: int = 1,
         starter_has_left: Callable[[], bool] = lambda: False,
     ) -> None:
-        # Megatron's constructor would bind before any socket option is set, and wait for replicas forever.
+        # Megatron's constructor is not called: it would bind before socket options are set, and wait forever.
         self._settings = settings
         self._num_replicas = settings.num_replicas or num_replicas
         self._parent = os.getppid()
@@ -92,7 +92,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
 
     @override
     def start(self) -> None:
-        """Run until the engines are stopped, or the starting process and all peers have left."""
+        """Serve until the engines are stopped, or the starting process, all replicas and all clients have left."""
         while not self._signals.is_over and not self._is_abandoned():
             self._serve_round()
 
@@ -105,7 +105,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         return not is_used and (os.getppid() != self._parent or self._starter_has_left())
 
     def _serve_round(self) -> None:
-        """Handle incoming messages until the next probe is due."""
+        """Wait for messages until the next probe is due, handle them, and send due probes and control signals."""
         for frames in self._mailbox.receive(max(self._next_probe - time.monotonic(), 0.0)):
             self._handle_frames(frames)
         if time.monotonic() >= self._next_probe:
@@ -116,7 +116,10 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
 
     @override
     def detokenize(self, finished_request_record: Any) -> None:
-        """Add the text to a record; in an interrupted reply, the first part gets the whole text."""
+        """Add the generated text to a record, in place.
+
+        If the reply was interrupted and has several parts, the first part gets the whole text.
+        """
         super().detokenize(finished_request_record)
         first, *others = finished_request_record["requests"]
         if others:
@@ -126,9 +129,12 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
                 part["generated_text"] = ""
 
     def _probe(self) -> None:
-        """Send a probe to all connections; clients ignore a repeated answer to CONNECT."""
+        """Send a message to every connection to detect closed connections.
+
+        Clients get a repeated answer to CONNECT, which they ignore.
+        """
         self._send_all(self._members.identities, PROBE)
-        self._send_all(self._members.dead_identities, FENCED)  # also reaches idle fenced processes
+        self._send_all(self._members.dead_identities, FENCED)  # so that idle processes of dead replicas learn it too
         self._send_all(self._clients, _CONNECTED)
 
     def _handle_frames(self, frames: list[bytes]) -> None:
@@ -204,7 +210,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._router.publish(replica.name, report.changes.published)
 
     def _lose(self, identity: bytes, reason: str) -> None:
-        """Remove a dead replica and re-route its requests."""
+        """Remove a dead replica and its domain, and send their requests to other replicas."""
         buried = self._members.bury(identity)
         names = {replica.name for replica in buried}
         orphans = [request for request in self._in_flight if request.replica in names]
@@ -212,7 +218,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             logger.error("replica %s is dead: %s", replica.name, reason)
             self._router.leave(replica.name)
             self._send_all(replica.members.values(), FENCED)  # remaining members cannot continue alone
-        for request in orphans:  # clear all before sending any: losing a client drops all of its requests
+        for request in orphans:  # unassign all before sending any: a failed send may drop other requests of the client
             request.replica = None
         for request in orphans:
             self._dispatch(request)
@@ -237,7 +243,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._dispatch(request)
 
     def _refuse_large(self, client: bytes, payload: bytes) -> None:
-        """Fail a request that is too large to read; raise `WireError` for other large messages."""
+        """Fail the request in a message that exceeds the size limit; raise `WireError` if it is not a request."""
         kind, client_request_id = opening_of(payload)
         problem = f"a message of {len(payload)} bytes, above max_request_bytes={self._settings.max_request_bytes}"
         if kind != Headers.SUBMIT_REQUEST.value:
@@ -254,9 +260,9 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         return request
 
     def _dispatch(self, request: RequestInFlight) -> None:
-        """Send an unassigned request to a replica, or fail it."""
+        """Send an unassigned request to a replica; fail the request if no replica may get it."""
         if request not in self._in_flight:
-            return  # the client has left in the meantime
+            return  # the client has disconnected in the meantime
         if self._signals.is_stopping:
             self._fail(request, "the engines are being stopped; send it to others")
         elif not self._router.replicas:
@@ -281,7 +287,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         for record in records:
             try:
                 self._forward_reply(replica, record)
-            except Exception as error:  # other replies in the message are still valid
+            except Exception as error:  # a bad record must not block the other records in the message
                 logger.warning("ignored a reply of %s: %s: %s", replica.name, type(error).__name__, error)
 
     def _forward_reply(self, replica: Replica, record: Any) -> None:
@@ -298,7 +304,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._send(request.client, reply)
 
     def _fail_unsent(self, replica: Replica, body: list[Any]) -> None:
-        """Fail and cancel a request if its reply or progress is too large to send."""
+        """Fail and cancel a request whose reply or progress the replica could not send, because it is too large."""
         unsent = unsent_of(body)
         request = self._in_flight.get(unsent.request_id)
         if request is not None and request.replica == replica.name:
@@ -320,7 +326,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     # All connections.
 
     def _announce(self) -> None:
-        """Send the control signals that can be sent now."""
+        """Send all due control messages; fail unfinished requests after the final answer to STOP."""
         for announcement in self._signals.due({replica.name for replica in self._members.serving}):
             if self._signals.is_over:
                 for request in self._in_flight:
@@ -335,7 +341,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._send(identity, message)
 
     def _send(self, identity: bytes, message: bytes) -> None:
-        """Send a message; if the send fails, treat a replica as dead and drop a client."""
+        """Send a message; if that fails, remove the recipient: a client is dropped, a replica is treated as dead."""
         try:
             self._mailbox.send(identity, message)
         except zmq.ZMQError as error:

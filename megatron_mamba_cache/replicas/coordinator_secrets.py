@@ -1,4 +1,4 @@
-"""Secrets for a coordinator: a joining secret on one host, or a key file that all hosts share."""
+"""Secrets of a coordinator: a temporary secret for replicas on one host, or a key file shared by several hosts."""
 
 import hashlib
 import os
@@ -17,10 +17,10 @@ _MAKE = "(umask 077; openssl rand -hex 32 > FILE)"
 
 @dataclass(frozen=True, slots=True)
 class JoiningSecret:
-    """Secret in a temporary file that only this user's processes can read.
+    """Secret that a process needs to join a coordinator as a replica, in a file that only its user can read.
 
-    As with Megatron, a client needs only the address. A replica receives other clients' prompts, so it must have the
-    secret.
+    Replicas receive the prompts of all clients, so they must prove that they have the secret. Clients need only the
+    coordinator's address, as with Megatron.
     """
 
     path: Path
@@ -28,7 +28,7 @@ class JoiningSecret:
 
     @classmethod
     def create(cls, port: int) -> Self:
-        """Write a new secret for replicas of the coordinator on a port, replacing an earlier secret.
+        """Write a new secret for the coordinator on `port`; it replaces the secret of an earlier coordinator.
 
         Raises:
             PermissionError: If the folder belongs to another user or is accessible to other users.
@@ -42,11 +42,11 @@ class JoiningSecret:
 
     @classmethod
     def read(cls, port: int) -> Self:
-        """Return the secret for the coordinator on a port of this host.
+        """Read the secret of the coordinator on `port` of this host.
 
         Raises:
             ConnectionError: If there is no secret for this port.
-            PermissionError: Same as `create`.
+            PermissionError: If the folder belongs to another user or is accessible to other users.
         """
         path = _path_of(port)
         try:
@@ -59,7 +59,7 @@ class JoiningSecret:
         return cls(path, value)
 
     def remove(self) -> None:
-        """Delete the file, unless another coordinator has replaced it."""
+        """Delete the file, unless another coordinator on the same port has overwritten it."""
         with suppress(OSError):
             if self.path.read_bytes() == self.value:
                 self.path.unlink()
@@ -80,7 +80,7 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
     """Return the 32-byte secret in a key file, which contains 64 hexadecimal digits.
 
     Raises:
-        ValueError: If the file cannot be read, has other contents, or is accessible to other users.
+        ValueError: If the file cannot be read, does not have this format, or is accessible to other users.
     """
     try:
         mode = os.stat(path).st_mode
@@ -100,7 +100,7 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def host_identity() -> str:
-    """Return a string that is equal only in processes with the same loopback interface.
+    """Return a string that is equal in two processes only if they share a loopback interface.
 
     The hostname is not sufficient: containers may have equal hostnames, or share the host's kernel but not its network.
     """

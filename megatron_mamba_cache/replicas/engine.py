@@ -1,4 +1,4 @@
-"""Engine that can be a replica of a coordinator."""
+"""Engine that can serve requests from a coordinator, as one of its replicas."""
 
 import asyncio
 import logging
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FAILED_STEPS = 16
-"""Consecutive failed steps after which a replica gives up; others get its requests."""
+"""Number of consecutive failed steps after which a replica stops; its requests then go to other replicas."""
 
 
 class ReplicaEngine(MambaCacheEngine):
-    """Engine that serves requests from a coordinator and reports its cached prefixes to it.
+    """Engine that serves requests from a coordinator and reports its cached prefixes to the coordinator.
 
-    Without a coordinator, it works like `MambaCacheEngine`. Sampling parameters contain the values for which Megatron's
-    protocol has no field: a client may add a spec, as in `sampling.add_attributes({"spec": {"tenant": "red"}})`, and a
-    reply's parameters contain `cached_tokens`, `cached_tokens_from_host`, `cached_tokens_from_disk` and `replica`.
+    Without a coordinator, it works like `MambaCacheEngine`. Values for which Megatron's protocol has no field are sent
+    as additional sampling parameters. A client may add a spec, as in `sampling.add_attributes({"spec": {"tenant":
+    "red"}})`. The sampling parameters of a reply contain `cached_tokens`, `cached_tokens_from_host`,
+    `cached_tokens_from_disk` and `replica`.
     """
 
     socket_for_receiving_requests: Any
@@ -61,18 +62,20 @@ class ReplicaEngine(MambaCacheEngine):
         coordinator_address: str | None = None,
         routing: RoutingSettings | None = None,
     ) -> str:
-        """Join a coordinator and return its address; all ranks of the launch call it.
+        """Join a coordinator and return its address; all ranks of the launch must call this method.
 
         Args:
             inference_coordinator_port: Preferred port for a new coordinator, or the port of a running coordinator.
-            launch_inference_coordinator: True if the first rank starts a coordinator.
+            launch_inference_coordinator: True to start a coordinator on the first rank.
             coordinator_address: Address of a running coordinator from another launch, such as "tcp://host:5555"; no
                 coordinator is started then.
-            routing: Settings for a coordinator that is started here; key and message limits apply to all replicas.
+            routing: Settings for a coordinator that this launch starts; its key and message limits also apply to the
+                replicas.
 
         Raises:
             MissingExtraError: If pyzmq or msgpack is missing.
-            ValueError: If ranks or the coordinator are on different hosts, but neither a key nor `insecure` is set.
+            ValueError: If the ranks and the coordinator are not all on one host, but `routing` has neither a key file
+                nor `insecure`.
             ConnectionError: If no coordinator answers at the address.
         """
         require_extra("server", "a coordinator")
@@ -109,7 +112,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @zmq_context.setter
     def zmq_context(self, found: Any) -> None:
-        """Ignore contexts other than a `RankContext`, because Megatron's context creates unprotected sockets."""
+        """Ignore the context that Megatron sets, because its sockets are unprotected; keep the existing one."""
         self._zmq_context = self._zmq_context or found
 
     async def _take_part(
@@ -129,7 +132,7 @@ class ReplicaEngine(MambaCacheEngine):
         await self._join(identity, joining.proof, access.channel, routing)
 
     async def _join(self, identity: ReplicaIdentity, proof: str, channel: "Channel", routing: RoutingSettings) -> None:
-        """Replace Megatron's socket with a link to the coordinator before the engine's loop uses it."""
+        """Replace Megatron's socket with a `ReplicaLink` and wait until the coordinator has accepted this process."""
         from .progress_reports import ProgressReports
         from .replica_link import ReplicaLink
         from .wire import Hello
@@ -149,7 +152,7 @@ class ReplicaEngine(MambaCacheEngine):
         await self._link.wait_for_welcome(routing.join_timeout_s)
 
     def _watch_peers(self) -> None:
-        """Let waits for another rank fail if the replica dies."""
+        """Replace the sockets that read from other ranks, so that reads raise if the replica is declared dead."""
         from .rank_sockets import PeerSocket
 
         for name in ("model_parallel_subscriber_socket", "model_parallel_num_msgs_subscriber_socket"):
@@ -172,9 +175,10 @@ class ReplicaEngine(MambaCacheEngine):
         seed: int | None = None,
         tenant: str = "",
     ) -> asyncio.Future[Any]:
-        """Add a request; see `MambaCacheEngine`. An unreadable request from the coordinator only fails itself.
+        """Add a request; see `MambaCacheEngine`.
 
-        A request from the coordinator may also be a cancel or a flush; see `replicas.front_end`.
+        With a coordinator, an invalid request ends as failed instead of raising, so other requests are unaffected. The
+        coordinator also sends cancels and flushes as requests; see `replicas.front_end`.
         """
         if self.use_coordinator:
             from .progress_reports import obeyed
@@ -196,11 +200,11 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     def schedule_requests(self) -> int:
-        """Read the coordinator's messages; return the number of messages."""
+        """Read the coordinator's messages and return their number; send it changes in cache and state."""
         num_messages: int = super().schedule_requests()
         if not self.is_mp_coordinator:
             self._link.drain()
-        self.land_idle_copies()  # all ranks call this at the same point
+        self.land_idle_copies()  # called here because all ranks reach this point between the same steps
         if self.is_suspended and not self.suspend_signal:
             self.resume()  # resume first, because the loop cannot run work on a suspended engine
         self._reports.send()
@@ -209,14 +213,14 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def async_step(self) -> Any:
-        """Run one step; if it fails with a coordinator, queue its requests again."""
+        """Run one step; with a coordinator, a failed step is logged and its requests are retried."""
         try:
             outcome = await super().async_step()
         except CacheIntegrityError:
             raise  # the cache may be corrupt
         except Exception:
             self._failed_in_a_row += 1
-            # Ranks that step together cannot decide individually to retry.
+            # A rank that steps together with other ranks cannot decide alone to retry.
             is_one_process = self.use_coordinator and self.pg_collection.mp.size() == 1 and self.ep_world_size == 1
             if not is_one_process or self._failed_in_a_row >= MOST_FAILED_STEPS:
                 raise
@@ -233,7 +237,7 @@ class ReplicaEngine(MambaCacheEngine):
         return report
 
     def _before_report(self, step_result: Any) -> None:
-        """Report cached prefixes before the coordinator learns which requests have ended."""
+        """Report cached prefixes before replies, so that the coordinator can route follow-up requests to them."""
         if self.use_coordinator:
             finished = [] if step_result is None else step_result["finished_request_ids"].tolist()
             for request_id in [*finished, *self.failed_request_ids]:
@@ -243,7 +247,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     def suspend(self) -> None:
-        """Drop the states of running requests, and free memory that is not resident."""
+        """Drop the states of running requests; free the device memory unless `resident_pools` is set."""
         had_memory = self.context.is_tensor_state_allocated
         super().suspend()
         if had_memory and not self.context.is_tensor_state_allocated:
@@ -251,7 +255,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     def resume(self, weights_version: str | None = None) -> None:
-        """Resume with the model's current weights."""
+        """Allocate the memory again if it was freed, and continue with the model's current weights."""
         had_memory = self.context.is_tensor_state_allocated
         super().resume(weights_version)
         if not had_memory:
@@ -259,7 +263,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Run steps until the coordinator stops the engine; unfinished requests then go to other replicas."""
+        """Run steps until the coordinator stops the engine or an error ends it; then leave the coordinator."""
         try:
             await super().run_engine_with_coordinator(loop=loop)
         finally:
@@ -268,14 +272,17 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def _ep_group_has_work(self, local_work: int) -> bool:
-        """Return 1 if the expert-parallel group runs a step; report failed requests before idling."""
+        """Return whether the expert-parallel group runs a step, as Megatron's loop requires.
+
+        On a rank without work, first report the requests that have failed.
+        """
         if not local_work and (self.failed_request_ids or self._unreported):
             await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
         found = self.owes_step or await all_step(self._standing(local_work), self._highest_standing)
         if self.context.is_tensor_state_allocated:
             runner = self.context.runner
             if not found:
-                runner.sharing.forget()  # the agreed step will not run; some ranks may suspend first
+                runner.sharing.forget()  # the agreed step shape is obsolete, as ranks may suspend before the next step
             elif not local_work:
                 runner.queue.note_waiting(has_waiting=False)
                 runner.queue.note_scheduled(is_settled=self._is_at_rest())
@@ -301,7 +308,7 @@ class ReplicaEngine(MambaCacheEngine):
         return highest
 
     def _send_unreported(self) -> None:
-        """Report the requests that ended in a step that raised."""
+        """Send the replies of requests that ended in a step that raised afterwards."""
         if self._unreported and self.is_mp_coordinator:
             import msgpack
 

@@ -1,4 +1,4 @@
-"""Synchronize expert-parallel ranks: either all of them step, or none.
+"""Decide, together with the expert-parallel ranks, if they all run a step now.
 
 This module must not import pyzmq, because the engine imports it.
 """
@@ -11,26 +11,26 @@ _ROUND_S = 0.02  # equals the sleep of Megatron's idle loop
 
 
 class Standing(IntEnum):
-    """State of a rank before a step; the highest state in a group applies to all its ranks."""
+    """State of a rank before a step; the highest state in an expert-parallel group applies to all of its ranks."""
 
     STOPPED = 0
-    """It has received the final stop, and leaves once all ranks have received it."""
+    """The rank has received the final STOP and leaves once all ranks have received it."""
     RESTING = 1
-    """It has no requests, or a signal to pause, stop or suspend."""
+    """The rank has no requests, or has received a signal to pause, stop or suspend."""
     WORKING = 2
-    """It has requests: all ranks step, those without requests included."""
+    """The rank has requests: all ranks run a step, including ranks without requests."""
     SUSPENDED = 3
-    """It cannot compute: no rank steps."""
+    """The rank is suspended and cannot compute: no rank runs a step."""
 
 
 async def all_step(mine: Standing, highest: Callable[[Standing], Awaitable[int]]) -> bool:
-    """Return whether the group runs a step now; all of its ranks call it before each step.
+    """Return whether the expert-parallel group runs a step now; all of its ranks call this before each step.
 
-    If this rank has stopped, it returns once all have stopped.
+    If this rank has stopped, wait until all other ranks have stopped, too.
 
     Args:
         mine: State of this rank.
-        highest: Function that returns the maximum state over the group.
+        highest: Collective function that takes this rank's state and returns the maximum over the group.
     """
     found = await highest(mine)
     while mine is Standing.STOPPED and found > Standing.STOPPED:

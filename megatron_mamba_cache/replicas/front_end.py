@@ -1,10 +1,10 @@
-"""Messages between a front end and its engines, in addition to Megatron's.
+"""Messages for streaming, cancels and flushes between a server's front end and its engines.
 
-Megatron sends a complete reply when a request has ended. If the sampling parameters set `streams`, the client also gets
-`["progress", client's request id, {...}]` after each step, followed by the reply at the end. A client may send
+They extend Megatron's protocol, in which a reply is sent only when a request has ended. If the sampling parameters set
+`streams`, the client also gets `["progress", client's request id, {...}]` after each step. A client may send
 `["cancel", request id]`, `["flush", weights version or None]` and `["watch"]`, which subscribes it to
-`["states", {replica: {...}}]`. Cancels and flushes reach the replicas as special submissions, because all ranks of a
-replica receive submissions in the same order.
+`["states", {replica: {...}}]`. The coordinator forwards cancels and flushes to the replicas as submissions of requests,
+because all ranks of a replica receive submissions in the same order.
 """
 
 from megatron.core.inference.headers import Headers
@@ -21,10 +21,15 @@ CANCELS, FLUSHES = "cancels", "flushes"
 
 
 def pack_cancel(request_id: int) -> bytes:
-    """Return the message that makes a replica drop a request."""
+    """Pack the message that makes a replica cancel a request."""
     return packed(Headers.SUBMIT_REQUEST.value, request_id, [], {CANCELS: True})
 
 
 def pack_flush(request_id: int, weights_version: str | None) -> bytes:
-    """Return the message that makes a replica flush its cache; `request_id` must be unused."""
+    """Pack the message that makes a replica flush its cache.
+
+    Args:
+        request_id: Id that no request uses; Megatron requires an id in each submission.
+        weights_version: Version of the weights from now on; None keeps the current version.
+    """
     return packed(Headers.SUBMIT_REQUEST.value, request_id, [], {FLUSHES: [weights_version]})

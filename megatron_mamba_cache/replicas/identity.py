@@ -1,4 +1,4 @@
-"""Identify a process in its launch: replica, rank and coordinator."""
+"""Agree within a launch on the replica that each process belongs to, and on the coordinator's address."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Replica to which a process belongs, and its rank in that replica.
+    """Replica to which a process belongs, its rank in that replica, and the coordinator's address.
 
     Args:
         replica: Name of the replica, unique across all launches.
-        member, num_members: Rank in the model-parallel group, and size of that group.
-        domain: Name shared by replicas that step together (expert parallelism); otherwise "".
+        member, num_members: Rank in the replica's model-parallel group, and number of ranks in that group.
+        domain: Name shared by the replicas of one expert-parallel group; "" without expert parallelism.
     """
 
     replica: ReplicaName
@@ -32,7 +32,7 @@ class ReplicaIdentity:
 
 
 def starts_coordinator(groups: Any) -> bool:
-    """Return whether this process starts the coordinator for its launch."""
+    """Return whether this process is the one in its launch that starts a coordinator."""
     return _is_first_member(groups) and get_pg_rank(groups.dp) == 0
 
 
@@ -53,7 +53,11 @@ def address_on_this_host(port: int | None, host: str) -> str:
 
 
 def check_ranks(groups: Any, access: "Access") -> None:
-    """Raise `ValueError` on all processes if they cannot reach each other or their access rules differ."""
+    """Check that the processes of a launch can reach each other and have the same access rules.
+
+    Raises:
+        ValueError: On all processes, otherwise.
+    """
     ranks = {(host_identity(), access.fingerprint)}
     for group in (groups.mp, groups.dp):
         ranks = set().union(*_gathered(ranks, group))
@@ -70,10 +74,11 @@ def _gathered(found: set[Any], group: Any) -> list[set[Any]]:
 
 
 def agree_on_identity(groups: Any, address: str | None) -> ReplicaIdentity:
-    """Return the replica of each process and the coordinator's address; all processes of the launch call it.
+    """Name the replicas and share the coordinator's address; all processes of the launch must call this function.
 
     Args:
-        address: Coordinator's address, given on the process that starts it or on all processes; None elsewhere.
+        address: Coordinator's address; required on the process that started the coordinator, or else on all
+            processes. None on all other processes.
     """
     shared: list[Any] = [address, uuid4().hex]  # overwritten by the broadcast
     dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.dp), group=groups.dp)

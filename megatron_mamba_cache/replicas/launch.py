@@ -18,14 +18,14 @@ _LOGGERS = ("megatron", "torch", "torch.utils.cpp_extension", "megatron_mamba_ca
 
 @dataclass(frozen=True, slots=True)
 class LaunchedCoordinator:
-    """Handle for a coordinator's process.
+    """Handle for a coordinator that runs in a child process.
 
-    The coordinator outlives this process as long as replicas or clients are connected; this process does not wait for
-    it at exit.
+    The coordinator may outlive this process, until no replica or client is connected. This process does not wait for
+    the coordinator at exit.
 
     Args:
         ready: Event that is set when all expected replicas have joined.
-        presence: Connection that stays open as long as this process takes part.
+        presence: Connection whose other end the coordinator watches; closing it signals that this process has left.
     """
 
     process: BaseProcess
@@ -41,10 +41,10 @@ class LaunchedCoordinator:
 def launch_coordinator(
     tokenizer: Any, port: int | None, settings: RoutingSettings, num_replicas: int
 ) -> LaunchedCoordinator:
-    """Start a coordinator and return once it listens.
+    """Start a coordinator in a child process and return once it listens.
 
     The coordinator ends when clients stop the engines, or when this process has left and no replica or client is
-    connected.
+    connected any more.
 
     Args:
         tokenizer: Picklable tokenizer.
@@ -65,7 +65,7 @@ def launch_coordinator(
         name="inference-coordinator",
     )
     process.start()
-    # Otherwise this process and the coordinator would wait for each other at exit.
+    # Without this, multiprocessing joins the coordinator at exit, while the coordinator waits for this process.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # private, so typeshed omits it
     theirs.close()
     starter.close()
@@ -81,7 +81,7 @@ def launch_coordinator(
 
 @dataclass(frozen=True, slots=True)
 class _Quiet:
-    """Warning filters and log levels to apply in the coordinator's process."""
+    """This process's warning filters and log levels, to apply them in the coordinator's process."""
 
     hides_warnings: bool
     levels: tuple[int, ...]

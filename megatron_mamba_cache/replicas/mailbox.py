@@ -1,4 +1,4 @@
-"""Coordinator's socket, with limits on message size and log lines."""
+"""Socket through which a coordinator exchanges messages with replicas and clients."""
 
 import logging
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ _LINGER_MS = 5000
 _HANDSHAKE_MS = 10_000
 _MOST_UNREAD = 1000
 _MOST_UNSENT = 65_536
-"""Queued messages per connection; a peer that stops reading is disconnected."""
+"""Maximum number of queued messages per connection; beyond it, a send fails and the peer is dropped."""
 _MOST_MESSAGES_A_ROUND = 1000
 _MOST_LINES_A_ROUND = 20
 
 
 class Mailbox:
-    """Socket that receives messages from replicas and clients, and sends messages to them.
+    """Coordinator's socket, which limits message sizes and the number of log lines about ignored messages.
 
     Args:
         port: Preferred port; another free port is used if it is taken. None: any free port.
@@ -34,7 +34,7 @@ class Mailbox:
             self.context = zmq.Context()
             undo.callback(self.context.destroy, linger=0)
             self._end_admitting = access.channel.admit_clients(self.context)
-            undo.callback(self._end_admitting)  # registered before the context, which waits for its sockets
+            undo.callback(self._end_admitting)  # runs before the context is destroyed, which waits for open sockets
             self.socket = _listening_router(self.context, port, access, max_message_bytes)
             self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             admission = access.open_for_replicas(port_of(self.address))
@@ -42,7 +42,7 @@ class Mailbox:
         self._end_joining, self.proof = admission.end, admission.proof
 
     def receive(self, wait_s: float) -> Iterator[list[bytes]]:
-        """Wait for messages and yield the frames of each message that has arrived."""
+        """Wait up to `wait_s` seconds for a message, then yield the frames of each message that has arrived."""
         if not self.socket.poll(int(wait_s * 1000) + 1):
             return
         for _ in range(_MOST_MESSAGES_A_ROUND):
@@ -56,13 +56,13 @@ class Mailbox:
         self.socket.send_multipart([identity, message], zmq.NOBLOCK)
 
     def ignore(self, sender: bytes, error: Exception) -> None:
-        """Log an ignored message."""
+        """Log that a message is ignored; after a number of log lines, only count it."""
         self._num_ignored += 1
         if self._num_ignored <= _MOST_LINES_A_ROUND:
             logger.warning("ignored a message of %r: %s: %s", sender, type(error).__name__, error)
 
     def summarize(self) -> None:
-        """Log the number of messages that were ignored without a log line since the last call."""
+        """Log how many messages were only counted since the last call, and reset the count."""
         if self._num_ignored > _MOST_LINES_A_ROUND:
             logger.warning("ignored %s more messages", self._num_ignored - _MOST_LINES_A_ROUND)
         self._num_ignored = 0

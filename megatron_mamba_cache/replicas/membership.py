@@ -1,4 +1,4 @@
-"""Keep track of the processes of each replica, and of dead replicas."""
+"""Registry of replicas: the processes that each has, and the replicas that have been declared dead."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,11 @@ from .wire import Hello, WireError
 
 @dataclass(slots=True)
 class Replica:
-    """Replica, of which some processes may not have joined yet.
+    """Replica that the coordinator knows; some of its processes may not have joined yet.
 
     Args:
-        members: Socket identities by rank in the replica; rank 0 receives the requests.
-        salt: Salt for the replica's block keys; None before it is reported.
+        members: Socket identity of each process that has joined, keyed by rank; rank 0 receives the requests.
+        salt: Salt of the replica's block keys; None until the replica has reported it.
     """
 
     name: ReplicaName
@@ -30,7 +30,7 @@ class Replica:
 
     @property
     def identity(self) -> bytes:
-        """Identity of the socket that receives the requests."""
+        """Socket identity of rank 0, which receives the replica's requests."""
         return self.members[0]
 
 
@@ -38,9 +38,9 @@ _MOST_DEAD = 4096
 
 
 class Membership:
-    """Replicas by name and by socket; a dead replica may not rejoin.
+    """Registry of living and dead replicas, by name and by socket identity.
 
-    Only the newest `_MOST_DEAD` dead replicas are remembered.
+    A dead replica may not rejoin under the same name. Only the last `_MOST_DEAD` dead replicas are remembered.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Membership:
 
     @property
     def serving(self) -> list[Replica]:
-        """Replicas whose processes have all joined."""
+        """Living replicas of which all processes have joined."""
         return [replica for replica in self._replicas.values() if replica.is_complete]
 
     @property
@@ -68,7 +68,7 @@ class Membership:
         return self._replicas[name]
 
     def of_socket(self, identity: bytes) -> Replica | None:
-        """Return the living replica that a socket belongs to."""
+        """Return the living replica that a socket belongs to; None if the socket belongs to none."""
         name = self._name_of.get(identity)
         return None if name is None else self._replicas[name]
 
@@ -80,7 +80,8 @@ class Membership:
         """Register a process and return its replica.
 
         Raises:
-            WireError: If the hello contradicts an earlier hello from the replica; nothing has changed then.
+            WireError: If the replica has been declared dead, or the hello contradicts an earlier hello from the
+                replica. The process is then not registered.
         """
         if hello.replica in self._dead:
             _remember(self._dead_sockets, identity)
@@ -101,7 +102,7 @@ class Membership:
         return replica
 
     def bury(self, identity: bytes) -> list[Replica]:
-        """Remove the replica of a lost process and all replicas in its domain; return them."""
+        """Declare dead the replica of a lost process and all replicas in its domain; return these replicas."""
         lost = self.of_socket(identity)
         if lost is None:
             return []

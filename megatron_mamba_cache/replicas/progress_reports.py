@@ -1,4 +1,4 @@
-"""Report streamed tokens and the engine's state to the coordinator."""
+"""Report the tokens of streamed requests and the engine's state to the coordinator."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _STATE_INTERVAL_S = 0.25
 
 
 class ProgressReports:
-    """Reporter of streamed tokens and engine state for one replica."""
+    """Sends one replica's newly generated tokens and engine state to the coordinator."""
 
     def __init__(self, engine: "MambaCacheEngine", link: "ReplicaLink") -> None:
         self._engine = engine
@@ -28,7 +28,7 @@ class ProgressReports:
         self._last_state: dict[str, Any] = {}
 
     def send(self, request_ids: Iterable[int]) -> None:
-        """Report the new tokens of these requests since the last report."""
+        """Send the tokens that streamed requests among `request_ids` have generated since the last report."""
         news = [(request_id, self._progress(request_id)) for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
             self._link.send(msgpack.packb([PROGRESS, news]))
@@ -37,7 +37,7 @@ class ProgressReports:
         self._known = {request_id: count for request_id, count in self._known.items() if self._streams(request_id)}
 
     def send_state(self) -> None:
-        """Report the engine's state if it has changed, at most once every `_STATE_INTERVAL_S` seconds."""
+        """Send counters and numbers of requests if they have changed, at most every `_STATE_INTERVAL_S` seconds."""
         now, engine = time.monotonic(), self._engine
         if now - self._state_at < _STATE_INTERVAL_S or not engine.context.is_tensor_state_allocated:
             return
@@ -64,7 +64,13 @@ class ProgressReports:
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
-    """Return a request's progress after its first `start` tokens; prompt log-probs are added to the first progress."""
+    """Return a request's tokens from index `start` on, with their log-probs, as the body of a progress message.
+
+    If `start` is 0, the body also contains the log-probs of the prompt.
+
+    Args:
+        parts: Megatron's request objects for the parts of the reply, in order.
+    """
     first = parts[0] if start == 0 else None
     sampling = getattr(first, "sampling_params", None)
     return {
@@ -80,7 +86,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
 
 
 def obeyed(engine: "MambaCacheEngine", request_id: int, sampling: Any) -> bool:
-    """Execute a submission that is a cancel or a flush; return False for other submissions."""
+    """Execute a submission if it is a cancel or a flush, and return True; otherwise return False."""
     if getattr(sampling, CANCELS, False):
         engine.cancel_request(request_id)
         return True

@@ -1,4 +1,4 @@
-"""Compute a prompt's tokens and block keys in the same way as a replica."""
+"""Compute a prompt's token ids and block keys in the coordinator, exactly as a replica computes them."""
 
 from array import array
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..policy.identifiers import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class KeySalt:
-    """Salt for a replica's block keys, without the tenant."""
+    """Values that a replica hashes into every block key, besides the tokens and the tenant."""
 
     fingerprint: str
     weights_version: str
@@ -18,12 +18,12 @@ class KeySalt:
     block_size: int
 
     def root_of(self, tenant: str) -> bytes:
-        """Return the digest at the root of a tenant's key chains."""
+        """Return the digest from which the first block key of each of the tenant's texts is computed."""
         return CacheSalt(self.fingerprint, self.weights_version, self.epoch, tenant).root()
 
 
 class PromptKeys:
-    """Block keys for one prompt, computed once per salt; replicas usually have the same salt."""
+    """Block keys of one prompt, computed once for each distinct salt; usually all replicas have the same salt."""
 
     def __init__(self, tokens: list[int], tenant: str) -> None:
         self._tokens = tokens
@@ -31,14 +31,14 @@ class PromptKeys:
         self._keys: dict[KeySalt, list[BlockKey]] = {}
 
     def under(self, salt: KeySalt) -> list[BlockKey]:
-        """Return the keys of the prompt's complete blocks under a salt."""
+        """Return the keys of the prompt's complete blocks for a replica with this salt."""
         if salt not in self._keys:
             self._keys[salt] = block_keys(salt.root_of(self._tenant), self._tokens, salt.block_size)
         return self._keys[salt]
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
-    """Return a prompt's token ids, tokenized in the same way as in the engine.
+    """Return a prompt's token ids; a text is tokenized in the same way as in the engine.
 
     Raises:
         ValueError: If the prompt is neither text nor a list of 32-bit integers, or `add_bos` is set but there is no BOS
@@ -59,7 +59,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
 
 
 def _are_int32(tokens: list[Any]) -> bool:
-    """Return whether all tokens are 32-bit integers, without a Python loop."""
+    """Return whether all tokens are 32-bit integers; fast, because it avoids a Python loop."""
     if [*map(type, tokens)] != [int] * len(tokens):
         return False
     try:

@@ -1,7 +1,7 @@
-"""Sockets between the ranks of a replica, and between expert-parallel ranks.
+"""Protected sockets between the ranks of a replica, and between expert-parallel ranks.
 
-Megatron binds its sockets to the hostname's interface, sends every prompt to any subscriber, and waits forever for a
-rank that has ended.
+They replace Megatron's sockets, which are bound to the hostname's interface, send every prompt to any subscriber, and
+wait forever for a rank that has ended.
 """
 
 import time
@@ -17,7 +17,7 @@ _POLL_MS = 100
 
 
 class RankSocket(zmq.Socket[bytes]):
-    """Socket that uses the interface and channel of its context."""
+    """Socket that binds to the interface of its `RankContext` and uses the security of its channel."""
 
     context: "RankContext"
 
@@ -27,7 +27,10 @@ class RankSocket(zmq.Socket[bytes]):
         return super().bind(f"tcp://{self.context.host}:{address.rsplit(':', 1)[1]}")
 
     def connect(self, address: str) -> Any:
-        """Connect, except to the coordinator, for which a `ReplicaLink` is used."""
+        """Connect to another rank.
+
+        A DEALER socket is Megatron's socket to the coordinator. A `ReplicaLink` replaces it, so it is not connected.
+        """
         if self.type == zmq.DEALER:
             return super().connect("inproc://replaced")
         self.context.channel.secure_connection(self)
@@ -47,7 +50,7 @@ class RankSocket(zmq.Socket[bytes]):
 
 
 class RankContext(zmq.Context[RankSocket]):
-    """ZMQ context that creates the sockets for Megatron's engine.
+    """ZMQ context that creates protected sockets when Megatron's engine requests sockets.
 
     Args:
         host: Interface to which the sockets bind.
@@ -67,10 +70,10 @@ class RankContext(zmq.Context[RankSocket]):
         self.publishers = []
 
     def wait_for_ranks(self, num_members: int, num_experts: int, timeout_s: float) -> None:
-        """Wait until all ranks have subscribed to this rank; call it before publishing.
+        """Wait until all ranks have subscribed to this rank's sockets; call it before the first message is published.
 
         Args:
-            num_members, num_experts: Number of ranks in the replica, and expert-parallel size.
+            num_members, num_experts: Number of ranks in the replica, and in the expert-parallel group.
 
         Raises:
             ConnectionError: If a rank has not subscribed within `timeout_s`.
@@ -87,19 +90,19 @@ class RankContext(zmq.Context[RankSocket]):
         made = super().socket(zmq.XPUB if is_publisher else socket_type, socket_class, **settings)
         if is_publisher:
             self.publishers.append(made)
-            made.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, including repetitions
+            made.setsockopt(zmq.XPUB_VERBOSE, 1)  # by default, only the first subscription is reported
         made.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
         made.setsockopt(zmq.LINGER, _LINGER_MS)
         return made
 
 
 class PeerSocket:
-    """Socket that raises instead of waiting for a rank that has ended.
+    """Wrapper of a socket between ranks whose reads raise if the other rank has ended, instead of waiting forever.
 
-    The coordinator detects the end of a rank and notifies all ranks that cannot continue.
+    The coordinator detects that a rank has ended and notifies all ranks that cannot continue without it.
 
     Args:
-        socket: Socket to read; it is closed together with this socket.
+        socket: Wrapped socket; `close` closes it.
         link: Link to the coordinator, which is checked while no message arrives.
     """
 
@@ -131,7 +134,11 @@ class PeerSocket:
         self._socket.close()
 
     def _wait(self, flags: int) -> None:
-        """Wait until there is a message; with `zmq.NOBLOCK`, return immediately."""
+        """Wait until a message has arrived; with `zmq.NOBLOCK`, return without waiting.
+
+        Raises:
+            ReplicaFencedError: If the coordinator has ended or has declared this replica dead.
+        """
         while not self._socket.poll(0 if flags & zmq.NOBLOCK else _POLL_MS):
             self._link.check()
             if flags & zmq.NOBLOCK:

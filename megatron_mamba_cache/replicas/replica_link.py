@@ -1,4 +1,4 @@
-"""A replica's connection to the coordinator, which replaces Megatron's socket."""
+"""Connection between a replica's process and the coordinator, which replaces Megatron's socket."""
 
 import asyncio
 import secrets
@@ -19,12 +19,12 @@ from .wire import FENCED, KEY_BYTES, PROBE, WELCOME, Hello, KeyReport, Unsent, p
 
 _LINGER_MS = 1000
 _ENCRYPTION_BYTES = 64
-"""CURVE adds 33 bytes to a message, and the coordinator's socket counts them."""
+"""Size reserved for encryption: CURVE adds 33 bytes to a message, which count towards the size limit."""
 _WELCOME_POLL_S = 0.01
-_REPORT_BYTES = 1024  # size of a report without its keys
+_REPORT_BYTES = 1024  # upper bound for the size of a report without its keys
 
 COORDINATOR_SILENCE_S = 60.0
-"""Silence of the coordinator after which a replica gives up."""
+"""Number of seconds without a message from the coordinator after which a replica ends."""
 
 
 class ReplicaFencedError(RuntimeError):
@@ -32,11 +32,11 @@ class ReplicaFencedError(RuntimeError):
 
 
 class ReplicaLink:
-    """Connection that joins the coordinator and then forwards Megatron's messages.
+    """Connection that registers a process with the coordinator and then carries Megatron's messages.
 
     Args:
         max_message_bytes: Maximum size of a message to the coordinator; see `RoutingSettings`.
-        channel: Channel that the coordinator requires.
+        channel: Security that the coordinator requires; None: no authentication and no encryption.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class ReplicaLink:
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         (channel or Channel()).secure_connection(self._socket)
         set_heartbeats(self._socket)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited: the I/O thread keeps receiving during a long step
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited, so that no message is dropped or delayed during a long step
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.connect(address)
         self._socket.send(pack_hello(hello))
 
     def recv(self, flags: int = 0) -> bytes:
-        """Return the next message for the engine.
+        """Return the next message for the engine; skip probes and the welcome.
 
         Raises:
             zmq.Again: If there is no message and `flags` has `zmq.NOBLOCK`.
@@ -75,7 +75,11 @@ class ReplicaLink:
         return self._unread.popleft() if self._unread else self._next(flags)
 
     def check(self) -> None:
-        """Raise `ReplicaFencedError` if `recv` would; keep received messages for the engine."""
+        """Read all messages that have arrived and keep them for `recv`.
+
+        Raises:
+            ReplicaFencedError: If the coordinator has ended or has declared this replica dead.
+        """
         try:
             while True:
                 self._unread.append(self._next(zmq.NOBLOCK))
@@ -108,7 +112,7 @@ class ReplicaLink:
         return message
 
     async def wait_for_welcome(self, timeout_s: float) -> None:
-        """Wait for the coordinator's welcome, which another task reads; raise `ConnectionError` after `timeout_s`."""
+        """Wait until another task has read the coordinator's welcome; raise `ConnectionError` after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while not self._is_welcome:
             if time.monotonic() > end:
@@ -119,7 +123,7 @@ class ReplicaLink:
             await asyncio.sleep(_WELCOME_POLL_S)
 
     def drain(self) -> None:
-        """Discard messages, on a rank that gets its requests from another rank; raise like `recv`."""
+        """Discard all messages, on a rank that gets its requests from another rank; raise like `check`."""
         try:
             while True:
                 self.recv(zmq.NOBLOCK)
@@ -127,25 +131,28 @@ class ReplicaLink:
             return
 
     def send(self, message: bytes) -> None:
-        """Send a message from the engine; a request whose part exceeds the size limit fails."""
+        """Send a message from the engine, split into several if it exceeds the size limit; see `messages_within`."""
         for part in messages_within(self._max_message_bytes, message):
             self._socket.send(part)
 
     def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
-        """Report changes in the cache; `salt` is None if it is unchanged."""
+        """Report changes in the cached boundaries; `salt` is None if it has not changed since the last report."""
         for part in reports_within(self._max_message_bytes, KeyReport(changes, salt)):
             self._socket.send(part)
 
     def close(self) -> None:
-        """Close the connection; the coordinator treats the replica as dead unless it was stopped."""
+        """Close the connection; unless the engines were stopped, the coordinator then declares the replica dead."""
         self._socket.close()
 
 
 def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
-    """Split a message with replies or progress by request into messages of at most `max_bytes`, in order.
+    """Yield a message unchanged, or split into one message per request if it is larger than `max_bytes`.
 
-    If the part for a single request exceeds the limit, it is replaced by an `Unsent`, and the coordinator fails that
-    request.
+    Only messages with replies or progress can be split. If the message for one request is still too large, it is
+    replaced by an `Unsent`, and the coordinator then fails that request.
+
+    Raises:
+        ValueError: If a message of another kind is larger than `max_bytes`.
     """
     if len(message) <= max_bytes:
         yield message
@@ -165,7 +172,7 @@ def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
 
 
 def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
-    """Split a report into ordered messages of at most `max_bytes`, each with at least one key."""
+    """Yield a report as one or several messages, in order, each of at most `max_bytes` or with a single key."""
     changes, salt, flushed = report.changes, report.salt, report.changes.were_flushed
     most = max((max_bytes - _REPORT_BYTES) // KEY_BYTES, 1)
     dropped, published = changes.dropped, changes.published
@@ -180,5 +187,5 @@ def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
 
 
 def _request_id(kind: Any, entry: Any) -> int:
-    """Return the request id of an entry, which is a reply's record or a progress pair."""
+    """Return the request id of an entry in a message: a reply's record, or a pair of request id and progress."""
     return int(entry[0] if kind == PROGRESS else entry["requests"][0]["request_id"])

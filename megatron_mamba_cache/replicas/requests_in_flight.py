@@ -1,4 +1,4 @@
-"""Store the requests in flight, so that they can be sent again if their replica dies."""
+"""Registry of unfinished requests, with all that is needed to send them again if their replica dies."""
 
 import time
 from collections import defaultdict
@@ -17,21 +17,21 @@ from .wire import packed
 
 _CLIENTS_SHARE = 4
 _TOKEN_BYTES = 8
-_REQUEST_BYTES = 1024  # estimated bookkeeping per request
+_REQUEST_BYTES = 1024  # estimated size of a request without its prompt and parameters
 _MOST_NESTED = 8
-_MOST_NEW_TOKENS = 2**20  # cap for the router's estimate; replicas reject requests that are too long
+_MOST_NEW_TOKENS = 2**20  # limit for the router's estimate of a request's work; replicas enforce the actual limit
 
 
 @dataclass(slots=True)
 class RequestInFlight:
-    """Unfinished request from a client.
+    """Unfinished request from a client, and the replica that serves it.
 
     Args:
-        request_id: Id assigned by the coordinator, unique over all clients; replicas use it.
+        request_id: Id that the coordinator has assigned and replicas use, unique over all clients.
         client: Socket identity of the client.
-        client_request_id: Id assigned by the client.
-        prompt: Text or token ids, as sent by the client.
-        sampling: Megatron's sampling parameters as a dict, including additions by the client.
+        client_request_id: Id that the client has assigned.
+        prompt: Text or token ids that the client has sent.
+        sampling: Megatron's sampling parameters as a dict, including parameters that the client has added.
     """
 
     request_id: int
@@ -60,7 +60,7 @@ class RequestInFlight:
         return 0
 
     def arrive(self, at_s: int) -> None:
-        """Store the arrival time, in seconds, in the sampling parameters."""
+        """Add the arrival time, in seconds since the epoch, to the sampling parameters."""
         self.sampling = {**self.sampling, SPEC: {**self.sampling.get(SPEC, {}), "arrived_s": at_s}}
 
     def size(self) -> int:
@@ -69,23 +69,23 @@ class RequestInFlight:
         return text + _TOKEN_BYTES * len(self.tokens) + len(msgpack.packb(self.sampling)) + _REQUEST_BYTES
 
     def submission(self) -> bytes:
-        """Return Megatron's message that submits the request to a replica."""
+        """Return the packed message that submits the request to a replica."""
         return packed(Headers.SUBMIT_REQUEST.value, self.request_id, self.prompt, self.sampling)
 
     def reply(self, record: dict[str, Any]) -> bytes:
-        """Return Megatron's message that sends a record to the client."""
+        """Return the packed message that sends a finished request's record to the client."""
         return packed(Headers.ENGINE_REPLY.value, self.client_request_id, record)
 
 
 class PendingLimitError(ValueError):
-    """Raised when unfinished requests leave no room for another request."""
+    """Raised if the unfinished requests exceed the size limit for one client or for all clients."""
 
 
 class RequestsInFlight:
-    """All unfinished requests, by the coordinator's id and by the client's id.
+    """All unfinished requests, which can be looked up by the coordinator's id or by the client's id.
 
     Args:
-        max_bytes: Maximum size of prompts and parameters; see `RoutingSettings.max_pending_bytes`.
+        max_bytes: Maximum total size of the requests; see `RoutingSettings.max_pending_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -105,7 +105,7 @@ class RequestsInFlight:
         return len(self._requests)
 
     def get(self, request_id: int) -> RequestInFlight | None:
-        """Return a request by the coordinator's id."""
+        """Return the request with an id of the coordinator; None if it does not exist or has ended."""
         return self._requests.get(request_id)
 
     def of_client(self, client: bytes) -> list[RequestInFlight]:
@@ -113,7 +113,7 @@ class RequestsInFlight:
         return list(self._of_client[client].values()) if client in self._of_client else []
 
     def find(self, client: bytes, client_request_id: int) -> RequestInFlight | None:
-        """Return a request by the client's id."""
+        """Return the request with an id of the client; None if it does not exist or has ended."""
         return self._of_client[client].get(client_request_id) if client in self._of_client else None
 
     def add(self, request: RequestInFlight) -> None:
@@ -124,10 +124,11 @@ class RequestsInFlight:
         self._of_client[request.client][request.client_request_id] = request
 
     def charge(self, request: RequestInFlight) -> None:
-        """Add a request's size to the totals until it is removed.
+        """Count a request's size towards the limits until the request is removed.
 
         Raises:
-            PendingLimitError: If the client or all clients together exceed their limit; the request is still counted.
+            PendingLimitError: If the client, or all clients together, now exceed their limit. The request is counted
+                nevertheless.
         """
         request.num_bytes = request.size()
         self._num_bytes += request.num_bytes
@@ -140,7 +141,7 @@ class RequestsInFlight:
             )
 
     def remove(self, request: RequestInFlight) -> None:
-        """Remove a request."""
+        """Remove a request, and its size from the totals."""
         del self._requests[request.request_id]
         own = self._of_client[request.client]
         del own[request.client_request_id]
@@ -151,10 +152,10 @@ class RequestsInFlight:
 
 
 def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters after checking that every replica can read them.
+    """Check that replicas can safely read a client's sampling parameters, and return them unchanged.
 
     Raises:
-        ValueError: If Megatron would reject them, or treat a value as anything but data.
+        ValueError: If Megatron would reject them, or if a name or value could change more than sampling.
     """
     if not _is_plain(sampling, _MOST_NESTED):
         raise ValueError(f"sampling parameters must be plain values or lists nested at most {_MOST_NESTED} deep")
@@ -181,7 +182,7 @@ def _is_plain(value: Any, most_nested: int) -> bool:
 
 
 def failed_record(request: RequestInFlight, reason: str) -> dict[str, Any]:
-    """Return Megatron's serialized record for a request that failed outside an engine, with the reason."""
+    """Return a record, serialized as by Megatron, for a request that failed before an engine could serve it."""
     now = time.time()
     error = {
         "type": "ContextOverflowError",  # the only error type in Megatron's events

@@ -1,4 +1,4 @@
-"""Coordinator for a server, with streamed replies, cancels, flushes and replica states."""
+"""Coordinator for the HTTP server, with streamed replies, cancels, flushes and reports of replica states."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .wire import WireError, packed
 
 
 class ServingCoordinator(PrefixCoordinator):
-    """Extension of `PrefixCoordinator` for the messages in `front_end`."""
+    """Coordinator that also handles the messages defined in `front_end`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -17,29 +17,29 @@ _COUNTS = ("num_replicas", "num_attempts", "max_message_bytes", "max_request_byt
 
 @dataclass(frozen=True, slots=True)
 class RoutingSettings:
-    """Settings for a coordinator; every value is checked on construction.
+    """Settings for a coordinator and the replicas that join it; every value is checked on construction.
 
     Args:
-        policy: "prefix" sends a request to the replica with its longest cached prefix, "round-robin" to the next
-            replica.
-        load_factor: For "prefix": a replica gets more requests as long as its work in flight is at most this multiple
-            of the mean.
-        share_factor: For "prefix": a replica gets new conversations as long as its recent work is at most this multiple
-            of the mean; see `PrefixRouter`.
-        max_keys: Maximum number of boundaries remembered per replica.
+        policy: "prefix" sends a request to the replica that has cached its longest prefix; "round-robin" uses the
+            replicas in rotation.
+        load_factor: With "prefix", a replica gets no further request while its unfinished work exceeds this multiple
+            of the mean over all replicas.
+        share_factor: With "prefix", a replica gets no new conversation while its recent work exceeds this multiple of
+            the mean; see `PrefixRouter`.
+        max_keys: Maximum number of cached boundaries that the router remembers per replica.
         num_replicas: Number of replicas to wait for before the coordinator is ready; None: all replicas of the launch.
             More replicas may join later.
-        num_attempts: Maximum number of replicas to which a request is sent, each after the previous replica died.
+        num_attempts: Maximum number of replicas to which a request is sent, one after another, if each of them dies.
         join_timeout_s: Seconds that the coordinator waits for `num_replicas` replicas.
         probe_interval_s: Seconds between probes of the connections.
         key_file: File with the secret that all processes share, including clients; see `read_key_file`. With a key
-            file, the coordinator listens on the hostname's interface, otherwise on loopback.
+            file, the coordinator listens on the hostname's interface; without one, on loopback.
         insecure: True to listen on the hostname's interface without a key; any process that reaches the port is served.
         max_message_bytes: Maximum size of a message from a replica or between ranks; a connection that announces a
             larger message is closed.
         max_request_bytes: Maximum size of a message from a client; a larger request fails.
-        max_pending_bytes: Maximum size of all unfinished requests, at 8 bytes per token. One client may use a quarter
-            of it; a request that exceeds a limit fails.
+        max_pending_bytes: Maximum total size of all unfinished requests, where a token counts as 8 bytes. The requests
+            of one client may take up to a quarter of it. A request that exceeds either limit fails.
 
     Raises:
         ValueError: Naming the setting, the value and the allowed values.
@@ -77,11 +77,11 @@ class RoutingSettings:
         self.router()
 
     def access(self) -> "Access":
-        """Return the access rules for these settings; needs pyzmq.
+        """Return the access rules that `key_file` and `insecure` select; requires pyzmq.
 
         Raises:
             ValueError: If the key file can no longer be read.
-            ModuleNotFoundError: If pyzmq is missing, or there is a key file and pyzmq cannot use keys.
+            ModuleNotFoundError: If pyzmq is missing, or if a key file is set and pyzmq was built without CURVE.
         """
         require_extra("server", "a coordinator")
         from .access import InsecureAccess, KeyedAccess, LoopbackAccess
@@ -91,6 +91,6 @@ class RoutingSettings:
         return InsecureAccess() if self.insecure else LoopbackAccess()
 
     def router(self) -> PrefixRouter:
-        """Return a new router for this policy; raise `ValueError` if a factor or `max_keys` is out of range."""
+        """Return a new router with this policy; raise `ValueError` if a factor or `max_keys` is out of range."""
         prefix = PrefixRouter(self.load_factor, self.share_factor, self.max_keys)
         return prefix if self.policy == "prefix" else RoundRobinRouter()

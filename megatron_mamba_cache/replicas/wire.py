@@ -1,9 +1,8 @@
-"""Messages between replicas and the coordinator, in addition to Megatron's.
+"""Messages between replicas and the coordinator that extend Megatron's protocol.
 
-All messages are lists packed by msgpack. Megatron's messages begin with a number, and these with a string, so they
-cannot be confused: `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reason]` from a replica,
-`["welcome"]`,
-`["probe"]` and `["fenced"]` to it.
+All messages are lists packed by msgpack. The first item is a number in Megatron's messages and a string in the messages
+defined here. A replica sends `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reason]`. The
+coordinator sends `["welcome"]`, `["probe"]` and `["fenced"]`.
 """
 
 from dataclasses import asdict, dataclass
@@ -18,16 +17,16 @@ from .prompt_keys import KeySalt
 
 HELLO, KEYS, UNSENT = "hello", "keys", "unsent"
 WELCOME = msgpack.packb(["welcome"])
-"""Sent to all members of a replica once the last one has joined."""
+"""Message to all processes of a replica when the last of them has joined."""
 
 PROBE = msgpack.packb(["probe"])
-"""Sent to test the connection; a replica need not act on it."""
+"""Message that tests a connection; replicas ignore it."""
 
 FENCED = msgpack.packb(["fenced"])
-"""The answer to every message from a replica that counts as dead."""
+"""Message that informs a replica's process that the replica has been declared dead."""
 
 KEY_BYTES = 32
-"""Size of a block key in a report."""
+"""Number of bytes per block key in a report."""
 
 _MOST_CHARACTERS = 128
 _MOST_REASON_CHARACTERS = 1000
@@ -46,14 +45,15 @@ def packed(*message: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message from a process, with its replica and its rank.
+    """First message that a process sends to the coordinator, to join as part of a replica.
 
     Args:
-        replica: Unique name of the replica.
+        replica: Name of the replica, unique across all launches.
         member: Rank within the replica's model-parallel group; member 0 gets the requests.
-        num_members: Size of that group. The replica is complete when all members have joined, and dies if any member
-            dies.
-        domain: Name shared by replicas that step together (expert parallelism) and die together; "" for none.
+        num_members: Number of ranks in that group. The replica gets requests once all members have joined, and is
+            declared dead if any member dies.
+        domain: Name shared by the replicas of one expert-parallel group, which are declared dead together; "" without
+            expert parallelism.
         proof: Proof that the process may receive other clients' prompts; "" if the connection is already authenticated.
     """
 
@@ -66,7 +66,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """Changes in a replica's cached boundaries; `salt` is None if it is unchanged."""
+    """Report of changes in a replica's cached boundaries; `salt` is None if it has not changed."""
 
     changes: BoundaryChanges
     salt: KeySalt | None = None
@@ -74,14 +74,20 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """Notice that a request's results are too large to send."""
+    """Notice that a replica cannot send a request's reply or progress, because the message is too large."""
 
     request_id: int
     reason: str
 
 
 def opening_of(message: bytes) -> tuple[Any, ...]:
-    """Return the kind of a message and the first value of its body; raise `WireError` if either is missing."""
+    """Return the first two items of a packed message, its kind and the first value of its body.
+
+    Only the first `_OPENING_BYTES` bytes are read.
+
+    Raises:
+        WireError: If the message does not begin with two such items.
+    """
     opening = msgpack.Unpacker(raw=False)
     opening.feed(message[:_OPENING_BYTES])
     try:
@@ -93,7 +99,7 @@ def opening_of(message: bytes) -> tuple[Any, ...]:
 
 
 def pack_hello(hello: Hello) -> bytes:
-    """Pack a hello."""
+    """Pack a "hello" message."""
     return packed(HELLO, asdict(hello))
 
 
@@ -108,7 +114,7 @@ def hello_of(body: Any) -> Hello:
 
 
 def pack_report(report: KeyReport) -> bytes:
-    """Pack a key report, with 32 bytes per key."""
+    """Pack a "keys" message."""
     changes, salt = report.changes, report.salt
     body = {
         "salt": None if salt is None else [salt.fingerprint, salt.weights_version, salt.epoch, salt.block_size],
@@ -127,12 +133,12 @@ def report_of(body: Any) -> KeyReport:
 
 
 def pack_unsent(unsent: Unsent) -> bytes:
-    """Pack a notice that results are too large."""
+    """Pack an "unsent" message."""
     return packed(UNSENT, unsent.request_id, unsent.reason)
 
 
 def unsent_of(body: list[Any]) -> Unsent:
-    """Parse the body of an "unsent" message; raise `WireError` unless it is a request id and a reason."""
+    """Parse the body of an "unsent" message; raise `WireError` if it is invalid."""
     if [type(value) for value in body] != [int, str]:
         raise WireError(f"the body must be a request id and a reason, found {body!r:.100}")
     return Unsent(body[0], body[1][:_MOST_REASON_CHARACTERS])
