@@ -1,6 +1,6 @@
-"""Prefix caching for hybrid models of recurrent and attention layers on megatron-core.
+"""Prefix caching on megatron-core for hybrid models, which have recurrent and attention layers.
 
-Megatron is imported on first use of a name that needs it.
+The public names are imported on first use, so importing this package does not import Megatron.
 """
 
 from typing import TYPE_CHECKING

@@ -30,11 +30,11 @@ _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
 @torch.no_grad()
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Return a 32-byte digest of the names, shapes, dtypes and contents of tensors, independent of their order.
+    """Return a 32-byte digest of the names, shapes, dtypes and contents of tensors, in any order.
 
-    The contents are summed as 64-bit words modulo 2**64, with each word multiplied by an odd number derived from its
-    index. Two such sums with different multipliers are used. A single differing word always changes the digest; other
-    differences are missed with a probability of 2**-126.
+    The bytes of a tensor are read as 64-bit words on its device. Each word is multiplied by an odd number derived from
+    its index, and the products are added modulo 2**64, twice with different multipliers. If a single word differs, the
+    digest always differs; if several words differ, it is the same with a probability of 2**-126.
     """
     whole = hashlib.sha256()
     for name, tensor in sorted(named_tensors, key=lambda pair: pair[0]):
@@ -52,7 +52,7 @@ def _sum_of(tensor: Tensor, seed: int) -> int:
 
 
 def _words_of(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield a tensor in chunks of int64 words, each with its offset in words; the last word is zero-padded."""
+    """Yield (offset, int64 words) for consecutive chunks of a tensor's bytes, with the last word zero-padded."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size = _WORDS_AT_ONCE * _WORD_BYTES
     for first in range(0, octets.numel(), size):
@@ -64,14 +64,14 @@ def _words_of(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _scrambled(numbers: Tensor) -> Tensor:
-    """Hash each number to a pseudorandom odd number."""
+    """Return a pseudorandom odd int64 number for each number; equal inputs give equal outputs."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ _shifted(numbers, shift)) * _signed(factor)
     return (numbers ^ _shifted(numbers, 31)) | 1
 
 
 def _shifted(numbers: Tensor, count: int) -> Tensor:
-    """Shift right logically, without extending the sign."""
+    """Shift int64 numbers right by `count` bits without sign extension."""
     return (numbers >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -80,10 +80,10 @@ def _signed(number: int) -> int:
 
 
 class TokenIdTokenizer:
-    """Default tokenizer, whose text consists of token ids separated by spaces.
+    """Tokenizer for models without one: its texts are decimal token ids separated by spaces.
 
     Args:
-        image_tokens: Map from ids of image, video and audio tokens to their names.
+        image_tokens: Names of image, video and audio tokens, keyed by token id.
     """
 
     eod = -1
@@ -96,15 +96,15 @@ class TokenIdTokenizer:
         self.longest_token = len(f"{vocab_size} ")
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Parse token ids; there are no special tokens to add."""
+        """Parse token ids from a text; `add_special_tokens` has no effect, because there are no special tokens."""
         return [int(word) for word in text.split()]
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:
-        """Format token ids as text."""
+        """Return the text for token ids."""
         return " ".join(str(token) for token in tokens)
 
     def bytes_of(self, token: int) -> bytes:
-        """Format a token id as bytes."""
+        """Return a token id's decimal digits as bytes."""
         return str(token).encode()
 
 
@@ -120,23 +120,24 @@ def build_engine(
 ) -> MambaCacheEngine:
     """Build an engine that serves a model with prefix caching.
 
-    With tensor or pipeline parallelism, each rank builds an engine, adds the same requests in the same order and runs
-    the same number of steps; each rank then has all tokens. Ranks with only expert parallelism have different requests
-    and step together.
+    With tensor or pipeline parallelism, each rank must build an engine, add the same requests in the same order and run
+    the same number of steps; each rank then gets all tokens. With expert parallelism alone, each rank has its own
+    requests, but all ranks run each step together.
 
     Args:
-        model: MambaModel built from a `with_mamba_cache` spec, or this rank's part of it; it is put into eval mode.
+        model: MambaModel built from a `with_mamba_cache` spec, or this rank's shard of it; it is put into eval mode.
         config: Settings for the cache; None for the defaults.
-        drafter: Drafter that proposes tokens; None for `PromptLookupDrafter` if the settings enable drafts.
-        tokenizer: Object with `tokenize`, `detokenize`, `bos` and `eod`; None if requests use token ids.
+        drafter: Drafter that proposes draft tokens; None for `PromptLookupDrafter`, or for no drafts if
+            `num_speculative_tokens` is 0.
+        tokenizer: Object with `tokenize`, `detokenize`, `bos` and `eod`; None for a `TokenIdTokenizer`.
         random_seed: Seed for requests that do not set one.
-        materialize_only_last_token_logits: False to compute the logits for every token in every step.
-        scores_prompts: True to allow requests for prompt log-probs although only the last logits are materialized;
-            see `prompt_log_probs`. A step that scores a prompt uses no CUDA graph; other steps are unaffected.
+        materialize_only_last_token_logits: True to compute logits only where a token is sampled or verified; False to
+            compute them for every token in every step.
+        scores_prompts: True to allow requests for prompt log-probs, although only the last logits are materialized; see
+            `prompt_log_probs`. A step that scores a prompt uses no CUDA graph; other steps are unaffected.
 
     Raises:
-        ValueError: If, on any rank, the model is not a hybrid, lacks the caching modules, or does not match the
-            settings.
+        ValueError: If, on any rank, the model is not hybrid, lacks the caching modules or does not match `config`.
         TypeError: If the model is not a MambaModel, or the settings are not a CacheConfig.
     """
     if not isinstance(config, CacheConfig | None):
@@ -186,7 +187,7 @@ def _policy(config: CacheConfig, drafter: Drafter, time: StepTime, ranks: Ranks)
     if not isinstance(drafter, TakesTime):
         return DraftPolicy(time)
     is_free = drafter.draft_seconds(1, 1) == 0
-    # Several ranks draft only in steps, because a drafter that fails on one rank would make their drafts differ.
+    # No shadow drafts on several ranks: a drafter that fails on one rank would make the ranks' drafts differ.
     shadows = is_free and ranks.num_ranks == 1 and not isinstance(drafter, ReadsHiddenStates)
     return DraftPolicy(time, drafter.draft_seconds, shadows=shadows, is_patient=not is_free)
 

@@ -13,21 +13,21 @@ _USUAL_GRAPH_TOKENS = 4096
 _MOST_USUAL_GRAPH_TOKENS = 8192
 
 SUMMANDS: Mapping[str, float] = MappingProxyType({"buffer_size_gb": 4.0, "prefix_caching_mamba_gb": 1.0})
-"""Megatron's two fields of one budget, and the GiB that each counts for if it is not given."""
+"""Default GiB of each of Megatron's two memory settings, whose sum is the budget if `cache_gb` is None."""
 
 BUDGET = ("cache_gb", *SUMMANDS)
-"""The fields that give the memory for KV blocks and states."""
+"""Names of the settings that determine the memory for KV blocks and states."""
 
 
 class _Rule(NamedTuple):
-    """Allowed values for a setting, as a predicate and as text for errors."""
+    """Allowed values of a setting: a predicate, and a description for error messages."""
 
     allows: Callable[[Any], bool]
     text: str
 
 
 def is_encodable(text: object) -> bool:
-    """Return whether `text` is a str that UTF-8 can encode, as block keys require."""
+    """Return True if `text` is a str that can be encoded as UTF-8; block keys require this."""
     try:
         return isinstance(text, str) and bool(text.encode() or True)
     except UnicodeEncodeError:
@@ -65,40 +65,44 @@ REMOVED: Mapping[str, str] = MappingProxyType(
 class CacheConfig:
     """Settings for a `MambaCacheContext`; every value is checked on construction.
 
-    Sizes are in GiB (2**30 bytes) per rank. docs/settings.md describes each field and its flags.
+    Memory sizes are in GiB (2**30 bytes) per rank. docs/settings.md describes each field and its flags.
 
     Args:
-        block_size_tokens: Number of tokens per KV block, a multiple of the scan's chunk size.
+        block_size_tokens: Number of tokens per KV block, a multiple of the recurrence's chunk size.
         cache_gb: Memory shared by KV blocks and live, draft and cached states. None: the sum of buffer_size_gb and
             prefix_caching_mamba_gb, which are then set to None.
-        host_cache_gb: Host memory for prefixes that do not fit on the device, for all processes on the host together.
-        disk_cache_dir: Directory for prefixes that outlive the process; needs host_cache_gb.
-        disk_cache_gb: Disk space per rank; None: 100.
+        host_cache_gb: Host memory for offloaded prefixes, shared by all processes on the host; None: no host tier.
+        disk_cache_dir: Directory for prefixes that outlive the process; requires host_cache_gb. None: no disk tier.
+        disk_cache_gb: Disk space per rank in disk_cache_dir; None: 100.
         buffer_size_gb, prefix_caching_mamba_gb: Megatron's settings, which add up to cache_gb; None: 4 and 1.
-        prefix_caching: True if prompts reuse cached prefixes.
-        boundary_stride: n to also cache a state at every n-th block boundary of a prompt, "all" at every boundary.
-        decode_checkpoints: Block boundaries in a reply at which states are kept: the newest ("rolling"), "all" or
+        prefix_caching: True to reuse cached prefixes of prompts.
+        boundary_stride: n to cache a state at every n-th block boundary of a prompt, in addition to the boundaries that
+            are chosen anyway; "all" is the same as 1. None: only the chosen boundaries.
+        decode_checkpoints: Block boundaries in a reply whose states are kept: only the newest ("rolling"), "all" or
             "none".
-        eviction: "cost" evicts the state with the fewest expected saved tokens per byte, "lru" the least recently used
-            state.
+        eviction: "cost" evicts the state that is expected to save the fewest prompt tokens per byte, "lru" the least
+            recently used state.
         num_speculative_tokens: Maximum number of draft tokens per request and step, between 0 and 8.
-        adaptive_drafts: True to use only drafts that are expected to increase the tokens per second.
-        draft_states: "replay" keeps the inputs of a request's newest tokens, "window" the state after each draft;
-            "auto" selects the faster method.
+        adaptive_drafts: True to verify only as many drafts as are expected to increase throughput.
+        draft_states: How states after draft tokens are kept. "replay" stores the inputs of a request's newest tokens
+            and applies them to its state later; "window" stores the state after each draft; "auto" selects the faster
+            method.
         align_prefill_chunks: True to end a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Maximum number of running requests, tokens per step, and tokens
             per request; the block tables for max_requests requests must have fewer than 2**28 entries.
-        max_prompt_tokens_beside_decode: Maximum number of prompt tokens in a step with decode requests; None: no limit.
+        max_prompt_tokens_beside_decode: Maximum number of prompt tokens in a step in which requests decode; None: no
+            limit other than max_tokens.
         ssm_state_dtype, conv_state_dtype: "model" (same dtype as the parameters), "fp32" or "bf16".
         cached_state_dtype: Format of cached states: same as live states ("live"), or quantized to 8 bits ("int8").
-        attention_backend: Library that computes attention; "auto" selects the first library that supports the model.
+        attention_backend: Library that computes attention; "auto" selects the first installed library that supports the
+            model.
         num_cuda_graphs: Number of decode batch sizes, up to max_requests, that are captured as CUDA graphs.
         cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096, or more for a small
             model.
-        run_ahead: True to launch a captured step before the tokens from the previous step are read.
-        resident_pools: True if a suspended engine keeps its device memory and CUDA graphs.
-        rank_digest_steps: Number of steps between comparisons of the ranks' decisions; a difference raises. 0: never
-            compare.
+        run_ahead: True to launch a captured step before the preceding step's tokens are read by the host.
+        resident_pools: True to keep the device memory and CUDA graphs of a suspended engine.
+        rank_digest_steps: Number of steps between comparisons of the ranks' decisions, which raise if decisions differ;
+            0: never compare.
         weights_version: Part of every block key, so that states computed by other weights are never reused.
 
     Raises:
@@ -180,11 +184,12 @@ class CacheConfig:
             )
 
     def resolved(self, *, prefers_replay: bool = False, most_launched: int = 0) -> "CacheConfig":
-        """Return the settings with "auto" draft states and the default for graph tokens resolved.
+        """Return the settings with `draft_states` "auto" and `cuda_graph_prefill_tokens` None replaced by values.
 
         Args:
-            prefers_replay: True if "auto" means "replay" where the block size allows it.
-            most_launched: Number of prompt tokens up to which launching a step takes longer than computing it.
+            prefers_replay: True if "auto" selects "replay", provided that the block size allows it.
+            most_launched: Number of prompt tokens up to which launching a step takes the host longer than computing it
+                takes the device.
         """
         usual = max(_USUAL_GRAPH_TOKENS, min(most_launched, self.max_tokens, _MOST_USUAL_GRAPH_TOKENS))
         tokens = usual if self.cuda_graph_prefill_tokens is None else self.cuda_graph_prefill_tokens
@@ -195,45 +200,48 @@ class CacheConfig:
 
     @property
     def budget_bytes(self) -> int:
-        """Budget for KV blocks and states in bytes."""
+        """Device memory for KV blocks and states in bytes."""
         assert self.cache_gb is not None
         return int(self.cache_gb * 2**30)
 
     @property
     def replays(self) -> bool:
-        """True if states are replayed; call it only after `resolved`."""
+        """True if states after drafts are replayed from their inputs; available only after `resolved`."""
         assert self.draft_states != "auto"
         return self.draft_states == "replay"
 
     @property
     def fold_len(self) -> int:
-        """Number of tokens after which replayed inputs are applied to the state; 0 without replay."""
+        """Number of tokens whose stored inputs are applied to a state at once; 0 if states are not replayed."""
         return math.gcd(self.block_size_tokens, _LONGEST_FOLD) if self.replays else 0
 
     @property
     def most_graph_tokens(self) -> int:
-        """Maximum number of prompt tokens in a captured step; call it only after `resolved`."""
+        """Maximum number of prompt tokens in a captured step; available only after `resolved`."""
         assert self.cuda_graph_prefill_tokens is not None
         return self.cuda_graph_prefill_tokens
 
     @property
     def quantizes_states(self) -> bool:
-        """True if cached states are quantized, so that live states need separate slots."""
+        """True if cached states are quantized; live states then have separate memory."""
         return self.cached_state_dtype != "live" and self.prefix_caching
 
     @property
     def num_draft_slots(self) -> int:
-        """Maximum number of slots for the drafts of a request."""
+        """Maximum number of slots for a request's states after draft tokens; 0 if states are replayed."""
         return 0 if self.replays else self.num_speculative_tokens
 
     @property
     def num_running_slots(self) -> int:
-        """Number of live and draft slots for all requests."""
+        """Number of slots for the live states and draft states of `max_requests` requests."""
         return self.max_requests * (1 + self.num_draft_slots)
 
     @property
     def num_request_slots(self) -> int:
-        """Number of slots in the cache budget that one request needs: one cached state and its running slots."""
+        """Number of slots that one request needs in the pool of cached states.
+
+        One is for a cached state; the others are for live and draft states, unless these have separate memory.
+        """
         return 1 if self.quantizes_states else 2 + self.num_draft_slots
 
     def _check_memory(self) -> None:
@@ -274,7 +282,7 @@ class CacheConfig:
 
 
 def _rule_of(rule: Any) -> _Rule:
-    """Return an entry of `CacheConfig.RULES` as a rule."""
+    """Convert an entry of `CacheConfig.RULES` (a rule, a range, bool or a tuple of values) to a rule."""
     if isinstance(rule, _Rule):
         return rule
     if isinstance(rule, range):

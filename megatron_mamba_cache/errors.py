@@ -4,26 +4,26 @@ import math
 
 
 class CacheError(Exception):
-    """Base class for the exceptions in this package."""
+    """Base class of this package's runtime errors."""
 
 
 class CacheCapacityError(CacheError):
-    """Raised if an allocation does not fit; the message names the setting to increase."""
+    """Raised if memory cannot be allocated; the message names the setting to change."""
 
 
 class CacheIntegrityError(CacheError):
-    """Raised if an invariant of the cache is violated; the message contains the failed equation."""
+    """Raised if an invariant of the cache is violated; the message says which."""
 
 
 class GrammarError(ValueError):
-    """Raised if a grammar cannot be enforced on a reply; the message contains the reason."""
+    """Raised if a grammar cannot be enforced on a reply; the message says why."""
 
 
 class HostBudgetError(ValueError):
-    """Raised if the host has less memory than the settings reserve for prefixes.
+    """Raised if `host_cache_gb` exceeds the host's available memory.
 
     Args:
-        found_gb: Configured size in GiB.
+        found_gb: Value of `host_cache_gb`.
         free_bytes: Available host memory in bytes.
     """
 
@@ -40,10 +40,10 @@ class CacheBudgetError(ValueError):
     Args:
         found_gb, least_gb: Configured budget and minimum sufficient budget in GiB.
         max_sequence_length: Maximum number of tokens per request.
-        share: This model's fraction of the budget; a draft model gets the rest.
-        num_live: Number of requests whose live states are always allocated; 0 if only running requests have live
-            states.
-        is_draft: True for a draft model, which can draft only for texts that fit in its part of the budget.
+        share: Fraction of the budget that this model has; with a draft model, the two models share the budget.
+        num_live: Number of requests whose live states are allocated in advance; 0 if live states are allocated when a
+            request is admitted.
+        is_draft: True for a draft model, whose part of the budget limits the length of texts that it can draft for.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CacheBudgetError(ValueError):
         )
 
     def of_whole(self, share: float, *, is_draft: bool = False) -> "CacheBudgetError":
-        """Return the same error in terms of the whole budget, of which this model has a fraction."""
+        """Return this error for the budget of both models, of which this model has the fraction `share`."""
         found_gb, least_gb = self.found_gb / share, self.least_gb / share
         length, num_live = self.max_sequence_length, self.num_live
         return CacheBudgetError(found_gb, least_gb, length, share, num_live, is_draft=is_draft)

@@ -1,4 +1,4 @@
-"""Check that the requirements in this package's metadata are installed."""
+"""Check that the distributions required by this package and its extras are installed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,15 +20,16 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "test": "the test suite",
     }
 )
-"""Each extra and what it is for."""
+"""Map from each extra to a description of the features that need it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """Requirement that is missing or has a wrong version.
+    """Requirement that is not satisfied by the installed distributions.
 
     Args:
-        found: Installed version; None if the distribution is missing.
+        requirement: Requirement such as "torch>=2.9".
+        found: Installed version, which is not accepted; None if the distribution is not installed.
     """
 
     requirement: str
@@ -43,7 +44,7 @@ class MissingExtraError(ModuleNotFoundError):
 
 
 def unmet_requirements(extra: str = "") -> list[Unmet]:
-    """Return the requirements for an extra (or the base install) that are missing or have a wrong version.
+    """Return the requirements of an extra, or of the base install for "", that are not satisfied.
 
     Raises:
         importlib.metadata.PackageNotFoundError: If this package is not installed.
@@ -52,7 +53,10 @@ def unmet_requirements(extra: str = "") -> list[Unmet]:
 
 
 def require_extra(extra: str, purpose: str) -> None:
-    """Check that every distribution in an extra is installed, with any version.
+    """Check that every distribution required by an extra is installed; versions are not checked.
+
+    Args:
+        purpose: Feature that needs the extra, for the error message, such as "a coordinator".
 
     Raises:
         MissingExtraError: Naming the missing distributions, the purpose and the install command.
@@ -60,7 +64,7 @@ def require_extra(extra: str, purpose: str) -> None:
     try:
         missing = [unmet.requirement for unmet in unmet_requirements(extra) if unmet.found is None]
     except PackageNotFoundError:
-        return  # this package is not installed, so later imports report what is missing
+        return  # requirements are unknown without metadata; later imports report missing modules
     if missing:
         raise MissingExtraError(
             f"{purpose} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
@@ -69,12 +73,12 @@ def require_extra(extra: str, purpose: str) -> None:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra."""
+    """Return the shell command that installs an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def _requirements(extra: str) -> Iterator["Requirement"]:
-    """Yield the requirements that an extra adds; for "", the requirements of the base install."""
+    """Yield the requirements that an extra adds to the base install; for "", those of the base install."""
     from packaging.requirements import Requirement
 
     for text in requires(DISTRIBUTION) or []:

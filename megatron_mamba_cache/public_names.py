@@ -1,4 +1,4 @@
-"""Import the public names of a package lazily, on first use."""
+"""Import the public names of a package on first use."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -6,7 +6,11 @@ from importlib import import_module
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package; `homes` maps each name to its relative module."""
+    """Return functions for a package's `__getattr__` and `__dir__` that import its public names on first use.
+
+    Args:
+        homes: Module of each public name, relative to the package and without the leading dot.
+    """
 
     def __getattr__(name: str) -> object:
         if name not in homes:

@@ -1,1 +1,1 @@
-"""Estimate the savings of a cache by replaying a recorded workload through the policy code."""
+"""Estimate how much prefill a cache saves, by replaying a recorded workload through the policy code."""

@@ -1,4 +1,4 @@
-"""Caches with an engine's default settings, but without device memory."""
+"""Create the bookkeeping of a cache with the engine's default settings, without device memory."""
 
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ _DEFAULTS = CacheConfig()
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Sizes of cached data for a model, over all ranks.
+    """Sizes of a model's KV and states, in total over all ranks.
 
     Args:
-        kv_bytes_per_token: Bytes per token for keys and values in all attention layers.
-        state_bytes: Bytes for the state of all recurrent layers at one position.
+        kv_bytes_per_token: Number of bytes per token of the keys and values of all attention layers.
+        state_bytes: Number of bytes of the states of all recurrent layers at one token position.
     """
 
     kv_bytes_per_token: int
@@ -34,23 +34,23 @@ class CacheSizes:
 
     @property
     def unit(self) -> UnitBytes:
-        """Sizes of a state and a block in bytes."""
+        """Number of bytes of a state and of a KV block."""
         return UnitBytes(self.state_bytes, self.kv_bytes_per_token * self.block_size, token_row=1)
 
     @property
     def state_len(self) -> float:
-        """Number of tokens whose KV has the same size as a state."""
+        """Number of tokens whose KV is as large as one state."""
         return self.state_bytes / self.kv_bytes_per_token
 
     def space(self, cache_gb: float) -> SlabSpace:
-        """Return the cache space for a budget in GiB."""
+        """Return the bookkeeping for as many slabs as fit in `cache_gb` GiB."""
         slab = SlabShape.fitting([self.unit])
         return SlabSpace(slab.slabs_in(int(cache_gb * 2**30), self.unit), slab.blocks_per_slab, slab.slots_per_slab)
 
 
 @dataclass(frozen=True, slots=True)
 class TieredCache:
-    """Cache with a host tier."""
+    """Prefix cache together with its host tier."""
 
     cache: PrefixCache
     tier: HostTier
@@ -59,14 +59,14 @@ class TieredCache:
 def empty_cache(
     space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.eviction, max_requests: int = 1
 ) -> PrefixCache:
-    """Return an empty cache without host and disk tiers."""
+    """Return an empty prefix cache without lower tiers."""
     return _cache(_pools(space, sizes, eviction), sizes, CacheCounters(), max_requests)
 
 
 def tiered_cache(
     device: CacheSpace, host: CacheSpace, sizes: CacheSizes, copies: Copies, times: CopyTimes, max_requests: int = 1
 ) -> TieredCache:
-    """Return an empty cache with a host tier."""
+    """Return an empty prefix cache with a host tier, which starts its copies through `copies`."""
     pools, counters = _pools(device, sizes), CacheCounters()
     below = _pools(host, sizes)
     tier = HostTier(pools, below, copies, list, counters, block_size=sizes.block_size, measure=lambda: times)

@@ -1,4 +1,4 @@
-"""Predict how many prompt tokens of a recorded workload caches of several sizes would skip."""
+"""Predict, for several cache sizes, how many prompt tokens of a recorded workload would need no prefill."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,12 @@ _Content = tuple[ContentId, ...] | tuple[ContentId, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockText:
-    """Block keys and lengths of a request's text.
+    """Prompt and reply of a recorded request, as block keys.
 
     Args:
-        keys: Keys of the complete blocks in prompt and reply.
-        prompt_len, length: Number of tokens in the prompt, and in prompt and reply together.
+        keys: Keys of the complete blocks in the prompt and the reply.
+        prompt_len: Number of prompt tokens.
+        length: Number of tokens in the prompt and the reply together.
     """
 
     keys: Sequence[BlockKey]
@@ -39,9 +40,10 @@ class BlockText:
 
 
 def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
-    """Return the text of each request in a recorded workload, in order.
+    """Return the prompt and reply of each request in a recorded workload, in order of arrival.
 
-    A reply's text is taken from the next prompt that continues it; all other replies are unique.
+    The workload does not record the content of replies. If a later prompt continues a request's prompt, its next tokens
+    are assumed to be the reply; otherwise the reply gets unique keys.
 
     Raises:
         ValueError: If neither the block size nor the number of tokens per hash divides the other.
@@ -68,11 +70,11 @@ def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
     prompts = [prompt_keys(request) for request in load.requests]
     following: dict[
         tuple[BlockKey, _Content], int
-    ] = {}  # next request whose prompt continues after a block and further tokens
+    ] = {}  # next request whose prompt has this block, followed by this content
     texts: list[BlockText] = []
     for index in reversed(range(len(prompts))):
         request, keys = load.requests[index], prompts[index]
-        # A prompt that differs in the tokens after the last block is not a continuation.
+        # A prompt with other tokens after the last complete block does not continue this prompt.
         rest = request.content[len(keys) * block_size // size : request.prompt_len // size]
         after = following.get((keys[-1], rest)) if keys else None
         reply = [] if after is None else prompts[after][len(keys) :]
@@ -95,7 +97,7 @@ def _content(ids: tuple[ContentId, ...], block: int, block_size: int, size: int)
 
 
 class RecordedKeys:
-    """Block keys for a recorded text, with the interface of `BlockKeyChain`."""
+    """Block keys of a recorded request, with the interface of `BlockKeyChain`."""
 
     def __init__(self, text: BlockText, block_size: int) -> None:
         self._text = text
@@ -113,25 +115,27 @@ _ANY_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class ReplayedLoad:
-    """Numbers of prompt tokens in a workload and of tokens that a cache skipped."""
+    """Result of a replay: the number of prompt tokens, and how many of them needed no prefill."""
 
     prompt_tokens: int
     skipped_tokens: int
 
     @property
     def share(self) -> float:
-        """Fraction of the prompt tokens that were skipped."""
+        """Fraction of the prompt tokens that needed no prefill."""
         return self.skipped_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def replay(
     texts: Iterable[BlockText], cache: PrefixCache, max_tokens: int, make_copies: Callable[[], object] = lambda: None
 ) -> ReplayedLoad:
-    """Replay requests one after another; a request that does not fit skips no tokens.
+    """Replay requests one after another through a cache, and count the prompt tokens that needed no prefill.
+
+    All prompt tokens of a request that does not fit in the cache need prefill.
 
     Args:
         max_tokens: Maximum number of prompt tokens per step.
-        make_copies: Function called between steps that makes the ordered copies between tiers.
+        make_copies: Function called between steps to complete the copies between tiers.
     """
     prompt_tokens = skipped_tokens = 0
     for number, text in enumerate(texts):
@@ -141,8 +145,8 @@ def replay(
 
 
 def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, make_copies: Callable[[], object]) -> int:
-    """Replay one request; return the number of prompt tokens that the cache skipped."""
-    prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # takes no memory
+    """Replay one request and return the number of prompt tokens that needed no prefill."""
+    prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # token values do not matter
     spec = RequestSpec(number, prompt, text.length, SamplingSettings())
     candidate = Candidate(spec, chain=RecordedKeys(text, cache.block_size), epoch=cache.epoch)
     requests = RunningRequests(cache, max_requests=1, max_tokens=max_tokens)
@@ -162,7 +166,7 @@ def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, ma
 
 
 def _prefill(request: RunningRequest, cache: PrefixCache, max_tokens: int) -> Iterator[None]:
-    """Prefill the prompt and yield after each step."""
+    """Simulate the prefill of an admitted request; yield after each step."""
     while True:
         cache.publish(request, request.scheduled)
         cache.advance(request, request.scheduled)
@@ -173,7 +177,10 @@ def _prefill(request: RunningRequest, cache: PrefixCache, max_tokens: int) -> It
 
 
 def _decode(request: RunningRequest, cache: PrefixCache) -> Iterator[None]:
-    """Generate the reply while there is room; yield at block boundaries and at the end."""
+    """Simulate the decode steps of a request; yield at block boundaries and at the end.
+
+    The reply ends early if the cache has no room for another block.
+    """
     if request.length < request.spec.max_len:
         request.append([_ANY_TOKEN])
     while request.length < request.spec.max_len:
@@ -196,11 +203,11 @@ _MAX_TOKENS = CacheConfig().max_tokens
 
 @dataclass(frozen=True, slots=True)
 class PlannedCache:
-    """Predicted savings of a cache with one size.
+    """Predicted savings with one combination of cache sizes.
 
     Args:
-        cache_gb: Budget of the cache in GiB.
-        host_cache_gb: Budget of the host tier in GiB; 0 without a host tier.
+        cache_gb: Device memory for the cache in GiB.
+        host_cache_gb: Host memory for the host tier in GiB; 0 without a host tier.
     """
 
     cache_gb: float
@@ -210,7 +217,7 @@ class PlannedCache:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Predicted savings of an unlimited cache and of caches with several sizes."""
+    """Predicted savings of an unlimited cache, and of caches with given sizes."""
 
     unlimited: ReplayedLoad
     caches: tuple[PlannedCache, ...]
@@ -219,7 +226,11 @@ class Plan:
 def plan(
     load: RecordedLoad, sizes: CacheSizes, budgets_gb: Sequence[float], host_budgets_gb: Sequence[float] = (0.0,)
 ) -> Plan:
-    """Replay a workload with each combination of device and host size; raise like `block_texts`."""
+    """Replay a workload without a memory limit, and with each combination of device and host memory sizes.
+
+    Raises:
+        ValueError: Like `block_texts`.
+    """
     texts = block_texts(load, sizes.block_size)
     unlimited = replay(texts, empty_cache(unlimited_space(texts, sizes.block_size), sizes), _MAX_TOKENS)
     planned = [
@@ -230,7 +241,7 @@ def plan(
 
 
 def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: int = 1) -> SlabSpace:
-    """Return a space that is large enough to avoid evictions with at most `max_requests` running requests."""
+    """Return bookkeeping for so much memory that nothing is evicted with at most `max_requests` running requests."""
     longest = max(text.length for text in texts) // block_size + 2
     num_blocks = len({key for text in texts for key in text.keys}) + max_requests * longest
     return SlabSpace(2 * num_blocks, 1, 1)
@@ -239,14 +250,14 @@ def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: i
 def _replayed(texts: Sequence[BlockText], sizes: CacheSizes, budget: float, host_budget: float) -> ReplayedLoad:
     if not host_budget:
         return replay(texts, empty_cache(sizes.space(budget), sizes), _MAX_TOKENS)
-    # The workload has no copy or compute times, so assume that a restore is always faster than prefill.
+    # A recorded workload has no copy or compute times, so restores are assumed to be always faster than prefill.
     free_copies = CopyTimes(block=0, state=0, token=1)
     tiered = tiered_cache(sizes.space(budget), sizes.space(host_budget), sizes, CopiesAtOnce(), free_copies)
     return replay(texts, tiered.cache, _MAX_TOKENS, tiered.tier.drain)
 
 
 class CopiesAtOnce:
-    """Implementation of `Copies` in which every copy completes immediately."""
+    """Implementation of `Copies` that moves no data and reports every copy as done."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
         """Do nothing."""

@@ -1,7 +1,7 @@
-"""Recorded workloads: arrival times, lengths and shared prefixes of requests, without texts.
+"""Read recorded workloads: the arrival times, lengths and shared prefixes of requests, without their texts.
 
-Two formats are supported, each with one JSON object per line, optionally gzipped. In both formats, each hash represents
-a run of tokens, and equal hashes mean equal tokens.
+Two file formats are supported. Both have one JSON object per line and may be gzipped. In both, a hash identifies the
+content of a fixed number of consecutive tokens.
 
 - Agent sessions, one per line: `block_size` (tokens per hash) and `requests`, each with `t` (seconds since the start of
 the session), `in` and `out` (numbers of tokens) and `hash_ids`, local to the session. An entry
@@ -20,23 +20,23 @@ from pathlib import Path
 from typing import Any
 
 SESSIONS_START_WITHIN_S = 1800.0
-"""Period over which sessions without their own time start, evenly and in order."""
+"""Number of seconds over which the starts of sessions are spread evenly, because their start times are unknown."""
 _MOONCAKE_TOKENS = 512
 _MOST_TOKENS = 2**24
 
 ContentId = tuple[int, int]
-"""Content of a run of tokens: (session, hash)."""
+"""Identifier for the content of consecutive tokens: (session, hash); session is 0 if all requests share the hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """Request in a recorded workload.
+    """One request in a recorded workload.
 
     Args:
         arrival_s: Arrival time in seconds since the start of the workload.
-        session: Number of the session; if sessions are not recorded, every request is a separate session.
-        content: Content id for each run of prompt tokens; the last run may be incomplete.
-        agent: Number of the agent that sent the request: 0 for the session's main agent, other numbers for sub-agents.
+        session: Number of the session; if the file records no sessions, every request is a separate session.
+        content: Content ids of the prompt, one per `tokens_per_id` tokens; the last may cover fewer tokens.
+        agent: Number of the agent that sent the request: 0 for the session's main agent, others for sub-agents.
     """
 
     arrival_s: float
@@ -49,7 +49,7 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecordedLoad:
-    """Recorded requests in order of arrival; each content id represents `tokens_per_id` tokens."""
+    """Recorded workload: requests in order of arrival, whose content ids each cover `tokens_per_id` tokens."""
 
     tokens_per_id: int
     requests: tuple[RecordedRequest, ...]
@@ -59,11 +59,12 @@ def read_load(path: Path, most_sessions: int | None = None, skip_sessions: int =
     """Read a recorded workload from a file.
 
     Args:
-        most_sessions, skip_sessions: Maximum number of lines to read (None: all), after skipping the first lines.
+        most_sessions: Maximum number of lines to read; None: all.
+        skip_sessions: Number of lines to skip at the beginning of the file.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If a line is in neither format; the message names the line.
+        ValueError: If a line is in neither format, or the file has no requests; the message says where and why.
     """
     with _opened(path) as file:
         lines = [line for line in file if line.strip()]
@@ -99,7 +100,12 @@ def _reason(error: Exception) -> str:
 
 
 def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[RecordedRequest]]:
-    """Return the number of tokens per hash, and the requests, in one line."""
+    """Parse one line; return its number of tokens per hash and its requests.
+
+    Args:
+        number: Index of the line, which identifies a session.
+        start_s: Start time of the session, if the line is a session.
+    """
     if not isinstance(entry, Mapping):
         raise TypeError(f"each line must be a JSON object, found {type(entry).__name__}")
     if "requests" in entry:
@@ -120,7 +126,7 @@ def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[Rec
 
 
 def _of_agents(requests: Any, start_s: float, agents: Iterator[int]) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
-    """Yield the requests of an agent and its sub-agents, each with its agent number and arrival time."""
+    """Yield (agent number, arrival time, request) for the requests of an agent and its sub-agents."""
     agent = next(agents)
     if not isinstance(requests, list) or not all(isinstance(request, Mapping) for request in requests):
         raise TypeError("requests must be a list of JSON objects")

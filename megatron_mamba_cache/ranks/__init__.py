@@ -1,1 +1,1 @@
-"""Ranks that hold one model: shared settings, and detection of differing decisions. Does not import Megatron."""
+"""Coordination of the ranks that share one model: equal settings, and detection of differing decisions."""

@@ -1,4 +1,4 @@
-"""Agree on settings, capacities and the weights' version across the ranks of a model."""
+"""Agree on settings, memory capacities and the weights' version across the ranks of a model."""
 
 import logging
 import math
@@ -19,24 +19,24 @@ _OF_EACH_RANK = ("cache_gb", "host_cache_gb", "disk_cache_dir", "disk_cache_gb")
 """Settings that may differ between ranks: the memory that each provides, and where."""
 _LEAST_OF_ALL = ("max_requests",)
 _OF_SHAPES = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
-"""Settings besides `max_requests` that the shapes of warmup and of CUDA graphs follow from."""
+"""Settings, in addition to `max_requests`, that determine the step shapes for warmup and CUDA graphs."""
 _LEAST_HOST_SLABS = 2
-"""One for KV blocks and one for states."""
+"""Minimum number of slabs in the host tier: one for KV blocks and one for states."""
 _ANY_NUMBER = 2**62
-"""The number of slots or KV blocks on a rank where they take no memory: other ranks set the limit."""
+"""Number of host slabs on a rank where slabs take no memory; large, so that other ranks set the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """Sizes of the pools, which are equal on all ranks of a model.
+    """Numbers of state slots, KV blocks and slabs in the memory pools, equal on all ranks of a model.
 
     Args:
-        num_slots: Number of slots in the state pool, or only for cached states if live states have separate slots. Slot
-            ids are less than this.
-        num_blocks: Number of KV blocks, including the dummy block. Block ids are less than this.
+        num_slots: Number of slots in the state pool, without the slots of live states if these have separate memory.
+            Slot ids are less than this number.
+        num_blocks: Number of KV blocks, including the dummy block. Block ids are less than this number.
         num_paused_blocks: Number of KV blocks that paused requests may keep.
         state_len: Number of tokens whose KV has the same size as a cached state, over all ranks.
-        slab: Layout of a slab of memory.
+        slab: Numbers of KV blocks and of state slots in one slab.
         num_host_slabs: Number of slabs per rank in host memory; 0 without a host tier.
     """
 
@@ -49,19 +49,19 @@ class CacheCapacity:
 
     @property
     def num_slabs(self) -> int:
-        """Number of slabs in the memory that KV blocks and states share."""
+        """Number of slabs in the device memory that KV blocks and states share."""
         return self.num_slots // self.slab.slots_per_slab
 
     def space(self) -> SlabSpace:
-        """Return the bookkeeping for this memory, with everything unused."""
+        """Return new bookkeeping for these slabs, in which all blocks and slots are unused."""
         return SlabSpace(self.num_slabs, self.slab.blocks_per_slab, self.slab.slots_per_slab)
 
     @staticmethod
     def of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> "CacheCapacity":
-        """Return the smallest capacity that the settings give on any rank; all ranks call it.
+        """Return the capacity of the rank that fits the least; all ranks must call this method.
 
         Raises:
-            ValueError: If the settings give too little memory on a rank.
+            ValueError: If a memory budget in the settings is too small on a rank.
         """
         units = ranks.gather(shape.unit_bytes(config))
         block_bytes = sum(unit.block for unit in units)
@@ -78,15 +78,21 @@ class CacheCapacity:
 
 
 def resolved_settings(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> CacheConfig:
-    """Return the settings with model-dependent defaults filled in; all ranks call it. Raise like `agreed_settings`."""
+    """Return the settings with model-dependent defaults filled in; all ranks must call this function.
+
+    Raises:
+        ValueError: Like `agreed_settings`.
+    """
     return agreed_settings(shape.resolved(config, ranks.gather), ranks)
 
 
 def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
-    """Return the settings with the smallest `max_requests` of all ranks; memory sizes may differ between ranks.
+    """Check that all ranks have equal settings; return the settings with the smallest `max_requests` of any rank.
+
+    Memory sizes may differ between ranks and are not changed.
 
     Raises:
-        ValueError: If ranks differ in any other setting; the message names it.
+        ValueError: If any other setting differs between ranks; the message names the setting.
     """
     found = ranks.gather(config)
     for name in (field.name for field in fields(CacheConfig) if field.name not in (*_OF_EACH_RANK, *_LEAST_OF_ALL)):
@@ -99,10 +105,10 @@ def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
 
 
 def settings_of_peers(config: CacheConfig, peers: ExpertPeers) -> CacheConfig:
-    """Return the settings with the smallest `max_requests` of all expert-parallel ranks, for equal step shapes.
+    """Return the settings with the smallest `max_requests` of any expert-parallel rank, so that step shapes are equal.
 
     Raises:
-        ValueError: On all ranks, if another setting that affects shapes differs between them.
+        ValueError: On all ranks, if another setting that determines step shapes differs between them.
     """
     if peers.num_ranks == 1:
         return config
@@ -118,13 +124,14 @@ def settings_of_peers(config: CacheConfig, peers: ExpertPeers) -> CacheConfig:
 
 
 def agreed_version(weights_version: str | None, present: str, ranks: Ranks) -> str:
-    """Return the version of the weights after checking that it is equal on all ranks; all ranks call it.
+    """Check that all ranks have the same version of the weights, and return it; all ranks must call this function.
 
     Args:
-        weights_version: Version given on this rank; None keeps the current version.
+        weights_version: New version on this rank; None to keep the present version.
+        present: Version that this rank has now.
 
     Raises:
-        ValueError: On all ranks, if the versions differ or a version is not Unicode text.
+        ValueError: On all ranks, if the versions differ, or if one cannot be encoded as UTF-8.
     """
     version = present if weights_version is None else weights_version
     versions = ranks.gather(on_all_ranks(ranks, lambda: _checked_version(version)))
@@ -152,10 +159,13 @@ def _warn_of_loss(share: float) -> None:
 
 
 def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, least_bytes: int) -> int:
-    """Return the number of slabs that fit in a rank's budget.
+    """Return the number of slabs that fit in a rank's memory budget.
 
     Args:
-        least_bytes: Minimum budget that suffices on all ranks.
+        least_bytes: Minimum budget that suffices on every rank, for the error message.
+
+    Raises:
+        CacheBudgetError: If the budget cannot hold a request of maximum length.
     """
     unit = shape.unit_bytes(config)
     for_slabs = config.budget_bytes - shape.buffers_bytes(config) - shape.running_bytes(config)
@@ -167,15 +177,15 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, le
 
 
 def _least_bytes(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
-    """Return the minimum budget for a rank, in bytes, with which one request of maximum length can run."""
+    """Return the smallest budget of a rank, in bytes, with which one request of maximum length can run."""
     longest = shape.longest_bytes(config, slab)
     if not shape.limits_requests(config):
         return longest + shape.buffers_bytes(config) + shape.running_bytes(config)
-    return longest + shape.request_buffer_bytes(config)  # request buffers do not reduce its room
+    return longest + shape.request_buffer_bytes(config)  # one request's buffers suffice: max_requests adapts
 
 
 def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
-    """Return the number of slabs in a rank's part of the host memory."""
+    """Return the number of slabs in a rank's share of the host tier's memory; 0 without a host tier."""
     if config.host_cache_gb is None:
         return 0
     total, num_processes, free = int(config.host_cache_gb * 2**30), processes_of_host(), available_bytes()
@@ -196,7 +206,10 @@ def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShap
 
 
 def known_to_any(found: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
-    """Merge the facts about requests from all ranks; all ranks call it and get the same result."""
+    """Merge a map from request ids to text over all ranks; all ranks must call this function.
+
+    If several ranks have text for a request, that of the lowest rank is returned, on every rank.
+    """
     if ranks.all_hold(not found):
         return {}
     known: dict[int, str] = {}

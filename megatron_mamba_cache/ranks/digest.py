@@ -1,9 +1,9 @@
 """Check every few steps that all ranks of a model made the same decisions.
 
-Decisions are read from the requests after a step is planned and after it is finished, so the check costs nothing when
-it is disabled. Ranks are compared before the forward pass, because collectives would not match if decisions differ.
-They are also compared in steps with nothing to compute, because another rank may have requests. A rank that never
-steps, because it was given no request, is not detected: the other ranks wait for it until the process group's timeout.
+Decisions are read from the requests after a step is planned and after it is finished, so a disabled check costs
+nothing. Ranks are compared before the forward pass, because its collectives would not match if decisions differ. They
+are also compared in steps without requests, because another rank may have requests. The check does not detect a rank
+that never steps because no request was added to it: the other ranks wait for it until the process group's timeout.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _NUM_PIECES = 4
 
 
 class DecisionKind(Enum):
-    """Kinds of decisions; each has the names of its facts."""
+    """Kinds of decisions; each value describes the kind and lists its facts, for error messages."""
 
     ADMIT = "admission (checksum of the prompt, tokens skipped, live slot, state restored from, KV blocks)"
     GROW = "new KV blocks"
@@ -43,7 +43,7 @@ class DecisionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision about a request, or about the pools (request id -1), with its facts."""
+    """One decision in a step, about a request or, with request id -1, about the memory pools."""
 
     step: int
     kind: DecisionKind
@@ -57,41 +57,41 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RecentDecisions:
-    """Newest decisions on a rank; `first` is the number of earlier decisions."""
+    """Newest decisions on a rank; `first` is the index of the first of them among all decisions."""
 
     first: int
     decisions: tuple[Decision, ...]
 
 
 class DecisionLog:
-    """Running hash of all decisions, and a list of the newest decisions."""
+    """Log of a rank's decisions: a running hash of all of them, and a list of the newest."""
 
     def __init__(self) -> None:
         self.step = 0
         self._hash = hashlib.sha256()
         self._recent: deque[Decision] = deque(maxlen=_REMEMBERED)
         self.num_noted = 0
-        """Decisions so far."""
+        """Number of decisions recorded so far."""
 
     def note(self, kind: DecisionKind, request_id: int, *facts: int) -> None:
-        """Record a decision of the current step."""
+        """Record a decision in the current step."""
         decision = Decision(self.step, kind, request_id, facts)
         self._hash.update(repr((self.step, kind.name, request_id, facts)).encode())
         self._recent.append(decision)
         self.num_noted += 1
 
     def fingerprint(self) -> list[int]:
-        """Return the hash of all decisions so far, as integers between 0 and 2**62 - 1."""
+        """Return the hash of all decisions so far, as four integers between 0 and 2**62 - 1."""
         whole = int.from_bytes(self._hash.digest(), "big")
         return [whole >> (_PIECE_BITS * piece) & (2**_PIECE_BITS - 1) for piece in range(_NUM_PIECES)]
 
     def recent(self) -> RecentDecisions:
-        """Return the newest decisions on this rank."""
+        """Return the newest decisions on this rank, at most `_REMEMBERED`."""
         return RecentDecisions(self.num_noted - len(self._recent), tuple(self._recent))
 
 
 def first_difference(ranks: Sequence[RecentDecisions]) -> str:
-    """Describe the first decision that differs between ranks, with each rank's version of it."""
+    """Describe, for an error message, the first decision that differs between ranks, as each rank made it."""
     first = max(recent.first for recent in ranks)
     end = max(recent.first + len(recent.decisions) for recent in ranks)
     for number in range(first, end):
@@ -108,7 +108,7 @@ def _at(recent: RecentDecisions, number: int) -> Decision | None:
 
 
 class NoDigest:
-    """Null object for a disabled digest."""
+    """Null object that replaces `RankDigest` when the check is disabled."""
 
     def note_plan(self, *_: object) -> None:
         """Do nothing."""
@@ -118,7 +118,7 @@ class NoDigest:
 
 @dataclass(slots=True)
 class _NotedRequest:
-    """Facts about a request that are already in the digest."""
+    """Facts about a running request that have been recorded, so that only changes are recorded later."""
 
     request: RunningRequest
     num_blocks: int
@@ -127,10 +127,10 @@ class _NotedRequest:
 
 
 class RankDigest:
-    """Digest of a rank's decisions, which is compared with those of other ranks.
+    """Records a rank's decisions and compares their hash with the hashes of the other ranks.
 
     Args:
-        every: Number of steps between two comparisons.
+        every: Number of steps from one comparison to the next.
     """
 
     def __init__(self, ranks: Ranks, every: int) -> None:
@@ -141,11 +141,10 @@ class RankDigest:
         self.log = DecisionLog()
 
     def note_plan(self, requests: RunningRequests, step_requests: Sequence[RunningRequest]) -> None:
-        """Record the plan of a step; compare digests if a comparison is due.
+        """Record the plan of a step; every `every` steps, compare the decisions with those of the other ranks.
 
         Raises:
-            CacheIntegrityError: On all ranks, if their decisions differ; the message names the first differing
-                decision.
+            CacheIntegrityError: On all ranks, if their decisions differ; the message describes the first difference.
         """
         self.log.step += 1
         self._noted = {request.request_id: self._noted_of(request) for request in requests}
@@ -155,14 +154,20 @@ class RankDigest:
         self._compare_if_due()
 
     def note_idle_step(self) -> None:
-        """Count a step without work on this rank; compare digests if due. Raise like `note_plan`."""
+        """Count a step in which this rank has no request; compare and raise like `note_plan`."""
         self.log.step += 1
         self._compare_if_due()
 
     def note_outcome(
         self, requests: RunningRequests, step_requests: Sequence[RunningRequest], kept: StepTokens
     ) -> None:
-        """Record the outcome of a finished step for each of its requests."""
+        """Record the outcome of a finished step for each of its requests.
+
+        Args:
+            requests: Requests that still run after the step.
+            step_requests: Requests of the step.
+            kept: Accepted tokens of `step_requests`, in the same order.
+        """
         note, staying, ended = self.log.note, set(map(id, requests)), set(kept.ended)
         for index, (request, tokens) in enumerate(zip(step_requests, kept.tokens, strict=True)):
             note(DecisionKind.KEEP, request.request_id, int(index in ended), *tokens)
@@ -176,7 +181,7 @@ class RankDigest:
 
     def _noted_of(self, request: RunningRequest) -> "_NotedRequest":
         noted = self._noted.get(request.request_id)
-        if noted is None or noted.request is not request:  # a new request, or a request that was admitted again
+        if noted is None or noted.request is not request:  # a new request, or one admitted again after an eviction
             source = -1 if request.source_slot is None else request.source_slot
             start = crc32(request.spec.prompt.tobytes()), request.computed, request.cursor.live_slot, source
             self.log.note(DecisionKind.ADMIT, request.request_id, *start, *request.block_ids)
@@ -216,7 +221,7 @@ class RankDigest:
         if self.log.step % self._every:
             return
         mine = self.log.fingerprint()
-        # min(x) == -min(-x) over the ranks only if all ranks have the same x.
+        # The minimum and maximum over the ranks are equal only if all ranks have the same value.
         least = self._ranks.least([*mine, *(-piece for piece in mine)])
         lowest, highest = least[: len(mine)], [-piece for piece in least[len(mine) :]]
         if lowest != highest:
@@ -230,5 +235,5 @@ Digest = NoDigest | RankDigest
 
 
 def digest_of(ranks: Ranks, every: int) -> Digest:
-    """Return a digest that compares ranks every `every` steps, or never if `every` is 0."""
+    """Return a digest that compares the ranks every `every` steps; if `every` is 0, one that does nothing."""
     return RankDigest(ranks, every) if every else NoDigest()

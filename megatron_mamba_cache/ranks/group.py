@@ -1,7 +1,8 @@
-"""Exchanges between the tensor- and pipeline-parallel ranks of a model, and between expert-parallel ranks.
+"""Collectives between the tensor- and pipeline-parallel ranks of a model, and between expert-parallel ranks.
 
-Each rank makes every decision itself, so ranks exchange only their memory sizes (once), the sampled tokens (once per
-step), and drafting failures. Every method is collective: all ranks call it in the same order.
+Every rank makes all scheduling and cache decisions itself. At the start, ranks exchange their settings and memory
+sizes; in each step, they exchange sampled tokens, and errors if there are any. All methods of `Ranks` and `ExpertPeers`
+are collective: all ranks must call them in the same order.
 """
 
 import builtins
@@ -19,7 +20,7 @@ _MOST_CAUSES = 8
 
 
 class _Content(NamedTuple):
-    """Data from which an error is rebuilt: the arguments of its builtin base class, and its attributes."""
+    """Data from which other ranks rebuild an error: arguments of its builtin base class, and attributes."""
 
     args: tuple[Any, ...]
     attributes: dict[str, Any]
@@ -27,13 +28,13 @@ class _Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaisedError:
-    """Serializable description of an error that one rank raised.
+    """Picklable description of an error that one rank raised, so that all ranks can raise it.
 
     Args:
         module, name: Module and name of the error's type.
         message: Text of the error.
-        content: Pickled `_Content`; None if other ranks cannot rebuild the error.
-        cause: Error that caused it.
+        content: Pickled `_Content`; None if the error cannot be rebuilt from such data.
+        cause: Description of the error's `__cause__`; None if it has none.
     """
 
     module: str
@@ -44,7 +45,7 @@ class RaisedError:
 
     @staticmethod
     def of(error: BaseException, most_causes: int = _MOST_CAUSES) -> "RaisedError":
-        """Describe an error by plain values, which can be pickled even if the error cannot."""
+        """Describe an error, and up to `most_causes` errors in its chain of causes."""
         kind, message = type(error), _text_of(error)
         cause = None
         if error.__cause__ is not None and most_causes:
@@ -52,7 +53,7 @@ class RaisedError:
         return RaisedError(kind.__module__, kind.__qualname__, message, _content_of(error, message), cause)
 
     def rebuilt(self) -> Exception | None:
-        """Rebuild the error without calling its constructor; return None if that is impossible on this rank."""
+        """Return an equal error of the original type; None if it cannot be rebuilt on this rank."""
         error = None
         with suppress(Exception):  # a type or attribute from another rank may raise any error
             if self.content is not None:
@@ -62,7 +63,7 @@ class RaisedError:
         return self._with_cause(error)
 
     def renamed(self) -> RuntimeError:
-        """Return a `RuntimeError` that names the original type."""
+        """Return a `RuntimeError` whose message names the original type and has the original text."""
         name = self.name if self.module == builtins.__name__ else f"{self.module}.{self.name}"
         error = RuntimeError(f"{name}: {self.message}" if self.message else name)
         self._with_cause(error)
@@ -82,7 +83,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _type_of(module: str, name: str) -> type:
-    """Return a builtin type or a type from this package; raise if it does not exist."""
+    """Return a type of this package or of Python's builtins; raise `LookupError` for types of other packages."""
     if module.partition(".")[0] not in (_PACKAGE, builtins.__name__):
         raise LookupError(f"{module}.{name} is neither a builtin nor in this package")
     found: Any = importlib.import_module(module)
@@ -92,7 +93,7 @@ def _type_of(module: str, name: str) -> type:
 
 
 def _content_of(error: BaseException, message: str) -> bytes | None:
-    """Return the pickled `_Content` of an error; None if the error cannot be rebuilt."""
+    """Return the pickled `_Content` of an error; None if an equal error cannot be rebuilt from it."""
     with suppress(Exception):
         kind = _type_of(type(error).__module__, type(error).__qualname__)
         reduced: tuple[Any, ...] = tuple(_builtin_base(kind).__reduce__(error))  # (type, args) or (type, args, state)
@@ -116,7 +117,7 @@ def _is_picklable(value: Any) -> bool:
 
 
 def _rebuilt(kind: type, content: _Content) -> BaseException:
-    """Create an error without calling its constructor, whose arguments may differ from the base class's."""
+    """Create an error without its own constructor, whose arguments may differ from those of the builtin base."""
     base, args = _builtin_base(kind), _unpacked(content.args)
     error: BaseException = base.__new__(kind, *args)
     base.__init__(error, *args)
@@ -125,7 +126,7 @@ def _rebuilt(kind: type, content: _Content) -> BaseException:
 
 
 def _packed(value: Any) -> Any:
-    """Convert errors inside an argument, as in exception groups, to plain values."""
+    """Convert errors inside an argument to `RaisedError`s, as exception groups require."""
     if isinstance(value, BaseException):
         return RaisedError.of(value)
     return type(value)(map(_packed, value)) if type(value) in (list, tuple) else value
@@ -145,7 +146,7 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """One rank's link to all ranks of a model."""
+    """Interface for collectives between all tensor- and pipeline-parallel ranks of a model."""
 
     num_ranks: int
     index: int
@@ -154,18 +155,18 @@ class Ranks(Protocol):
     is_last_stage: bool
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values from all ranks, ordered by pipeline stage and then by tensor-parallel rank."""
+        """Return one picklable value from each rank, ordered by pipeline stage, then by tensor-parallel rank."""
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Return the minimum of each 64-bit integer over all ranks."""
+        """Return the element-wise minimum over all ranks of a list of 64-bit integers."""
 
     def all_hold(self, holds: bool) -> bool:
-        """Return whether `holds` is True on all ranks."""
+        """Return True if `holds` is True on all ranks."""
 
     def from_source(self, tensor: Tensor) -> Tensor:
-        """Broadcast a tensor from the first rank of the last stage, in place, and return it.
+        """Broadcast a tensor in place from the first rank of the last pipeline stage, and return it.
 
-        CUDA-graph safe with NCCL; does not wait for the device.
+        With NCCL, this is CUDA-graph safe and does not wait for the device.
         """
 
 
@@ -191,11 +192,11 @@ class OneRank:
 
 
 def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
-    """Run `compute` on each rank; if it raises on one rank, raise the same error on all ranks.
+    """Run `compute` on each rank and return its result; if it raises on any rank, raise the same error on all ranks.
 
     Raises:
-        Exception: The error on the first failing rank, with a note that names the rank unless all ranks raised the same
-            error. If its type is neither builtin nor from this package, or another rank cannot rebuild it, a
+        Exception: Error of the first rank that failed. Unless all ranks raised the same error, a note names the rank.
+            If another rank cannot rebuild the error, for instance because its type is from another package, a
             `RuntimeError` that names the type is raised instead.
     """
     error: Exception | None = None
@@ -218,7 +219,7 @@ def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
 
 
 def _shared_error(ranks: Ranks, failed: int, raised: RaisedError, mine: Exception | None) -> Exception:
-    """Return the error that all ranks raise for an error on one rank."""
+    """Return the error that this rank raises because rank `failed` raised; all ranks must call this function."""
     shared = raised.rebuilt()
     is_known = ranks.all_hold(shared is not None)
     if shared is None or not is_known:
@@ -232,15 +233,15 @@ def _shared_error(ranks: Ranks, failed: int, raised: RaisedError, mine: Exceptio
 
 
 class ExpertPeers(Protocol):
-    """One rank's link to its expert-parallel peers.
+    """Interface for collectives between expert-parallel ranks.
 
-    Each rank has its own requests; all ranks run each step together and make the same calls in the same order.
+    Each rank has its own requests, but all ranks run each step together.
     """
 
     num_ranks: int
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each 64-bit integer over all ranks; wait for the ranks, but not for the device."""
+        """Return the element-wise maximum over all ranks of a list of 64-bit integers; does not wait for the device."""
 
 
 class NoPeers:

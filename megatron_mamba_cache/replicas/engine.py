@@ -69,8 +69,7 @@ class ReplicaEngine(MambaCacheEngine):
             launch_inference_coordinator: True to start a coordinator on the first rank.
             coordinator_address: Address of a running coordinator from another launch, such as "tcp://host:5555"; no
                 coordinator is started then.
-            routing: Settings for a coordinator that this launch starts; its key and message limits also apply to the
-                replicas.
+            routing: Settings for a new coordinator; its key and message limits also apply to the replicas.
 
         Raises:
             MissingExtraError: If pyzmq or msgpack is missing.

@@ -1,10 +1,13 @@
-"""Directory for the disk tier: entries, generation, and a lock for the servers that use it.
+"""Directory of the disk tier, which several servers may share.
 
-    DIR/<identity>/generation          number of flushes so far, as decimal text
-    DIR/<identity>/lock                shared lock of all servers that use the directory
+An entry is a file with one cached state and its KV blocks. The generation counts the flushes of the cache.
+
+    DIR/<identity>/generation          current generation, as decimal text
+    DIR/<identity>/lock                lock file, locked in shared mode by each server that uses the directory
     DIR/<identity>/<generation>/<rank of ranks>/   entries
 
-An entry's keys contain the generation, so entries of earlier generations are never found. Directories have mode 0700.
+The keys of entries depend on the generation, so entries of earlier generations are never found. Directories have mode
+0700.
 """
 
 import contextlib
@@ -25,12 +28,12 @@ _IDENTITY_DIGITS = 64
 
 
 class CacheDirectory:
-    """One rank's part of a cache directory that a server is using.
+    """One rank's directory of entries on disk, in which the cache's current generation is stored.
 
     Args:
-        base: Directory given by `disk_cache_dir`; created if it does not exist.
-        form: Format of the entries; its digest is the name of the subdirectory for this model and its weights.
-        part: Name of this rank's part, unique among the ranks of the model.
+        base: Value of the setting `disk_cache_dir`; the directory is created if it does not exist.
+        form: Format of the entries; its `identity` names the subdirectory for this model and its weights.
+        part: Name of this rank's subdirectory, unique among the ranks of the model.
 
     Raises:
         CacheError: If the directory cannot be created or written.
@@ -50,13 +53,13 @@ class CacheDirectory:
 
     @property
     def entries(self) -> Path:
-        """Directory that contains the entries of this generation."""
+        """Path of the directory with this rank's entries of the current generation."""
         return self._home / str(self.generation) / self._part
 
     def open(self, generation: int) -> list[EntryName]:
-        """Switch to `generation`, or to a later known generation; return its entries, oldest first.
+        """Switch to a generation, remove all earlier generations, and return the entries on disk, oldest first.
 
-        Earlier generations are removed and, even after a crash, never used again.
+        The number is stored durably first, so earlier generations are never used again, even after a crash.
 
         Raises:
             CacheError: If the directory cannot be written.
@@ -71,29 +74,27 @@ class CacheDirectory:
             return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
 
     def next_generation(self) -> int:
-        """Return a generation number that was never used."""
+        """Return a number that is greater than every generation used so far."""
         with _explained(self._base):
             return max(self.generation, self.known_generation()) + 1
 
     def shared_entries(self) -> list[EntryName]:
-        """Return the current entries on disk from all servers, oldest first."""
+        """Return the entries on disk that any server has written, oldest first; empty if they cannot be listed."""
         with contextlib.suppress(OSError):
             return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
         return []
 
     def changed_at(self) -> int | None:
-        """Return the directory's modification time in nanoseconds; None if unknown."""
+        """Return the modification time of `entries` in nanoseconds; None if it cannot be read."""
         with contextlib.suppress(OSError):
             return os.stat(self.entries).st_mtime_ns
         return None
 
     def remove_unused(self, limit: int) -> None:
-        """Remove entries for other models or weights until the directory is within a limit.
+        """Remove subdirectories of other models or weights until the whole directory fits in `limit` bytes.
 
-        The least recently used entries are removed first. Directories that another server is using are kept.
-
-        Args:
-            limit: Maximum size of the whole directory in bytes.
+        The least recently used subdirectories are removed first. Subdirectories that a server is using are kept, so
+        the directory may remain larger than the limit.
         """
         with contextlib.suppress(OSError):
             others = [found for found in self._base.iterdir() if found != self._home and _is_identity(found.name)]
@@ -107,13 +108,16 @@ class CacheDirectory:
                     total -= sizes[found]
 
     def close(self) -> None:
-        """Release the lock, after which other servers may remove the directory."""
+        """Release this server's lock; if no server holds it, other servers may remove the subdirectory."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def known_generation(self) -> int:
-        """Return the latest generation used by any server, derived from directory names if the file is lost."""
+        """Return the latest generation that any server has used; 0 if there is none.
+
+        If the file `generation` is missing or invalid, the number is taken from the names of subdirectories.
+        """
         with _explained(self._base):
             used = list(self._generations())
             with contextlib.suppress(FileNotFoundError, ValueError):
@@ -121,11 +125,11 @@ class CacheDirectory:
         return max(used, default=0)
 
     def _generations(self) -> dict[int, Path]:
-        """Return the directory of each generation, keyed by its number."""
+        """Return the subdirectory of each generation, keyed by the generation's number."""
         return {int(found.name): found for found in self._home.iterdir() if found.name.isdecimal()}
 
     def _set_generation(self, generation: int) -> None:
-        """Write the generation durably, unless a later generation is already stored."""
+        """Store a generation durably, unless a later generation is stored."""
         file = self._home / "generation"
         with _opened(self._home / "generation.lock", os.O_RDWR | os.O_CREAT) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Copy between a rank's device and host memory in threads with separate CUDA streams."""
+"""Copy cached states and KV blocks between a rank's tiers, in one background thread per direction."""
 
 import logging
 import threading
@@ -18,9 +18,10 @@ _LEAST_TOKENS = 256
 
 
 class MeasuredTimes:
-    """Shortest measured times per byte for each lane and per prompt token, without small copies and steps.
+    """Shortest measured time per copied byte for each lane, and per prompt token for prefill.
 
-    If only one direction was measured, the opposite direction is assumed to be equally fast.
+    They decide if a prefix is restored or computed again. Small copies and small steps are ignored. If only one
+    direction was measured, the opposite direction is assumed to be equally fast.
     """
 
     def __init__(self) -> None:
@@ -33,12 +34,15 @@ class MeasuredTimes:
             self._byte_s[lane] = min(seconds / num_bytes, self._byte_s.get(lane, float("inf")))
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the time of a step that processed only prompt tokens."""
+        """Record the time of a step that processed prompt tokens and no decode requests."""
         if num_tokens >= _LEAST_TOKENS:
             self._token_s = min(seconds / num_tokens, self._token_s or float("inf"))
 
     def times(self, block_bytes: int, state_bytes: int) -> CopyTimes | None:
-        """Return the copy times for a block and a state with these sizes; None before the first copy and prefill."""
+        """Return the copy times for a block and a state with these sizes.
+
+        None until a copy between device and host and a prefill have been measured.
+        """
         copy, read = self._of_either(Lane.TO_DEVICE, Lane.TO_HOST), self._of_either(Lane.FROM_DISK, Lane.TO_DISK)
         if copy is None or self._token_s is None:
             return None
@@ -57,21 +61,21 @@ class MeasuredTimes:
 
 _LOG = logging.getLogger(__name__)
 PART_BYTES = 2**22
-"""Copies are submitted to the GPU in parts of this size: about 80 µs over PCIe 5."""
+"""Number of bytes per part in which copies are submitted to the GPU; a part takes about 80 µs over PCIe 5."""
 _MOST_IN_FLIGHT = 2
-"""Parts of a restore in flight at a time, so that the copy engine never idles."""
+"""Maximum number of parts of a restore that are in flight at a time; with two, the copy engine never idles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Contiguous range of bytes to copy, with its offset on both sides."""
+    """Contiguous range of bytes to copy, with its offsets in the source and in the target memory."""
 
     source: int
     target: int
     num_bytes: int
 
     def cut(self, first: int, most: int) -> "Iterator[Piece]":
-        """Split the range into a part of at most `first` bytes and further parts of at most `most` bytes."""
+        """Yield the range in parts: one of at most `first` bytes, then parts of at most `most` bytes."""
         begin, end = 0, min(first, self.num_bytes)
         while begin < self.num_bytes:
             yield Piece(self.source + begin, self.target + begin, end - begin)
@@ -80,33 +84,33 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Sizes of a block and a state in bytes; on both sides, unit n starts at n times its size."""
+    """Sizes of a block and a state in bytes; in each memory, block or state n starts at n times its size."""
 
     block: int
     state: int
 
     def bytes_of(self, order: CopyOrder) -> int:
-        """Return the size of a copy in bytes."""
+        """Return the number of bytes that an order copies."""
         return len(order.blocks) * self.block + len(order.states) * self.state
 
     def pieces(self, order: CopyOrder) -> Iterator[Piece]:
-        """Yield the byte ranges of a copy, with consecutive units merged."""
+        """Yield the byte ranges that an order copies, where consecutive blocks or states form one range."""
         yield from _merged(order.blocks, self.block)
         yield from _merged(order.states, self.state)
 
 
 Work = Callable[[CopyOrder], float | None]
-"""Makes one whole copy, or raises; returns the seconds that it paused, None for none."""
+"""Function that makes one copy, or raises; it returns the seconds that it paused, or None if it did not pause."""
 
 
 class CopyLanes:
-    """Implementation of `Copies` with one thread per lane; a copy that raises is logged and fails.
+    """Implementation of `Copies` with one thread per lane; if a copy raises, it is logged and counts as failed.
 
     Args:
-        works: For each lane, the function that copies, called in the lane's thread.
-        before: Function called for each order in the caller's thread, immediately before the order starts.
-        sizes: Sizes of the units to copy.
-        times: Recorder for copy times.
+        works: Function that makes the copies of each lane, called in the lane's thread.
+        before: Functions called with each order in the caller's thread, before the order is queued.
+        sizes: Sizes of blocks and states, to compute the time per byte.
+        times: Object that records the copy times; None if they are not needed.
     """
 
     def __init__(
@@ -148,7 +152,7 @@ class CopyLanes:
         del self._statuses[number]
 
     def close(self) -> None:
-        """Finish all started copies, then end the threads."""
+        """Wait until all started copies have ended, then end the threads."""
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:
@@ -174,13 +178,13 @@ class DeviceCopies:
     """Copies between device and host memory on two CUDA streams, one for each direction.
 
     Args:
-        device, host: [bytes] uint8. For a CUDA device, the host memory is pinned, with each call covering whole parts
-            of `PART_BYTES`.
+        device, host: [bytes] uint8. For a CUDA device, the host memory must be pinned in ranges whose sizes are
+            multiples of `PART_BYTES`.
 
-    Small copies of a step use the same copy engine and wait for copies that were submitted earlier, so only few bytes
-    are submitted at a time. Requests wait for restores, but not for writes. Therefore a write pauses after each part
-    for as long as the part took, which leaves half of the bus and copy engine to the steps. Parts end at multiples of
-    their size in host memory, because CUDA rejects a copy across the end of a pinned range.
+    A step's own small copies use the same copy engine and wait for copies that were submitted earlier. Therefore only
+    few bytes are submitted at a time. Requests wait for restores, but not for writes to the host. A write therefore
+    pauses after each part for as long as the part took, which leaves half of the copy engine's time to the steps. Parts
+    end at multiples of `PART_BYTES` in host memory, because CUDA rejects a copy across the end of a pinned range.
     """
 
     def __init__(self, device: Tensor, host: Tensor, sizes: UnitSizes) -> None:
@@ -192,14 +196,14 @@ class DeviceCopies:
         self._streams = {lane: torch.cuda.Stream(device.device) for lane in lanes} if device.is_cuda else {}
 
     def works(self) -> dict[Lane, Work]:
-        """Return the copy functions for the two lanes."""
+        """Return the functions that copy to the host and to the device, keyed by lane."""
         return {
             Lane.TO_HOST: lambda order: self._copy(order, self._device, self._host),
             Lane.TO_DEVICE: lambda order: self._copy(order, self._host, self._device),
         }
 
     def note_launched(self, order: CopyOrder) -> None:
-        """Make a copy wait for all work launched on the device so far."""
+        """Record an event, so that the copy waits for all work launched on the current stream so far."""
         if order.lane in self._streams:
             event = self._launched[order.number] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device.device))
@@ -221,7 +225,7 @@ class DeviceCopies:
         return paused
 
     def _copy_parts(self, order: CopyOrder, source: Tensor, target: Tensor) -> Iterator[None]:
-        """Copy one part at a time; yield after each part."""
+        """Submit a copy in parts to the current stream; yield after each part."""
         for piece in self._sizes.pieces(order):
             on_host = piece.target if target is self._host else piece.source
             for part in piece.cut(PART_BYTES - on_host % PART_BYTES, PART_BYTES):
@@ -231,16 +235,16 @@ class DeviceCopies:
 
 
 def _submit(parts: Iterator[None]) -> None:
-    """Submit parts to the current stream, with a limited number in flight."""
+    """Submit all parts to the current stream, with at most `_MOST_IN_FLIGHT` in flight."""
     submitted = deque([torch.cuda.Event() for _ in range(_MOST_IN_FLIGHT)])
     for _ in parts:
         submitted.rotate(-1)
         submitted[-1].record()
-        submitted[0].synchronize()  # wait for the previous part; an unrecorded event counts as reached
+        submitted[0].synchronize()  # wait for the previous part; an event that was never recorded does not wait
 
 
 def _pause_between(parts: Iterator[None], stream: torch.cuda.Stream) -> float:
-    """Submit parts with pauses as long as the copies; return the total pause in seconds."""
+    """Submit parts one by one, each followed by a pause as long as its copy; return the sum of the pauses in s."""
     began, paused = time.perf_counter(), 0.0
     for _ in parts:
         stream.synchronize()
@@ -252,7 +256,10 @@ def _pause_between(parts: Iterator[None], stream: torch.cuda.Stream) -> float:
 
 
 def _merged(pairs: IndexPairs, num_bytes: int) -> Iterator[Piece]:
-    """Yield one byte range for each run of pairs that is consecutive on both sides; nothing for empty units."""
+    """Yield one byte range for each run of index pairs in which both indices increase by one.
+
+    Yield nothing if `num_bytes`, the size of one block or state, is 0.
+    """
     if not num_bytes:
         return
     run: list[tuple[int, int]] = []

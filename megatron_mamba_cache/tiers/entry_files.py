@@ -1,7 +1,7 @@
-"""Files with cached states and KV blocks: names, format, writing and reading.
+"""Names and format of the disk tier's entry files, and functions to write, read, list and remove them.
 
-A file contains a header, the state, the KV blocks in text order, and the SHA-256 digest of these bytes. It is written
-under a temporary name and renamed when it is complete.
+An entry file contains a header, one cached state, KV blocks in the order of the text, and the SHA-256 digest of these
+bytes. It is written under a temporary name and renamed when it is complete.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})-([0-9]{1,9})-([0-9]{1,9})\.bo
 
 
 class BrokenEntryError(Exception):
-    """Raised when the content of a file does not match the entry in its name."""
+    """Raised if an entry file is corrupt or contains another entry than its name says."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryForm:
-    """Format shared by all entries in a directory.
+    """Format shared by all entry files in a directory.
 
     Args:
-        identity: Digest of everything that determines the stored bytes, apart from the tokens.
+        identity: Digest of everything except the tokens that determines the stored bytes, such as weights and dtypes.
         state_bytes, block_bytes: Sizes of a state and a KV block in bytes.
     """
 
@@ -43,27 +43,27 @@ class EntryForm:
 
     @property
     def entry_bytes(self) -> int:
-        """Size of a file without its blocks, in bytes."""
+        """Size of an entry file without its KV blocks, in bytes."""
         return _HEADER.size + self.state_bytes + _DIGEST_BYTES
 
     def size_of(self, name: EntryName) -> int:
-        """Return the size of an entry's file in bytes."""
+        """Return the size of an entry's whole file in bytes."""
         return self.entry_bytes + name.num_blocks * self.block_bytes
 
     def header(self, name: EntryName) -> bytes:
-        """Return the header for an entry's file."""
+        """Return the bytes of the header that an entry's file begins with."""
         key, anchor = (number.to_bytes(_KEY_BYTES, "big") for number in (name.key, name.anchor))
         sizes = (name.depth, name.num_blocks, self.state_bytes, self.block_bytes)
         return _HEADER.pack(_MAGIC, self.identity, key, anchor, *sizes)
 
 
 def file_name(name: EntryName) -> str:
-    """Return the name of an entry's file."""
+    """Return the file name for an entry."""
     return f"{name.key:064x}-{name.anchor:064x}-{name.depth}-{name.num_blocks}{_SUFFIX}"
 
 
 def entry_name(text: str) -> EntryName | None:
-    """Parse a file name; return None if it does not name an entry."""
+    """Parse a file name and return its entry; None if the name is not that of an entry file."""
     found = _NAME.fullmatch(text)
     if found is None:
         return None
@@ -74,7 +74,11 @@ def entry_name(text: str) -> EntryName | None:
 def write_entry(
     directory: Path, name: EntryName, form: EntryForm, state: memoryview, blocks: Iterable[memoryview]
 ) -> None:
-    """Write an entry's file; on failure, remove the partial file and raise `OSError`."""
+    """Write an entry's file atomically.
+
+    Raises:
+        OSError: If the file cannot be written; the partial file is removed.
+    """
     unfinished = directory / f"{name.key:064x}.{os.getpid()}{_UNFINISHED}"
     digest = hashlib.sha256()
     try:
@@ -93,14 +97,14 @@ def write_entry(
 def read_entry(
     directory: Path, name: EntryName, form: EntryForm, state: memoryview | None, blocks: Mapping[int, memoryview]
 ) -> None:
-    """Read an entry's file into memory and verify its digest.
+    """Read an entry's file into the given buffers and verify its digest.
 
     Args:
-        state: Buffer for the state; None to skip it.
-        blocks: Buffers for blocks, keyed by block index in the text; other blocks are skipped.
+        state: Buffer for the state; None if only blocks are needed.
+        blocks: Buffers for KV blocks, keyed by block index in the text; the file's other blocks are only verified.
 
     Raises:
-        BrokenEntryError: If the content is another entry or is corrupt; the buffers are then invalid.
+        BrokenEntryError: If the file is corrupt or contains another entry; the buffers then have undefined contents.
         OSError: If the file cannot be read.
     """
     digest = hashlib.sha256()
@@ -122,11 +126,11 @@ def read_entry(
 
 
 def entries_in(directory: Path, form: EntryForm, unfinished_before: float) -> list[EntryName]:
-    """Return the entries in a directory, oldest first; remove all other files.
+    """Return the entries in a directory, oldest first; remove files that are not entries of this format.
 
     Args:
-        unfinished_before: Time in seconds since the epoch; unfinished files that were last modified earlier are
-            removed. Newer files may belong to another server.
+        unfinished_before: Time in seconds since the epoch. Unfinished files that were modified later are kept, because
+            another server may be writing them.
     """
     found: list[tuple[int, str, EntryName]] = []
     with os.scandir(directory) as files:
@@ -144,7 +148,7 @@ def entries_in(directory: Path, form: EntryForm, unfinished_before: float) -> li
 
 
 def remove_entries(directory: Path, names: Sequence[EntryName]) -> None:
-    """Remove the files of entries; ignore missing files."""
+    """Remove the files of these entries; ignore files that do not exist."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             (directory / file_name(name)).unlink()

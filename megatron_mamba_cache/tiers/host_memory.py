@@ -1,4 +1,4 @@
-"""Host memory for cached states and KV blocks, with the device's slab layout, and its copies to disk."""
+"""Host memory that holds cached states and KV blocks in the device's slab layout, and copies to and from disk."""
 
 import contextlib
 import mmap
@@ -22,18 +22,19 @@ from .copy_lanes import PART_BYTES, CopyLanes, DeviceCopies, MeasuredTimes, Unit
 from .entry_files import BrokenEntryError, EntryForm, read_entry, remove_entries, write_entry
 
 _PINNED_AT_ONCE = 1024 * PART_BYTES
-"""Bytes; drivers refuse to pin several hundred GiB in one call."""
+"""Maximum number of bytes pinned in one call; drivers refuse to pin several hundred GiB in one call."""
 
 
 class HostMemory:
-    """One rank's memory for the host tier, which a suspended engine keeps.
+    """One rank's memory and bookkeeping for the host tier, which remain when an engine is suspended.
 
     Args:
         num_slabs: Number of slabs, equal on all ranks of the model.
         slab: Layout of the device's slabs.
-        unit: Sizes in bytes of this rank's part of a state and of a block.
+        unit: Sizes in bytes of this rank's shard of a state and of a block.
         rule: Eviction rule for states in host memory.
-        device: If this is a CUDA device, pages are pinned, on the device's NUMA node if it is known.
+        device: Device of the rank's states. For a CUDA device, the memory is pinned, on the device's NUMA node if that
+            is known.
 
     Raises:
         CacheCapacityError: If the memory cannot be allocated or pinned.
@@ -60,11 +61,11 @@ class HostMemory:
         self.pools = CachePools.over(space, rule, block_size=block_size)
 
     def copies(self, device: Tensor, directory: Callable[[], CacheDirectory] | None) -> CopyLanes:
-        """Return the threads that copy between device memory, this host memory, and the disk.
+        """Start the threads that copy between device memory, this host memory and the disk, and return them.
 
         Args:
-            device: [bytes] uint8, with the same slab layout.
-            directory: Function that returns the current directory; None without a disk tier.
+            device: [bytes] uint8, device memory with the same slab layout.
+            directory: Function that returns the directory of the disk tier; None without a disk tier.
         """
         sizes = UnitSizes(self.block_bytes, self.slot_bytes)
         by_device = DeviceCopies(device, self.bytes, sizes)
@@ -75,7 +76,7 @@ class HostMemory:
         return CopyLanes(by_device.works() | by_disk.works(), notes, sizes, self.times)
 
     def flush(self) -> None:
-        """Drop all entries; no copy may be in flight."""
+        """Drop all states and blocks from the host tier; no copy may be in flight."""
         self.pools.slots.flush()
         self.pools.kv.flush()
 
@@ -93,7 +94,7 @@ def _allocated(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Allocate whole zeroed pages, [bytes] uint8, as huge pages if the host supports them."""
+    """Map zeroed memory, [bytes] uint8, in huge pages if the host supports them."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes)
@@ -103,12 +104,12 @@ def _pages(num_bytes: int) -> Tensor:
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
-    """Touch and pin memory piece by piece, from a CPU on the device's NUMA node."""
+    """Pin memory in pieces, while this thread runs on the CPUs of the device's NUMA node if they are known."""
     allowed = os.sched_getaffinity(0)
     near = _cpus_near(device) & allowed
     try:
         if near:
-            os.sched_setaffinity(0, near)  # a page is allocated on the NUMA node of the first CPU that touches it
+            os.sched_setaffinity(0, near)  # Linux allocates a page on the NUMA node of the CPU that first touches it
         for piece in memory.split(_PINNED_AT_ONCE):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
     finally:
@@ -121,7 +122,7 @@ def _unpin(memory: Tensor) -> None:
 
 
 def _cpus_near(device: torch.device) -> set[int]:
-    """Return the CPUs of the device's NUMA node; empty if unknown."""
+    """Return the CPUs of the device's NUMA node; an empty set if they are not known."""
     found: Any = torch.cuda.get_device_properties(device)
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -137,10 +138,11 @@ def _range_of(part: str) -> range:
 
 
 class DiskCopies:
-    """Copies of entries between host memory, [bytes] uint8, and disk.
+    """Functions that write entries from host memory to disk, read them back, and remove their files.
 
     Args:
-        directory: Function that returns the current directory, which changes with the weights.
+        host: [bytes] uint8, the memory of the host tier.
+        directory: Function that returns the directory of the disk tier, which changes with the weights.
     """
 
     def __init__(self, host: Tensor, sizes: UnitSizes, directory: Callable[[], CacheDirectory]) -> None:
@@ -150,11 +152,11 @@ class DiskCopies:
         self._homes: dict[int, tuple[Path, EntryForm]] = {}
 
     def works(self) -> dict[Lane, Work]:
-        """Return the copy functions of the two lanes."""
+        """Return the functions for the lanes to and from disk, keyed by lane."""
         return {Lane.TO_DISK: self._write_or_remove, Lane.FROM_DISK: self._read}
 
     def note_started(self, order: CopyOrder) -> None:
-        """Bind a copy to the current generation, even if a flush happens before the copy runs."""
+        """Remember the current generation's directory for a copy, in case a flush happens before the copy runs."""
         if order.files:
             directory = self._directory()
             self._homes[order.number] = directory.entries, directory.form
