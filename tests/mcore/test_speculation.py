@@ -241,7 +241,7 @@ def test_drafter_for_another_hidden_size_is_refused() -> None:
     subject = tiny_hybrid(hidden_size=48)
     drafter = HiddenStateDrafter({}, accuracy=1.0, vocab_size=96)
     config = cache_config(subject.sizes, num_speculative_tokens=3)
-    with pytest.raises(ValueError, match="width 32, but the model's hidden size is 48"):
+    with pytest.raises(ValueError, match="size 32, but the model's hidden size is 48"):
         EngineRun.start(subject, config, drafter=drafter)
     with pytest.raises(ValueError, match="materialize_only_last_token_logits=True"):
         EngineRun.start(

@@ -194,8 +194,8 @@ def test_token_counts_are_not_shown_when_the_server_sends_no_usage(capsys: pytes
         (("--url", "http://[x"), "--url is 'http://[x'; it must be http://HOST or http://HOST:PORT"),
         (("--url", "http://"), "--url is 'http://'; it must be"),
         (("--url", "http://a:99999"), "--url is 'http://a:99999'; it must be"),
-        (("--api-key", "a\nb"), "--api-key has characters"),
-        (("--api-key", "ключ"), "--api-key has characters"),
+        (("--api-key", "a\nb"), "--api-key must have only printable ASCII"),
+        (("--api-key", "ключ"), "--api-key must have only printable ASCII"),
     ],
 )
 def test_chat_command_refuses_invalid_sampling_flags(
