@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_mamba_cache.recurrences.batches import ReplayBatch
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import ReplayRing, least_capacity, least_x_capacity
+from megatron_mamba_cache.recurrences.replay.ring import ReplayRing, least_capacity, least_x_capacity
 
 Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayBatch, int], Tensor]
 

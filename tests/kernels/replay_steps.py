@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, ReplayBatch
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import (
+from megatron_mamba_cache.recurrences.replay.ring import (
     BoundaryFolds,
     ReplayRing,
     least_capacity,

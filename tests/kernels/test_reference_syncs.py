@@ -41,12 +41,13 @@ from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_re
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
 from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref, state_verify_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import state_replay
-from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.moves import align_copy_ref
+from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.replay.reference import fold_boundaries_ref
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, copy_slots_ref
 from tests.kernels import delta_steps
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, within_pools

@@ -11,19 +11,14 @@ import torch
 import triton
 
 from megatron_mamba_cache.recurrences.batches import ReplayBatch
-from megatron_mamba_cache.recurrences.mamba2.replay import (
-    boundary_folds,
-    coefficients,
-    fold_mma,
-    outputs,
-    outputs_mma,
-    outputs_sums,
-)
-from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_portably
-from megatron_mamba_cache.recurrences.mamba2.replay.fold_mma import fold_by_mma
+from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs, outputs_mma, outputs_sums
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import BoundaryFolds
-from megatron_mamba_cache.recurrences.mamba2.replay.tiling import PORTABLE, ReplayTiling, hopper_width
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import PORTABLE, ReplayTiling
+from megatron_mamba_cache.recurrences.replay import boundary_folds, fold_mma
+from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_portably
+from megatron_mamba_cache.recurrences.replay.fold_mma import fold_by_mma
+from megatron_mamba_cache.recurrences.replay.ring import BoundaryFolds
+from megatron_mamba_cache.recurrences.replay.tiling import hopper_width
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.replay_steps import int32, layered, poisoned_ring
 from tests.kernels.ssm_steps import SSMShape, random_steps

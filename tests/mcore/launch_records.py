@@ -30,15 +30,9 @@ from megatron_mamba_cache.recurrences.gated_delta import scan_portable as delta_
 from megatron_mamba_cache.recurrences.gated_delta import tile_systems
 from megatron_mamba_cache.recurrences.gated_delta import verify as delta_verify
 from megatron_mamba_cache.recurrences.mamba2 import scan, scan_hopper, scan_portable, tiles, verify
-from megatron_mamba_cache.recurrences.mamba2.replay import (
-    boundary_folds,
-    coefficients,
-    fold_mma,
-    outputs,
-    outputs_mma,
-    outputs_sums,
-    tiling,
-)
+from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs, outputs_mma, outputs_sums, tiling
+from megatron_mamba_cache.recurrences.replay import boundary_folds, fold_mma
+from megatron_mamba_cache.recurrences.replay import tiling as fold_tiling
 from tests.kernels.kernel_stand_ins import AbsentHopper
 
 NUM_MULTIPROCESSORS = 132
@@ -131,7 +125,8 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(delta_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(scan, "_fits_hopper", lambda *_: on_hopper)
         patch.setattr(fold_mma, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
-        patch.setattr(tiling, "runs_gluon", lambda tensor: on_hopper)
+        for module in (tiling, fold_tiling):
+            patch.setattr(module, "runs_gluon", lambda tensor: on_hopper)
         patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
         patch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(gemm_tiles, "can_load_boxes", lambda weight: on_hopper)

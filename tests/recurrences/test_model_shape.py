@@ -11,8 +11,9 @@ from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
-from megatron_mamba_cache.recurrences.mamba2.replay import tiling
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import replays_fast
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
+from megatron_mamba_cache.recurrences.replay import tiling
 from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
 
@@ -161,8 +162,8 @@ def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tiling, "has_tested_gluon", lambda: True)
     for is_hopper in (True, False):
         monkeypatch.setattr(tiling, "is_hopper", lambda device, found=is_hopper: found)
-        assert tiling.replays_fast(64, 128) == is_hopper
-        assert not tiling.replays_fast(60, 100)  # no tile holds such heads
+        assert replays_fast(64, 128) == is_hopper
+        assert not replays_fast(60, 100)  # no tile holds such heads
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 
 from megatron_mamba_cache.recurrences.interface import LiveState, StateGroup
 from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
-from megatron_mamba_cache.recurrences.mamba2.replay.drafts import ReplayStorage, RingLayout
 from megatron_mamba_cache.recurrences.pool import StatePool
+from megatron_mamba_cache.recurrences.replay.drafts import ReplayStorage, RingLayout
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.kernels.packed_batches import same_bits
 from tests.recurrences.state_groups import window_and_matrix

@@ -9,10 +9,10 @@ from ..conv.conv import causal_conv
 from ..conv.verify import conv_verify
 from ..draft_inputs import DraftInputs
 from ..interface import LayerStates, StateDtypes, StateTensor
+from ..replay.drafts import ReplayedLayer, RingLayout
+from ..replay.ring import least_capacity, least_x_capacity
 from .inputs import SSMTokens, SSMWeights
-from .replay.drafts import ReplayedLayer, RingLayout
 from .replay.outputs import state_replay
-from .replay.ring import least_capacity, least_x_capacity
 from .replay.tiling import replays_fast
 from .scan import cut_rows, ssd_scan
 from .verify import state_verify

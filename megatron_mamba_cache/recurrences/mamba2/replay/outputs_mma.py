@@ -15,10 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
 from ...batches import PAD_SLOT, ReplayBatch
-from ..inputs import SSMTokens, kernel_tokens
-from .coefficients import ReplayCoefficients
-from .fold_mma import fold_tile
-from .operands import (
+from ...replay.fold_mma import fold_tile
+from ...replay.operands import (
     as_left,
     as_right,
     left_layout,
@@ -30,7 +28,9 @@ from .operands import (
     slice_len,
     split_into_bf16,
 )
-from .ring import ReplayRing, kernel_ring, kernel_rows
+from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
+from ..inputs import SSMTokens, kernel_tokens
+from .coefficients import ReplayCoefficients
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)

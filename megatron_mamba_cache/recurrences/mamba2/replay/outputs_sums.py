@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
 from ...batches import PAD_SLOT, ReplayBatch
+from ...replay.fold_mma import fold_tile
+from ...replay.operands import sync_lanes
+from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
 from ..inputs import SSMTokens, kernel_tokens
 from .coefficients import ReplayCoefficients
-from .fold_mma import fold_tile
-from .operands import sync_lanes
-from .ring import ReplayRing, kernel_ring, kernel_rows
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)

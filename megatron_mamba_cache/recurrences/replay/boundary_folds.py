@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
-from ...batches import PAD_SLOT, AlignBatch, ReplayBatch
-from ...quantized_states import QuantizedStates, quantized_pointers, store_quantized
-from ...slot_tiles import next_turn, numbered, of_number
-from .outputs import fold_entries
+from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
+from ..batches import PAD_SLOT, AlignBatch, ReplayBatch
+from ..quantized_states import QuantizedStates, quantized_pointers, store_quantized
+from ..slot_tiles import next_turn, numbered, of_number
+from .fold import fold_entries
 from .reference import fold_boundaries_ref, plan_boundary_folds_ref
 from .ring import (
     BoundaryFolds,

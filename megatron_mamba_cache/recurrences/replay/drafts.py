@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...batches import AlignBatch, ReplayBatch
-from ...cached_form import StoredStates
-from ...draft_inputs import DraftInputs
-from ...interface import LiveState
-from ...quantized_states import QuantizedStates
-from ...window import accepted_columns, columns_of
+from ..batches import AlignBatch, ReplayBatch
+from ..cached_form import StoredStates
+from ..draft_inputs import DraftInputs
+from ..interface import LiveState
+from ..quantized_states import QuantizedStates
+from ..window import accepted_columns, columns_of
 from .boundary_folds import fold_boundaries, plan_boundary_folds
 from .ring import BoundaryFolds, ReplayRing
 
