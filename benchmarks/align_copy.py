@@ -131,7 +131,7 @@ def measure(bench: Bench, cases: Iterable[tuple[int, int]], tilings: Iterable[Co
     return figures
 
 
-def behind_small_op(bench: Bench, num_rows: int, num_copying: int) -> dict[str, float]:
+def after_small_op(bench: Bench, num_rows: int, num_copying: int) -> dict[str, float]:
     """Measure a small op that writes the accepted counts, as verification does, alone and followed by the copy."""
     steps = bench.rotations(num_rows, num_copying)
     twos = torch.full((num_rows,), 2, device="cuda")
@@ -197,7 +197,7 @@ def main() -> None:
             figures += measure(bench, CASES, [TILING])
         if model is MODELS[0]:
             small_ops = {
-                f"{rows} / {copies}": behind_small_op(bench, rows, copies) for rows, copies in ((64, 4), (256, 0))
+                f"{rows} / {copies}": after_small_op(bench, rows, copies) for rows, copies in ((64, 4), (256, 0))
             }
         del bench
         torch.cuda.empty_cache()

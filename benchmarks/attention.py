@@ -42,7 +42,7 @@ HEADS = {"8b": (32, 8, 128), "qwen36-27b": (24, 4, 256), "qwen36-35b": (16, 2, 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Equal rows of a step."""
+    """Equal requests of a step."""
 
     name: str
     num_rows: int
@@ -210,14 +210,14 @@ def _measure_append(num_tokens: int) -> list[Figure]:
     joint = [torch.randn(num_tokens, 8, 6 * 128, device="cuda").bfloat16() for _ in range(8)]
     cache = torch.zeros(2, 1024, BLOCK_SIZE, 8, 128, dtype=torch.bfloat16, device="cuda")
     chosen = [torch.randperm(1024 * BLOCK_SIZE, device="cuda")[:num_tokens].to(torch.int32) for _ in joint]
-    places = [(place // BLOCK_SIZE, place % BLOCK_SIZE) for place in chosen]
+    targets = [(slot // BLOCK_SIZE, slot % BLOCK_SIZE) for slot in chosen]
 
     num_bytes = 4 * num_tokens * 8 * 128 * 2
     figures = []
     for append in (append_kv, append_kv_ref):
         launches = [
-            partial(append, new[:, :, 512:640], new[:, :, 640:], cache[0], cache[1], *place)
-            for new, place in zip(joint, places, strict=True)
+            partial(append, new[:, :, 512:640], new[:, :, 640:], cache[0], cache[1], *slot)
+            for new, slot in zip(joint, targets, strict=True)
         ]
         us = launch_us(launches, max(2.0, num_bytes / 3e6))
         figures.append(
@@ -252,7 +252,7 @@ class GatedHeads:
         caches = 2, blocks, BLOCK_SIZE, shape.num_kv_heads, dim
         chosen = torch.randperm(blocks * BLOCK_SIZE, device=device)[:num_tokens].to(torch.int32)
         self.caches = torch.zeros(caches, dtype=torch.bfloat16, device=device).unbind()
-        self.places = chosen // BLOCK_SIZE, chosen % BLOCK_SIZE
+        self.targets = chosen // BLOCK_SIZE, chosen % BLOCK_SIZE
         weights = torch.zeros(2, dim, dtype=torch.bfloat16, device=device)
         table = torch.randn(4096, 2, dim // 8, device=device).bfloat16()  # a quarter of the channels is rotated
         positions = torch.randint(4096, (num_tokens,), device=device)
@@ -260,10 +260,10 @@ class GatedHeads:
 
     def ways_of_inputs(self) -> dict[str, list[Callable[[], object]]]:
         """Return the launches that write the inputs of attention, by the op that makes them."""
-        rows = [(*self._heads(joint, 0), *self.caches, *self.places) for joint in self.joint]
-        plain = [partial(append_kv, *places[1:], places[0]) for places in rows]
+        rows = [(*self._heads(joint, 0), *self.caches, *self.targets) for joint in self.joint]
+        plain = [partial(append_kv, *targets[1:], targets[0]) for targets in rows]
         changed = {
-            op.__name__: [partial(op, *places, self.changes) for places in rows]
+            op.__name__: [partial(op, *targets, self.changes) for targets in rows]
             for op in (write_attention_inputs, write_attention_inputs_ref)
         }
         return {"append_kv": plain, **changed}

@@ -49,7 +49,7 @@ def main() -> None:
     number = torch.arange(64)[:, None]
     assert out[:, :128].equal((1000 + number + torch.arange(128)).int())
     assert out[:, 128:].equal((5000 + number + torch.arange(32)).int())
-    print("both groups wrote what they were told")
+    print("both groups wrote their values")
 
 
 if __name__ == "__main__":

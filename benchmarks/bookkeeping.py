@@ -1,4 +1,4 @@
-"""What does the cache's bookkeeping cost, and does the cost grow with the size of the pools?
+"""Measure the cost of the cache's bookkeeping, and its growth with the size of the pools.
 
     PYTHONPATH=. python benchmarks/bookkeeping.py [--json] [--output FILE.md]
 
@@ -69,14 +69,14 @@ SLOT_POOL_SIZES = (1_000, 100_000)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What pools are made over, and what they evict by."""
+    """The memory that pools are made over, and their eviction rule."""
 
     space: str
     rule: str
 
     @property
     def suffix(self) -> str:
-        """What the name of an operation ends with."""
+        """The end of an operation's name."""
         return ("" if self.rule == "lru" else f", {self.rule}-aware") + ("" if self.space == "split" else ", slabs")
 
     def room_for(self, num_blocks: int, num_states: int) -> CacheSpace:
@@ -253,7 +253,7 @@ def costs_of(before: Mapping[str, Any]) -> dict[tuple[str, int], float]:
 
 
 def table(figures: list[Figure], before: Mapping[tuple[str, int], float], file: Path | None = None) -> str:
-    """Return the document as Markdown, beside earlier costs, from `file`; those of slabs beside those of a split."""
+    """Return the document as Markdown: costs next to earlier ones from `file`, slabs next to a split."""
     lines = ["# What bookkeeping costs", "", f"    {COMMAND}{f' --before {file.name}' if file else ''}", ""]
     lines += [
         f"Python {platform.python_version()}, {_cpu_name()}, one core. Medians, the lowest of {NUM_ROUNDS} rounds."

@@ -1,12 +1,12 @@
-"""What do rows that are sampled, follow a grammar, change their logits or want log-probabilities cost a decode step?
+"""Measure decode steps of requests with sampling, grammars, penalties or log-probabilities.
 
     PYTHONPATH=. python3 benchmarks/changed_rows.py [--shape NAME] [--rows N] [--kinds NAME ...] [--json FILE]
 
-Rows decode together, without drafts: all plain; one that follows a grammar, has a penalty or wants log-probabilities
-beside plain ones; all that do. Their prompts differ by up to a KV block, so that they come to the ends of blocks one by
-one. Greedy rows, rows sampled from all tokens, and rows sampled with top-k and top-p are measured apart. Cases
+Requests decode together, without drafts: all plain; one with a grammar, a penalty or log-probabilities among plain
+ones; all with it. Their prompts differ by up to a KV block, so that they reach the ends of blocks one by one. Greedy
+requests, requests sampled from all tokens, and requests sampled with top-k and top-p are measured apart. Cases
 alternate over one engine; a line shows the mean step of the middle round, the share of steps that was launched before
-the tokens of the one before were read, and the step's ratios to the first line and to plain rows of its kind. The
+the tokens of the one before were read, and the step's ratios to the first line and to plain requests of its kind. The
 grammar is a JSON schema whose documents do not end meanwhile, over a vocabulary of made-up words of the model's size,
 compiled before. What a mask takes the host is timed alone.
 """
@@ -61,10 +61,10 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Rows of a step.
+    """The requests of a step.
 
     Args:
-        sampling: How their tokens are drawn.
+        sampling: Their sampling settings.
         changed: How many of them have the attributes; None: all.
     """
 
@@ -78,7 +78,7 @@ class Cost:
     """A decode step of a case.
 
     Args:
-        ahead: The share of steps that ran ahead.
+        ahead: The share of steps that overlapped.
         of_first: Its time by that of plain rows of the first kind.
         of_plain: Its time by that of plain rows of its kind.
     """
@@ -109,7 +109,7 @@ def cases(kinds: Sequence[str]) -> dict[str, Case]:
 
 
 def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: int) -> tuple[float, float]:
-    """Return the mean milliseconds of a decode step of a case's rows, and the share of steps that ran ahead."""
+    """Return the mean milliseconds of a decode step of a case's requests, and the share of steps that overlapped."""
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(
             num_tokens_to_generate=len(prompts) + NUM_WARMING + NUM_STEPS + 2,
@@ -119,7 +119,7 @@ def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: in
         if case.changed is None or index < case.changed:
             sampling.add_attributes({SPEC: case.attributes})
         engine.add_request(first_id + index, prompt, sampling, seed=index)
-    while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.running_requests):
+    while engine.waiting_request_ids or any(request.is_prefilling for request in engine.context.running_requests):
         engine.step_modern()
     for _ in range(NUM_WARMING):
         engine.step_modern()
@@ -135,15 +135,15 @@ def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: in
 def costs(model: Any, shape: ServedShape, num_rows: int, kinds: Sequence[str] = tuple(KINDS)) -> list[Cost]:
     """Measure all cases of some kinds."""
     shape = replace(shape, max_requests=num_rows, max_tokens=max(shape.max_tokens, num_rows))
-    drawn, named, block_size = random.Random(0), cases(kinds), shape.block_size
+    rng, named, block_size = random.Random(0), cases(kinds), shape.block_size
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
     with serving_engine(model, shape, MODES["full"]) as engine:
         engine.context.grammars.read(MadeUpTokenizer(shape.vocab_size))
         for number in range(NUM_ROUNDS):
-            for place, name in enumerate(rotated(list(named), number)):
-                lengths = [block_size * 9 // 8 + drawn.randrange(block_size) for _ in range(num_rows)]
-                prompts = [some_tokens(drawn, shape, length) for length in lengths]
-                times[name].append(measured(engine, named[name], prompts, 10_000 * (number * len(named) + place)))
+            for case_index, name in enumerate(rotated(list(named), number)):
+                lengths = [block_size * 9 // 8 + rng.randrange(block_size) for _ in range(num_rows)]
+                prompts = [some_tokens(rng, shape, length) for length in lengths]
+                times[name].append(measured(engine, named[name], prompts, 10_000 * (number * len(named) + case_index)))
     middle = {name: sorted(found)[NUM_ROUNDS // 2] for name, found in times.items()}
     first, _ = middle[f"{kinds[0]}, plain"]
     return [
@@ -178,8 +178,8 @@ def table(found: Sequence[Cost], masks: dict[str, float]) -> str:
     for cost in found:
         times = f"{cost.of_first:.3f} | {cost.of_plain:.3f}"
         lines.append(f"| {cost.case} | {cost.wall_ms:.3f} | {100 * cost.ahead:.0f} | {times} |")
-    told = ", ".join(f"{name} {us:,.0f} µs" for name, us in masks.items())
-    return "\n".join([*lines, "", f"A mask on one thread: {told}."])
+    summary = ", ".join(f"{name} {us:,.0f} µs" for name, us in masks.items())
+    return "\n".join([*lines, "", f"A mask on one thread: {summary}."])
 
 
 def main() -> None:

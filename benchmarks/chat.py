@@ -1,4 +1,4 @@
-"""How fast do tokens come in a chat of many users, each of whom sends the next turn when a reply has ended?
+"""Measure the token rate of a chat of many users, each sending the next turn when a reply ends.
 
     PYTHONPATH=. python3 benchmarks/chat.py [--shape NAME] [--json FILE]
 
@@ -30,7 +30,7 @@ from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_l
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What users send: prompt tokens that all share, new ones of each turn, and tokens of a reply."""
+    """Tokens of a chat: a shared prompt, new ones of each turn, and a reply."""
 
     users: int = 32
     turns: int = 4
@@ -107,7 +107,7 @@ class WatchedEngine:
 
 
 def conversations_of(chat: Chat, vocab_size: int, seed: int) -> list[Conversation]:
-    """Return what each user sends; nobody waits between a reply and the next turn."""
+    """Return the turns of each user, without pauses between a reply and the next turn."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> tuple[int, ...]:

@@ -100,13 +100,13 @@ def random_gates(heads: tuple[int, int], device: str = "cuda") -> GateWeights:
 
 
 def prompt_rows(lengths: Sequence[int], boundaries: Sequence[int] = (), device: str = "cuda") -> PrefillBatch:
-    """Return rows that start without a state, each with a slot for its last one and for those at boundaries."""
+    """Return rows without an initial state, each with a slot for its last one and for those at boundaries."""
     starts = [0, *accumulate(lengths)]
     plan = plan_chunks([0] * len(lengths), starts, GRAIN)
     chunk_slots = [PAD_SLOT] * len(plan.chunk_requests)
-    places = [start + place for start in starts[:-1] for place in boundaries]
-    for slot, place in enumerate(places, start=len(lengths)):
-        chunk_slots[plan.chunk_at_end(place)] = slot
+    ends = [start + end for start in starts[:-1] for end in boundaries]
+    for slot, end in enumerate(ends, start=len(lengths)):
+        chunk_slots[plan.chunk_at_end(end)] = slot
     columns = (
         starts,
         [PAD_SLOT] * len(lengths),

@@ -1,4 +1,4 @@
-"""What do drafts bring that are right more or less often, if all are verified and if only those are that seem to pay?
+"""Measure the gain of drafts of several accuracies, verified always and only where they seem to pay.
 
     PYTHONPATH=. python3 benchmarks/draft_chances.py [--shape NAME] [--rows N ...] [--chances P ...] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What does a draft model give at best, and what does it cost where nothing that it drafts is accepted?
+"""Measure a draft model's gain at best, and its cost if no draft is accepted.
 
     PYTHONPATH=. python3 benchmarks/draft_model.py [--shape NAME] [--draft-shape NAME] [--json FILE]
 

@@ -236,12 +236,12 @@ def measure_speed(scale: Scale, model: Any) -> dict[str, Any]:
     """Serve long prompts cold, then again with all but their last block cached."""
     workload, vocab_size = scale.workload, scale.shape.fields["vocab_size"]
     count = workload.num_long
-    drawn = [some_tokens(workload.long, vocab_size, seed) for seed in range(2 * count)]
+    prompt_tokens = [some_tokens(workload.long, vocab_size, seed) for seed in range(2 * count)]
     with TracedEngine.over(model, config_of(scale, prefix_caching=True), keeps_logits=False) as traced:
-        traced.serve(dict(enumerate(drawn[count:])), workload.long_reply)  # warms up
+        traced.serve(dict(enumerate(prompt_tokens[count:])), workload.long_reply)  # warms up
         figures = {}
         for number, name in enumerate(("cold", "again"), 1):
-            prompts = {100 * number + index: prompt for index, prompt in enumerate(drawn[:count])}
+            prompts = {100 * number + index: prompt for index, prompt in enumerate(prompt_tokens[:count])}
             traces, times = traced.timed(prompts, workload.long_reply)
             figures[name] = speeds(times, prompts) | {"skipped": sum(trace.cached for trace in traces.values())}
     return figures

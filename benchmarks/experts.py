@@ -51,7 +51,7 @@ class LayerShape:
 
     Args:
         shared_inner: The same of the shared expert; 0 for none.
-        has_gate: Whether the shared expert has a gate.
+        has_gate: True if the shared expert has a gate.
     """
 
     num_experts: int
@@ -201,7 +201,7 @@ class Bench:
         )
 
     def inputs(self, num_tokens: int) -> Inputs:
-        """Draw tokens and a shared expert, and compute the parts."""
+        """Sample tokens and a shared expert, and compute the parts."""
         x = torch.randn(num_tokens, self.shape.hidden, device=self.device).bfloat16()
         logits = router_logits(x, self.gate)
         ids, weights = route(logits, None, self.shape.rule, None, self._gate_of(x))

@@ -74,7 +74,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What an unlimited cache saves, and the bytes of the working set."""
+    """Savings of an unlimited cache, and the bytes of the working set."""
 
     prompt_tokens: int
     saved_tokens: int
@@ -83,7 +83,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What one rule saved on one load in one budget."""
+    """Savings of one rule on one load in one budget."""
 
     load: str
     seed: int
@@ -208,7 +208,7 @@ def _row(load: str, cache_gb: float, figures: Sequence[Figure]) -> str:
 
 
 def _targets(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield each target beside the measured value, means over the seeds."""
+    """Yield each target with the measured value, means over the seeds."""
     loads, budgets = _loads_with_hits(figures), _budgets(figures)
     yield "Aims, and what the cost-aware rule reached:"
     yield ""

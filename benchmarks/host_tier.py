@@ -1,21 +1,20 @@
-"""How soon does a session come back from the host, and what do copies cost the rows that decode beside them?
+"""Measure how fast sessions are restored from the host, and how copies slow down concurrent decoding.
 
     PYTHONPATH=. python3 benchmarks/host_tier.py [--shape NAME] [--rounds N] [--cold-rounds N]
         [--json FILE]
 
-The card has room for the rows and for one or two long sessions, the host for all, so that most turns find their session
-on the host only, and put another one off the card.
+The card has room for the decoding requests and for one or two long sessions, the host for all, so that most turns find
+their session on the host only, and evict another one from the card.
 
-Back from the host: the time from a turn's arrival to its first token, of a session that is on the host, beside that of
-a turn whose session is still on the card, and beside the time that a plain copy of as many bytes takes from pinned
-memory in the same run.
+Restored from the host: the time from a turn's arrival to its first token, of a session that is on the host, next to
+that of a turn whose session is still on the card, and to the time of a plain copy of as many bytes from pinned memory
+in the same run.
 
-Rows beside it: the mean step of rows that decode while a session comes back for a request that waits, over the mean of
-as many steps afterwards.
+Concurrent decoding: the mean decode step while a session is restored for a waiting request, over the mean of as many
+steps afterwards.
 
-What the tier costs otherwise, by two engines in turns, with the tier and without: tokens a second of batches of prompts
-that share nothing; and the steps of rows that decode after the one in which a new session has ended beside them, as
-long as the session is written to the host.
+The tier's other costs, by two engines in turns, with the tier and without: tokens a second of batches of prompts that
+share nothing; and decode steps after a new session has ended, as long as the session is written to the host.
 """
 
 import argparse
@@ -57,7 +56,7 @@ class Scale:
 
     Args:
         length: Tokens of a session.
-        rows: That decode beside it.
+        rows: Requests that decode meanwhile.
         cold_prompt, cold_reply, cold_batch: Tokens and requests of a batch that hits nothing.
     """
 
@@ -96,15 +95,15 @@ class Returns:
 
     @property
     def times_the_copy(self) -> float | None:
-        """What the host adds to a turn, in times of the plain copy."""
+        """Time that the host adds to a turn, over that of the plain copy."""
         if self.copy_ms is None:
             return None
         return (median(self.from_host_ms) - median(self.on_card_ms)) / self.copy_ms
 
 
 @dataclass
-class Beside:
-    """Seconds of the rows' steps while copies are under way, and of as many steps without any."""
+class Slowdown:
+    """Seconds of decode steps during copies, and of as many steps without any."""
 
     under_way: list[float] = field(default_factory=list)
     undisturbed: list[float] = field(default_factory=list)
@@ -149,7 +148,7 @@ def returns(engine: Any, sessions: Sessions, rounds: int) -> Returns:
     if not found.from_host_ms:
         counters = engine.context.counters
         raise RuntimeError(
-            f"no session came back from the host, which has {usage}: {counters.states_written_to_host} states were "
+            f"no session was restored from the host, which has {usage}: {counters.states_written_to_host} states were "
             f"written, {counters.host_writes_failed} not, {counters.host_restores_failed} restores failed; "
             "if none did, lower --cache-gb"
         )
@@ -165,9 +164,9 @@ def plain_copy_ms(num_bytes: int) -> float | None:
     return 1e3 * gpu_seconds(lambda: target.copy_(pinned, non_blocking=True), 5)
 
 
-def beside_restores(engine: Any, sessions: Sessions, rounds: int) -> Beside:
-    """Measure the rows that decode while sessions come back."""
-    found = Beside()
+def steps_during_restores(engine: Any, sessions: Sessions, rounds: int) -> Slowdown:
+    """Measure decode steps while sessions are restored."""
+    found = Slowdown()
     for number in range(NUM_SESSIONS * rounds):
         request_id = 2 * 10**6 + number
         send(engine, request_id, sessions.continued(number % NUM_SESSIONS), 2)
@@ -179,7 +178,7 @@ def beside_restores(engine: Any, sessions: Sessions, rounds: int) -> Beside:
             found.under_way += steps
             found.undisturbed += [timed_step(engine) for _ in steps]
     if not found.under_way:
-        raise RuntimeError("no session came back from the host; lower --cache-gb")
+        raise RuntimeError("no session was restored from the host; lower --cache-gb")
     return found
 
 
@@ -204,8 +203,8 @@ def settle(engine: Any) -> None:
         engine.step_modern()
 
 
-def rows_that_decode(engine: Any, shape: ServedShape, scale: Scale, rng: random.Random, num_tokens: int) -> None:
-    """Start the rows, and step until they all decode."""
+def start_decoding(engine: Any, shape: ServedShape, scale: Scale, rng: random.Random, num_tokens: int) -> None:
+    """Start the requests, and step until they all decode."""
     for index in range(scale.rows):
         send(engine, index, some_tokens(rng, shape, shape.block_size // 2), num_tokens)
     while engine.waiting_request_ids or not engine.context.is_decode_only():
@@ -214,8 +213,8 @@ def rows_that_decode(engine: Any, shape: ServedShape, scale: Scale, rng: random.
         engine.step_modern()
 
 
-def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int, cold_rounds: int) -> tuple[list[float], Beside]:
-    """Return what the tier costs where nothing hits, and what it costs rows beside a session that is written.
+def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int, cold_rounds: int) -> tuple[list[float], Slowdown]:
+    """Return the tier's cost if nothing hits, and its cost to decode steps while a session is written.
 
     The first is tokens a second with the tier over without, of each round.
     """
@@ -224,7 +223,7 @@ def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int, cold_rounds
     with ExitStack() as stack:
         engines = {name: stack.enter_context(serving_engine(model, one, MODES["full"])) for name, one in shapes.items()}
         cold = cold_ratios(engines, shape, scale, rng, cold_rounds)
-        return cold, beside_writes(engines, shape, scale, rng, rounds)
+        return cold, steps_during_writes(engines, shape, scale, rng, rounds)
 
 
 def cold_ratios(
@@ -244,12 +243,14 @@ def cold_ratios(
     return [without / with_it for with_it, without in zip(seconds["with"], seconds["without"], strict=True)][1:]
 
 
-def beside_writes(engines: dict[str, Any], shape: ServedShape, scale: Scale, rng: random.Random, rounds: int) -> Beside:
-    """Measure rows that decode while a session that has ended is written to the host, and where there is no tier."""
+def steps_during_writes(
+    engines: dict[str, Any], shape: ServedShape, scale: Scale, rng: random.Random, rounds: int
+) -> Slowdown:
+    """Measure decode steps while an ended session is written to the host, and without a tier."""
     rows = rng.getrandbits(32)
     for engine in engines.values():
-        rows_that_decode(engine, shape, scale, random.Random(rows), shape.max_length - shape.block_size)
-    found = Beside()
+        start_decoding(engine, shape, scale, random.Random(rows), shape.max_length - shape.block_size)
+    found = Slowdown()
     for number in range(-1, rounds):
         prompt, request_id = some_tokens(rng, shape, scale.length), 3 * 10**6 + number
         steps: dict[str, list[float]] = {}
@@ -267,17 +268,17 @@ def beside_writes(engines: dict[str, Any], shape: ServedShape, scale: Scale, rng
     return found
 
 
-def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[Returns, Beside]:
-    """Measure turns, and rows beside them."""
+def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[Returns, Slowdown]:
+    """Measure turns, and concurrent decode steps."""
     rng = random.Random(1)
     with serving_engine(model, shape, MODES["full"]) as engine:
         sessions = Sessions(engine, shape, scale, rng)
         found = returns(engine, sessions, rounds)
-        rows_that_decode(engine, shape, scale, rng, shape.max_length - shape.block_size)
-        return found, beside_restores(engine, sessions, rounds)
+        start_decoding(engine, shape, scale, rng, shape.max_length - shape.block_size)
+        return found, steps_during_restores(engine, sessions, rounds)
 
 
-def table(found: Returns, restores: Beside, writes: Beside, cold: Sequence[float]) -> str:
+def table(found: Returns, restores: Slowdown, writes: Slowdown, cold: Sequence[float]) -> str:
     """Return the figures as Markdown."""
     copy = "" if found.copy_ms is None else f"{found.copy_ms:.1f} | {found.times_the_copy:.2f}"
     return "\n".join(
@@ -286,12 +287,12 @@ def table(found: Returns, restores: Beside, writes: Beside, cold: Sequence[float
             "|---:|---:|---:|---:|---:|",
             f"| {found.num_bytes:,} | {median(found.on_card_ms):.1f} | {median(found.from_host_ms):.1f} | {copy} |",
             "",
-            "| rows beside | steps | ms undisturbed | ms | ratio |",
+            "| decoding during | steps | ms undisturbed | ms | ratio |",
             "|---|---:|---:|---:|---:|",
             *(
                 f"| a session that {what} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} "
                 f"| {1e3 * fmean(one.under_way):.3f} | {one.ratio:.3f} |"
-                for what, one in (("comes back", restores), ("is written", writes))
+                for what, one in (("is restored", restores), ("is written", writes))
             ),
             "",
             f"Where nothing hits: {median(cold):.3f} of the tokens a second without the tier, the median of "
@@ -313,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape = replace(shape, max_requests=scale.rows + 1, max_length=scale.length + 8 * shape.block_size)
     if given.host_cache_gb is not None:
         shape = replace(shape, host_cache_gb=given.host_cache_gb)
-    with quiet_libraries():  # a copy that fails is told
+    with quiet_libraries():  # a copy that fails is logged
         model = model_of(shape)
         found, restores = measured(model, shape, scale, given.rounds)
         cold, writes = costs(model, shape, scale, given.rounds, given.cold_rounds or given.rounds)

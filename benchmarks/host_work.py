@@ -1,4 +1,4 @@
-"""What does the host do in a decode step: how many calls of Python, how long do they take, and does the device wait?
+"""Count the host's Python calls in a decode step, their time, and the device's waits for them.
 
     PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--spread N] [--waiting N] [--json FILE]
 
@@ -7,7 +7,7 @@ machine. Tokens are meaningless. Only steps count that were launched early and l
 of a busy engine; no row ends in them. Calls include those of functions in C. Times are medians over steps without the
 profiler. To compare two versions, let them take turns: a machine's speed changes by the minute.
 
-"Ran ahead" is the share of further steps, of whatever kind, that were launched early: before each other one the device
+"Overlapped" is the share of further steps, of whatever kind, that were launched early: before each other one the device
 waits for the host. Rows whose prompts have lengths of their own, as `--spread` gives them, come to the ends of KV
 blocks one by one, as those of a real load do. With `--waiting` requests wait for a row to end, as where a server has
 more users than rows.
@@ -53,7 +53,7 @@ class HostWork:
 
 
 class LeavesReplaysOut:
-    """Takes the place of `CudaRecorder`: what is recorded is computed once, and not again."""
+    """Stands in for `CudaRecorder`: a recorded step is computed once, and not again."""
 
     def num_bytes(self) -> int:
         """Return 0."""
@@ -102,7 +102,7 @@ def _num_calls(engine: Any) -> int:
         profile.disable()
         if was_early and _is_ahead(engine):
             return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
-    raise RuntimeError("no step ran ahead twice in a row; raise NUM_REPLY")
+    raise RuntimeError("no two consecutive steps overlapped; raise NUM_REPLY")
 
 
 def _seconds(engine: Any) -> float:
@@ -113,7 +113,7 @@ def _seconds(engine: Any) -> float:
         seconds = time.perf_counter() - began
         if was_early and _is_ahead(engine):
             return seconds
-    raise RuntimeError("no step ran ahead twice in a row; raise NUM_REPLY")
+    raise RuntimeError("no two consecutive steps overlapped; raise NUM_REPLY")
 
 
 def _overlaps(engine: Any) -> bool:
@@ -137,7 +137,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = model_of(SHAPES["tiny"])
     found = [host_work(model, num_rows, arguments.spread, arguments.waiting) for num_rows in arguments.rows]
-    print(describe_machine(), "\n\n| rows | calls a step | ms a step | ran ahead, % |\n|---:|---:|---:|---:|")
+    print(describe_machine(), "\n\n| rows | calls a step | ms a step | overlapped, % |\n|---:|---:|---:|---:|")
     for work in found:
         print(f"| {work.num_rows} | {work.calls:.0f} | {work.milliseconds:.3f} | {100 * work.overlapped:.0f} |")
     if arguments.json is not None:

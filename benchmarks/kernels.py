@@ -48,7 +48,7 @@ LARGE_COPY = 3 * 2**28
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is measured."""
+    """The measurements of a run."""
 
     models: tuple[str, ...]
     scan_cases: tuple[str, ...]
@@ -130,15 +130,15 @@ def sections(selection: Selection) -> Iterator[tuple[str, Callable[[], tuple[str
     yield "Scan", lambda: scan(chosen)
     yield "Boundary states", lambda: boundaries(chosen)
     yield "Error", lambda: error(chosen)
-    yield "States", lambda: told(state_figures(chosen.models, list(chosen.state_cases)))
-    yield "Slots", lambda: told(slot_figures(chosen.slot_models, chosen.slot_counts))
-    yield "Align", lambda: told(align_figures(chosen.slot_models, chosen.align_cases))
-    yield "Tokens", lambda: told(token_figures(chosen.token_counts))
+    yield "States", lambda: reported(state_figures(chosen.models, list(chosen.state_cases)))
+    yield "Slots", lambda: reported(slot_figures(chosen.slot_models, chosen.slot_counts))
+    yield "Align", lambda: reported(align_figures(chosen.slot_models, chosen.align_cases))
+    yield "Tokens", lambda: reported(token_figures(chosen.token_counts))
     if chosen.with_attention:
-        yield "Attention", lambda: told(attention_figures())
+        yield "Attention", lambda: reported(attention_figures())
 
 
-def told(figures: Iterable[Figure]) -> tuple[str, object]:
+def reported(figures: Iterable[Figure]) -> tuple[str, object]:
     """Return figures as a table and for JSON."""
     figures = list(figures)
     return table(figures), [figure.record() for figure in figures]
@@ -167,7 +167,7 @@ def scan(selection: Selection) -> tuple[str, object]:
         + f" {MOST_GROWTH}."
         for found in growths
     ]
-    text, records = told(figures)
+    text, records = reported(figures)
     return "\n\n".join([text, *lines]), {"figures": records, "growth": growths}
 
 
@@ -186,7 +186,7 @@ def boundaries(selection: Selection) -> tuple[str, object]:
 
 
 def boundary_table(figures: list[ssd_scan.Figure]) -> tuple[str, object]:
-    """Return times with boundaries beside those without, and their ratios."""
+    """Return times with and without boundaries, and their ratios."""
     ns = {(figure.model, figure.case, figure.form): figure.ns for figure in figures}
     plain, *others = ssd_scan.BOUNDARIES
     lines = [f"| shape | case | {plain}, ns a token | {' | '.join(f'{name}: ns, ratio' for name in others)} |"]

@@ -1,15 +1,15 @@
-"""How fast does a row with a long history decode, and how much does a long prompt disturb the rows beside it?
+"""Measure decoding after a long history, and how much a long prompt slows down concurrent decoding.
 
     PYTHONPATH=. python3 benchmarks/long_context.py [--shape NAME] [--json FILE]
 
-A long row: one request decodes alone behind a long prompt, without drafts, with the floor of its step: the bytes of the
-weights (of experts, those that one token hits), of its state, read and written, and of its KV, at the rate of a plain
-copy measured in the same run.
+A long history: one request decodes alone after a long prompt, without drafts, with the floor of its step: the bytes of
+the weights (of experts, those that one token hits), of its state, read and written, and of its KV, at the rate of a
+plain copy measured in the same run.
 
-Beside a long prompt: rows decode undisturbed, then while that prompt is prefilled. Each line is an engine and its
-`max_prompt_tokens_beside_decode`: fewer tokens a step disturb the rows less and take longer in all. "Prefill" is the
-time from the prompt's arrival to its first token, beside that of the first line; without rows, it is the same in all
-engines, and comes with the long row.
+Next to a long prompt: requests decode undisturbed, then while that prompt is prefilled. Each line is an engine and its
+`max_prompt_tokens_beside_decode`: fewer tokens a step slow down decoding less and take longer in all. "Prefill" is the
+time from the prompt's arrival to its first token, next to that of the first line; without other requests, it is the
+same in all engines, and is reported with the long history.
 """
 
 import argparse
@@ -53,7 +53,7 @@ CHUNKS = {"tiny": (128, 32)}
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """A decode step of one row behind a long history, and the seconds that a prompt of its length takes alone."""
+    """A decode step of one request after a long history, and the prefill seconds of that history alone."""
 
     history: int
     prefill_s: float
@@ -64,7 +64,7 @@ class LongRow:
 
 @dataclass(frozen=True, slots=True)
 class Disturbed:
-    """Rows that decode beside a long prompt, in milliseconds a token, and the prompt's seconds."""
+    """Decoding next to a long prompt, in milliseconds a token, and the prompt's seconds."""
 
     chunk: int
     undisturbed_ms: float
@@ -75,7 +75,7 @@ class Disturbed:
 
 
 def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
-    """Measure one row behind a prompt of `history` tokens."""
+    """Measure one request after a prompt of `history` tokens."""
     with serving_engine(model, replace(shape, max_requests=1), MODES["full"]) as engine:
         prefill_s, _ = first_token(engine, 10**6, some_tokens(random.Random(history), shape, history))
         cost = step_cost(model, engine, shape, 1, history)
@@ -83,9 +83,9 @@ def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
 
 
 def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int) -> Disturbed:
-    """Measure rows that decode while a prompt is prefilled, at most `chunk` of its tokens a step."""
+    """Measure decode steps while a prompt is prefilled, at most `chunk` of its tokens a step."""
     limits = {"max_requests": max(shape.max_requests, rows + 1), "max_tokens": shape.max_tokens + rows}
-    shape = replace(shape, **limits, prompt_tokens_beside=chunk)
+    shape = replace(shape, **limits, prompt_tokens_with_decode=chunk)
     rng = random.Random(chunk)
     with serving_engine(model, shape, MODES["full"]) as engine:
         for index in range(rows):
@@ -97,14 +97,16 @@ def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int
         counters = engine.context.counters
         steps, graphs = counters.steps, counters.graph_steps
         send(engine, rows, some_tokens(rng, shape, length), 2)
-        beside: list[float] = []
+        with_prompt: list[float] = []
         while not engine.get_request(rows).generated_tokens:
-            beside.append(timed_step(engine))
+            with_prompt.append(timed_step(engine))
         share = (counters.graph_steps - graphs) / (counters.steps - steps)
         while engine.has_unfinished_requests():
             engine.step_modern()
-    found = [1e3 * seconds for seconds in (median(undisturbed), median(beside), nearest_rank(sorted(beside), 99))]
-    return Disturbed(chunk, *found, share, sum(beside))
+    found = [
+        1e3 * seconds for seconds in (median(undisturbed), median(with_prompt), nearest_rank(sorted(with_prompt), 99))
+    ]
+    return Disturbed(chunk, *found, share, sum(with_prompt))
 
 
 def table(lone: LongRow, lines: Sequence[Disturbed]) -> str:

@@ -1,10 +1,10 @@
-"""How long does a step take that computes the next turns of chats beside rows that decode?
+"""Measure steps that compute the next turns of chats next to decoding requests.
 
     PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape NAME] [--prompts N] [--json FILE]
 
-An engine has room for more rows than decode. Prompts of each length come, one at a time or several at once, and are
-computed in one step, beside all decoding rows. A line has the median step of a length, with its spread. A step of the
-decoding rows alone comes before the table.
+An engine has room for more requests than decode. Prompts of each length come, one at a time or several at once, and are
+computed in one step, next to all decoding requests. A line has the median step of a length, with its spread. A step of
+the decoding requests alone comes before the table.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class MixedSteps:
-    """Milliseconds of steps that compute prompts of `length` tokens each beside rows that decode, ascending."""
+    """Milliseconds of steps that compute prompts of `length` tokens each next to decoding requests, ascending."""
 
     length: int
     ms: Sequence[float]
@@ -114,7 +114,7 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
-    parser.add_argument("--rows", type=int, default=32, metavar="N", help="rows that decode; default: %(default)s")
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="decoding requests; default: %(default)s")
     parser.add_argument(
         "--most-rows", type=int, default=64, metavar="N", help="rows that there is room for; default: %(default)s"
     )

@@ -1,4 +1,4 @@
-"""What do cached states of 8 bits change in what a model predicts after a hit, and how many more of them fit?
+"""Measure how quantized cached states change a model's predictions after a hit, and how many more fit.
 
     PYTHONPATH=. python benchmarks/quantized_states.py [--limit-bytes N] [--turn N] [--device cpu|cuda] [--json]
 
@@ -53,13 +53,13 @@ class Sizes:
 
     Args:
         layer_bytes: Of one layer.
-        places: How many a budget of 40 GiB holds in the slabs that KV blocks share, live states not counted.
+        num_slots: States that fit a budget of 40 GiB in slabs shared with KV blocks, live states not counted.
     """
 
     shape: str
     layers: int
     layer_bytes: list[int]
-    places: list[int]
+    num_slots: list[int]
 
     @staticmethod
     def of(shape: str) -> "Sizes":
@@ -77,17 +77,17 @@ class Sizes:
         )
         units = [UnitBytes(layout.aligned_bytes, token_bytes * BLOCK, 512) for layout in layouts]
         slabs = [SlabShape.fitting([unit]) for unit in units]
-        places = [slab.slots_per_slab * slab.slabs_in(BUDGET, unit) for slab, unit in zip(slabs, units, strict=True)]
-        return Sizes(shape, layers, [unit.state // layers for unit in units], places)
+        num_slots = [slab.slots_per_slab * slab.slabs_in(BUDGET, unit) for slab, unit in zip(slabs, units, strict=True)]
+        return Sizes(shape, layers, [unit.state // layers for unit in units], num_slots)
 
 
 @dataclass(slots=True)
 class Scores:
-    """What an engine made of the texts.
+    """An engine's predictions of the texts.
 
     Args:
         bits: Of all tokens that a hit precedes.
-        best: The likeliest token in the place of each of them.
+        best: The likeliest token at each of their positions.
         replies: Greedy tokens after each turn that a hit precedes.
         num_hits: Turns that started from a cached state.
     """
@@ -139,9 +139,9 @@ class ScoringEngine:
                     self._score(text, range(cached, min(end, len(text) - 1)), scores)
         return scores
 
-    def _score(self, text: Sequence[int], places: range, scores: Scores) -> None:
-        logits = torch.stack([self._logits[place] for place in places]).double()
-        following = torch.tensor(text[places.start + 1 : places.stop + 1], device=logits.device)
+    def _score(self, text: Sequence[int], positions: range, scores: Scores) -> None:
+        logits = torch.stack([self._logits[position] for position in positions]).double()
+        following = torch.tensor(text[positions.start + 1 : positions.stop + 1], device=logits.device)
         scores.bits += torch.nn.functional.cross_entropy(logits, following, reduction="sum").item() / math.log(2)
         scores.best += logits.argmax(-1).tolist()
 
@@ -235,11 +235,13 @@ def sizes_table(sizes: Sequence[Sizes]) -> list[str]:
     """Return the lines of a Markdown table."""
     lines = ["| | fp32 | bf16 | int8 | times fp32's | times bf16's |", "|---|---|---|---|---|---|"]
     for size in sizes:
-        of_layer, places = size.layer_bytes, size.places
+        of_layer, num_slots = size.layer_bytes, size.num_slots
         ratios = f"{of_layer[0] / of_layer[2]:.3f} | {of_layer[1] / of_layer[2]:.3f}"
-        more = f"{places[2] / places[0]:.3f} | {places[2] / places[1]:.3f}"
+        more = f"{num_slots[2] / num_slots[0]:.3f} | {num_slots[2] / num_slots[1]:.3f}"
         lines.append(f"| {size.shape}, bytes a layer | {' | '.join(f'{number:,}' for number in of_layer)} | {ratios} |")
-        lines.append(f"| {size.shape}, states in 40 GiB | {' | '.join(f'{number:,}' for number in places)} | {more} |")
+        lines.append(
+            f"| {size.shape}, states in 40 GiB | {' | '.join(f'{number:,}' for number in num_slots)} | {more} |"
+        )
     return lines
 
 

@@ -66,10 +66,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What a case gave, in shares of its prompt tokens but for `kv_share` and `free`, shares of the budget.
+    """Results of a case, in shares of its prompt tokens but for `kv_share` and `free`, shares of the budget.
 
     Args:
-        kv_share, split_rule: Those of the best split.
+        kv_share, split_rule: Of the best split.
         bound: None without scipy.
         before: Of the best split of an earlier run, if that has the case.
     """

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python3 benchmarks/routing.py [--json FILE] [--conversations N] [--at-once N]
 
-Four replicas, each a process with its own engine on the CPU, behind one coordinator and Megatron's client; the same
+Four replicas, each a process with its own engine on the CPU, under one coordinator and Megatron's client; the same
 conversations routed by prefix and by round robin. Half of them begin with one of three system prompts. A later turn's
 prompt is the conversation so far, replies included, and what the user adds. A fixed number of conversations (--at-once)
 runs at a time; the next one begins when one ends.
@@ -45,7 +45,7 @@ class Turn:
 
     Args:
         replica: Name of the replica that served it.
-        is_at_home: Whether that is the replica of the turn before; None for a first turn.
+        is_at_home: True if that is the replica of the turn before; None for a first turn.
     """
 
     replica: str
@@ -124,10 +124,10 @@ async def _take_turn(client: Any, prompt: list[int], length: int, home: str | No
     request = (await client.add_request(prompt, params)).merge()
     if request.failed():
         raise RuntimeError(f"a request failed: {request.events[-2].payload}")
-    told, reply = request.sampling_params, list(request.generated_tokens)
-    is_at_home = None if home is None else told.replica == home
+    reported, reply = request.sampling_params, list(request.generated_tokens)
+    is_at_home = None if home is None else reported.replica == home
     seconds = time.perf_counter() - start
-    return Turn(told.replica, len(prompt), told.cached_tokens, len(reply), seconds, is_at_home), reply
+    return Turn(reported.replica, len(prompt), reported.cached_tokens, len(reply), seconds, is_at_home), reply
 
 
 async def run_conversations(address: str, num_conversations: int, num_at_once: int) -> Figures:

@@ -1,9 +1,9 @@
-"""How long does it take to draw a token of each row, without and with top-k and top-p?
+"""Measure the time to sample a token of each row, without and with top-k and top-p.
 
     PYTHONPATH=. python3 benchmarks/sampling.py [--rows N ...] [--vocabularies N ...] [--json FILE]
 
 Times are medians of a launch in a CUDA graph, on normal logits in fp32: flat rows, of which top-p keeps most tokens.
-Beside them, argmax, which greedy rows take, and the torch twin, which sorts each row. Tokens are compared with the
+Next to them, argmax, which greedy rows take, and the torch twin, which sorts each row. Tokens are compared with the
 twin's.
 """
 
@@ -27,7 +27,7 @@ SETTINGS = {"all tokens": (0, 0.0), "top-p": (0, 0.95), "top-k": (50, 0.0), "bot
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Microseconds to draw tokens of some rows.
+    """Microseconds to sample tokens of some rows.
 
     Args:
         drawn_us: By settings.
@@ -36,7 +36,7 @@ class Times:
 
     vocab_size: int
     num_rows: int
-    drawn_us: dict[str, float]
+    sampled_us: dict[str, float]
     argmax_us: float
     twin_us: float
     num_other: int
@@ -47,16 +47,16 @@ def times_of(num_rows: int, vocab_size: int) -> Times:
     generator = torch.Generator("cuda").manual_seed(num_rows)
     logits = torch.randn(num_rows, vocab_size, device="cuda", generator=generator)
     uniforms = torch.rand(num_rows, device="cuda", dtype=torch.float64, generator=generator)
-    drawn_us, num_other = {}, 0
+    sampled_us, num_other = {}, 0
     for name, (top_k, top_p) in SETTINGS.items():
         settings = (torch.full((num_rows,), value, device="cuda") for value in (1.0, top_k, top_p))
         rows, any_cut = SamplingRows(logits, *settings), name != "all tokens"
-        drawn_us[name] = launch_us([lambda rows=rows, cut=any_cut: sample_tokens(rows, uniforms, any_cut=cut)], 100)
+        sampled_us[name] = launch_us([lambda rows=rows, cut=any_cut: sample_tokens(rows, uniforms, any_cut=cut)], 100)
         tokens = sample_tokens(rows, uniforms, any_cut=any_cut)
         num_other += int((tokens != sample_tokens_ref(rows, uniforms)).sum())
     argmax_us = launch_us([lambda: greedy_tokens(logits)], 20)
     twin_us = launch_us([lambda: sample_tokens_ref(rows, uniforms)], 3000)
-    return Times(vocab_size, num_rows, drawn_us, argmax_us, twin_us, num_other)
+    return Times(vocab_size, num_rows, sampled_us, argmax_us, twin_us, num_other)
 
 
 def table(found: Sequence[Times]) -> str:
@@ -68,9 +68,9 @@ def table(found: Sequence[Times]) -> str:
         "|---:" * (5 + len(SETTINGS)) + "|",
     ]
     for times in found:
-        drawn = " | ".join(f"{times.drawn_us[name]:.0f}" for name in SETTINGS)
+        cells = " | ".join(f"{times.sampled_us[name]:.0f}" for name in SETTINGS)
         lines.append(
-            f"| {times.vocab_size:,} | {times.num_rows} | {times.argmax_us:.0f} | {drawn} | {times.twin_us:,.0f} | "
+            f"| {times.vocab_size:,} | {times.num_rows} | {times.argmax_us:.0f} | {cells} | {times.twin_us:,.0f} | "
             f"{times.num_other} |"
         )
     return "\n".join(lines)

@@ -79,7 +79,7 @@ class Run:
     """One server and its loads."""
 
     flags: str
-    said: list[str]
+    output: list[str]
     start_s: float
     phases: list[Phase]
 
@@ -210,17 +210,17 @@ def main() -> None:
 
 def _served(directory: Path, flags: str, vocab_size: int) -> Run:
     with serving(directory, flags.split()) as (url, lines, start_s):
-        said = " ".join(lines)
+        output = " ".join(lines)
         limits = {
-            "requests": int(re.search(r"up to (\d+) requests", said)[1]),  # type: ignore[index]
-            "length": int(re.search(r"(\d+) tokens a request", said)[1]),  # type: ignore[index]
+            "requests": int(re.search(r"up to (\d+) requests", output)[1]),  # type: ignore[index]
+            "length": int(re.search(r"(\d+) tokens a request", output)[1]),  # type: ignore[index]
         }
         return Run(flags, lines, start_s, measure(url, limits, vocab_size))
 
 
 def _print_run(run: Run) -> None:
     ready = f"ready after {run.start_s:.0f} s, the load of weights and graph capture included"
-    print(*run.said, f"{run.flags or 'no more flags'}: {ready}\n", sep="\n")
+    print(*run.output, f"{run.flags or 'no more flags'}: {ready}\n", sep="\n")
     print("| load | requests | prompt tokens | generated | seconds | generated tokens/s | GiB of the card in use |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for one in run.phases:

@@ -1,4 +1,4 @@
-"""What does a cache give users of a busy server: latency, speed and throughput under the same load?
+"""Measure the gain of a cache on a busy server: latency, speed and throughput under the same load.
 
     PYTHONPATH=. python3 benchmarks/serving.py [--shape tiny] [--load NAME | --trace FILE | --recorded FILE]
         [--json FILE] [--plots FOLDER]

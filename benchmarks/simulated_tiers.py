@@ -1,18 +1,18 @@
-"""What does the host's memory below the card give many sessions at once, on simulated time?
+"""Simulate the gain of a host tier for many concurrent sessions.
 
     PYTHONPATH=. python benchmarks/simulated_tiers.py --trace FILE ... [--sessions N] [--models NAME ...]
 
-No model and no GPU: requests go through the real scheduler, cache and tiers (`loads/simulated_server.py`). Sizes are
-in GB of 10^9 bytes. Steps take the times that were measured for Nemotron 3 Nano on an H200, whatever the model's sizes:
-2.75, 6.5, 15.6 and 20.7 ms where 1, 8, 64 and 256 rows decode, straight lines in between, and 1 s more for each 74,500
-prompt tokens. Copies between the card and the host take 1 s for each 55 GB, and 100 GB while both ways copy; those to
-the host rest half of the time. A step has at most 8,192 tokens; as many requests run, up to 256, as have room in half
-of the card's memory for a state and 2,048 tokens each: what `serve` takes, rings left out.
+No model and no GPU: requests go through the real scheduler, cache and tiers (`loads/simulated_server.py`). Sizes are in
+GB of 10^9 bytes. Steps take the times that were measured for Nemotron 3 Nano on an H200, whatever the model's sizes:
+2.75, 6.5, 15.6 and 20.7 ms where 1, 8, 64 and 256 requests decode, straight lines in between, and 1 s more for each
+74,500 prompt tokens. Copies between the card and the host take 1 s for each 55 GB, and 100 GB while both ways copy;
+those to the host rest half of the time. A step has at most 8,192 tokens; as many requests run, up to 256, as have room
+in half of the card's memory for a state and 2,048 tokens each: what `serve` takes, rings left out.
 
 Sessions of an agent wait for their answers: a request comes as long after the end of the one before it as it was
 recorded after that one came. Where there are more sessions than the file has, its first ones come again with texts of
 their own. Requests of Mooncake's traces come when they were recorded. With `--replies left-out`, prompts have as many
-other tokens in the place of the replies before them, as where reasoning is left out.
+other tokens instead of the replies before them, as where reasoning is left out.
 
 The caches: the card's memory alone; with so many GB of the host's below it; and unlimited, a card that evicts nothing.
 Columns:
@@ -54,7 +54,7 @@ from megatron_mamba_cache.policy.tiers.copies import CopyTimes, Lane
 SCRIPT = "benchmarks/simulated_tiers.py"
 GB = 10**9
 RATES = CopyRates(alone=55e9, both=100e9, writing=0.5)
-DECODE_ROWS = (1, 8, 64, 256)
+DECODING_REQUESTS = (1, 8, 64, 256)
 DECODE_STEPS_S = (0.00275, 0.0065, 0.0156, 0.0207)
 PROMPT_TOKEN_S = 1 / 74_500
 MAX_TOKENS = 8192
@@ -70,8 +70,8 @@ class Case:
         sessions: Of an agent, at once.
         cache_gb: Of the card.
         host_gb: Of the host; 0: none.
-        is_unlimited: Whether the card evicts nothing, whatever its size.
-        repeats_replies: Whether prompts repeat the replies before them.
+        is_unlimited: True if the card evicts nothing, whatever its size.
+        repeats_replies: True if prompts repeat the replies before them.
     """
 
     trace: Path
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def cache(self) -> str:
-        """What a table calls the cache."""
+        """The cache's name in a table."""
         if self.is_unlimited:
             return "unlimited"
         return f"{self.cache_gb:g}" + (f" + {self.host_gb:g}" if self.host_gb else "")
@@ -92,7 +92,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What a case gave: sizes in GB, times in seconds; see the columns.
+    """Results of a case: sizes in GB, times in seconds.
 
     Args:
         hours: Until the last request had ended.
@@ -206,7 +206,7 @@ def settings_of(model: ModelSizes, cache_gb: float) -> ServerSettings:
     """Return what `serve` takes for a model on a card with so much memory for its cache."""
     request_bytes = model.state_bytes + TOKENS_A_REQUEST * model.token_bytes
     fitting = min(MOST_REQUESTS, cache_gb * GB / 2 // request_bytes)
-    return ServerSettings(max(int(fitting), 1), MAX_TOKENS, DECODE_ROWS, DECODE_STEPS_S, PROMPT_TOKEN_S)
+    return ServerSettings(max(int(fitting), 1), MAX_TOKENS, DECODING_REQUESTS, DECODE_STEPS_S, PROMPT_TOKEN_S)
 
 
 def copy_times(sizes: CacheSizes) -> CopyTimes:

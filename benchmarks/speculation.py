@@ -231,10 +231,10 @@ def table(useful: Sequence[UsefulFigure], useless: Sequence[UselessFigure], *, c
 
 
 def _useful_row(figure: UsefulFigure) -> str:
-    places = ", ".join(f"{100 * share:.0f}" for share in figure.acceptance_at)
+    shares = ", ".join(f"{100 * share:.0f}" for share in figure.acceptance_at)
     same = "yes" if figure.same_tokens else "no"
     return (
-        f"| {figure.workload} | {figure.sampling} | {figure.tokens_per_step:.2f} | {places} | "
+        f"| {figure.workload} | {figure.sampling} | {figure.tokens_per_step:.2f} | {shares} | "
         f"{figure.ms_without:.2f} | {figure.ms_with:.2f} | {same} |"
     )
 

@@ -70,7 +70,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Random tokens and weights of a layer, and rows that start without a state."""
+    """Random tokens and weights of a layer, and rows without an initial state."""
 
     lengths: tuple[int, ...]
     tokens: SSMTokens

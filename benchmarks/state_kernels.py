@@ -45,7 +45,7 @@ CHUNK = 256
 ROWS = (8, 64, 256)
 DRAFTS = (0, 1, 3, 7)
 PROMPTS = ((1, 4096), (8, 4096))  # rows, tokens of each
-DECODE_ROWS = (64, 256)
+DECODE_SIZES = (64, 256)
 SWEPT = ((64, 0), (256, 0), (64, 3))  # rows, drafts
 SWEPT_REPLAYS = ((64, 0), (64, 3), (64, 7))
 RING_LEN = 16
@@ -354,7 +354,7 @@ def measure_convs(
             torch.cuda.empty_cache()
         if peer is not None:
             yield timed("causal-conv1d", layer, case, num_bytes, bench.peer_prompts(num_rows, length, peer))
-    for num_rows in DECODE_ROWS:
+    for num_rows in DECODE_SIZES:
         num_bytes = bench.decode_bytes(num_rows)
         for tiling in decode_tilings:
             launches = bench.decodes(num_rows, tiling)

@@ -1,19 +1,19 @@
-"""What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
+"""Measure decode steps of few and many requests, on the host and the GPU, and the gain of drafts at best.
 
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape NAME] [--draft-states FORM ...]
         [--spread N] [--waiting N] [--no-drafts] [--host-cache-gb G] [--json FILE]
 
-Steps: rows decode together, without drafts. Their prompts differ by up to 15 tokens, so that rows whose states are
-replayed fold them in different steps, as in a real load. Wall time is the mean over 16 steps, the default ring, each
-the median of three that lie 16 apart: each fold counts, a step in which the host was held up does not. With `--spread`
-prompts differ by up to N tokens, so that rows come to the ends of KV blocks one by one, and each step counts. With
-`--waiting` requests wait for one of the most rows to end. Host work is wall time minus the host's waits for the step's
-tokens; much of it overlaps with the GPU's work. GPU time is that of the last step's graphs, replayed back to back: its
-kernels and the short pauses between them; of few rows, none may fold in that step. Idle is wall time minus GPU time:
-the GPU waits for the host. Kernel time is measured over as many steps under torch's profiler (`gpu_time`), without
-pauses. The floor is the bytes of weights, states and KV, and of the experts that as many tokens hit on average, at the
-rate of a plain copy of the same run. "µs a row" is the least-squares slope over the numbers of rows. On a CPU there are
-only wall time and its slope.
+Steps: requests decode together, without drafts. Their prompts differ by up to 15 tokens, so that requests whose states
+are replayed fold them in different steps, as in a real load. Wall time is the mean over 16 steps, the default ring,
+each the median of three at intervals of 16: each fold counts, a step in which the host was held up does not. With
+`--spread` prompts differ by up to N tokens, so that requests reach the ends of KV blocks one by one, and each step
+counts. With `--waiting` requests wait for a running one to end. Host work is wall time minus the host's waits for the
+step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last step's graphs, replayed back to
+back: its kernels and the short pauses between them; of few requests, none may fold in that step. Idle is wall time
+minus GPU time: the GPU waits for the host. Kernel time is measured over as many steps under torch's profiler
+(`gpu_time`), without pauses. The floor is the bytes of weights, states and KV, and of the experts that as many tokens
+hit on average, at the rate of a plain copy of the same run. "µs a row" is the least-squares slope over the numbers of
+rows. On a CPU there are only wall time and its slope.
 
 Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that are always
 wrong. A drafter replays a recording. In bf16 a verify step may round differently from a step of one token, so the model
@@ -110,7 +110,7 @@ class DraftSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What requests generated, and how fast."""
+    """The replies of requests, and the speed of their steps."""
 
     replies: dict[int, list[int]]
     speed: DraftSpeed
@@ -124,7 +124,7 @@ def step_costs(
     spread: int | None = None,
     num_waiting: int = 0,
 ) -> list[StepCost]:
-    """Measure decode steps of each number of rows; some requests wait for one of the most rows to end."""
+    """Measure decode steps of each number of requests; some more wait for one to end."""
     shape = replace(shape, max_requests=max(rows), max_tokens=max(shape.max_tokens, max(rows)))
     with serving_engine(model, shape, MODES["full"]) as engine:
         return [
@@ -152,7 +152,7 @@ def step_cost(
         more = index % PERIOD if spread is None else rng.randrange(spread + 1)
         send(engine, 1000 * num_rows + index, some_tokens(rng, shape, num_prompt + more), num_tokens)
     while len(engine.waiting_request_ids) > num_waiting or any(
-        row.is_prefilling for row in engine.context.running_requests
+        running.is_prefilling for running in engine.context.running_requests
     ):
         engine.step_modern()
     for _ in range(NUM_WARMING):
@@ -172,7 +172,7 @@ def step_cost(
 
 
 def mean_of_periods(seconds: Sequence[float]) -> float:
-    """Return the mean over a period's steps, each the median of those that lie whole periods apart."""
+    """Return the mean over a period's steps, each the median of those at intervals of whole periods."""
     return fmean(median(seconds[first::PERIOD]) for first in range(PERIOD))
 
 

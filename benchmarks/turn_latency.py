@@ -14,7 +14,7 @@ those of a recorded load, as far as they fit in a request, and the measured turn
 No hits: prompts that share no prefix, in an engine with the cache and in one without. They alternate batch by batch and
 take turns to go first, so that the machine's drift affects both. The cache must keep 0.98 of the throughput.
 
-With `--new-tokens`, nothing but this: the first token of turns of so many new tokens behind a cached history.
+With `--new-tokens`, nothing but this: the first token of turns of so many new tokens after a cached history.
 """
 
 import argparse
@@ -94,7 +94,7 @@ LIMITS = {
     "small": {"max_tokens": 16_384},
     "tiny": {"max_tokens": 4096},
 }
-"""The engines fit in memory beside each other, and a prompt in one step."""
+"""Shapes of which several engines fit in memory, and a prompt in one step."""
 CACHED_BLOCKS = {**dict.fromkeys(LARGE_SHAPES, 32), "small": 32, "tiny": 8}
 """Of the history that turns of `--new-tokens` have."""
 
@@ -256,7 +256,7 @@ def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThrough
 
 
 def by_new_tokens(model: Any, shape: ServedShape, num_cached: int, lengths: Sequence[int]) -> dict[int, list[float]]:
-    """Return the milliseconds to the first token of turns of each length behind cached tokens, in random order.
+    """Return the milliseconds to the first token of turns of each length after cached tokens, in random order.
 
     Raises:
         RuntimeError: If a turn found fewer tokens.
@@ -304,7 +304,7 @@ def rotated(names: list[str], number: int) -> list[str]:
 
 
 def some_tokens(rng: random.Random, shape: ServedShape, count: int) -> list[int]:
-    """Draw tokens."""
+    """Return random tokens."""
     return [rng.randrange(shape.vocab_size) for _ in range(count)]
 
 
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument("--only-cached", action="store_true", help="the later turn with the full cache, nothing else")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="of the later turn")
     parser.add_argument("--rounds", type=int, metavar="N", help="batches without hits that are counted; 0 is none")
-    parser.add_argument("--new-tokens", type=int, nargs="+", metavar="N", help="of turns behind a cached history")
+    parser.add_argument("--new-tokens", type=int, nargs="+", metavar="N", help="of turns after a cached history")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape, scale = shape_of(parser, arguments, LIMITS), SCALES[arguments.shape]

@@ -142,7 +142,7 @@ _LONG_CONVERSATIONS = SessionKind(
 _ONE_OFFS = SessionKind(share=1, new_len=Spread(1_800, 0.9, least=50, most=16_000), reply_len=_ANSWER)
 
 LOADS: dict[str, LoadShape] = {
-    # Applications behind one server, each with a system prompt of its own; most users ask once or twice.
+    # Applications that share one server, each with a system prompt of its own; most users ask once or twice.
     "system prompts": LoadShape(1_500, 3.0, (_ASSISTANTS,)),
     # A chat product: one short system prompt, histories of many turns.
     "long conversations": LoadShape(400, 0.4, (_LONG_CONVERSATIONS,)),
@@ -291,8 +291,8 @@ def _tokens(count: int, vocab_size: int, random: np.random.Generator) -> Tokens:
     return tuple(random.integers(vocab_size, size=count).tolist())
 
 
-def _parse_line(text: str, place: str) -> _TraceLine:
+def _parse_line(text: str, location: str) -> _TraceLine:
     try:
         return _TraceLine(**json.loads(text))
     except (TypeError, ValueError) as error:  # no JSON, no object, a field missing or unknown, or a bad value
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{location}: {error}") from error

@@ -121,7 +121,7 @@ class OpenLoop:
         self._on_tokens = on_tokens
         self._timer = timer or NoGpuTimer()
         self._num_turns = sum(len(conversation.turns) for conversation in conversations)
-        self._turns: list[ServedTurn] = []  # a request's id is its turn's place in it
+        self._turns: list[ServedTurn] = []  # indexed by a request's id
         self._running: dict[int, ServedTurn] = {}
         self._unadmitted: dict[int, ServedTurn] = {}
         self._coming: list[tuple[float, int, int]] = []  # a heap of arrival, conversation, turn

@@ -73,15 +73,15 @@ def write_checkpoint(
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     size = total = 0
-    for name, drawn in random_tensors(family, architecture, device):
-        stored = _in_blocks(name, drawn) if is_fp8 and "_proj" in name else {name: drawn.cpu()}
+    for name, value in random_tensors(family, architecture, device):
+        stored = _in_blocks(name, value) if is_fp8 and "_proj" in name else {name: value.cpu()}
         num_bytes = sum(tensor.nbytes for tensor in stored.values())
         if shard and size + num_bytes > max_shard_bytes:
             _write_shard(directory, shard, weight_map)
             size = 0
         shard |= stored
         size += num_bytes
-        total += drawn.nbytes
+        total += value.nbytes
     _write_shard(directory, shard, weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -122,11 +122,13 @@ def random_tensors(family: ModuleType, architecture: HybridArchitecture, device:
     """Yield the name and bf16 values of each tensor of a checkpoint, drawn on the device."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
-    for name, places in family.placements_of(architecture).items():
-        yield name, _drawn(name, stored_shape(places, shapes), architecture, generator)
+    for name, targets in family.placements_of(architecture).items():
+        yield name, _random_tensor(name, stored_shape(targets, shapes), architecture, generator)
 
 
-def _drawn(name: str, shape: tuple[int, ...], architecture: HybridArchitecture, generator: torch.Generator) -> Tensor:
+def _random_tensor(
+    name: str, shape: tuple[int, ...], architecture: HybridArchitecture, generator: torch.Generator
+) -> Tensor:
     """Draw weights that keep activations of order one at any depth."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     last = name.rpartition(".")[2]

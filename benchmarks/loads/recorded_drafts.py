@@ -39,7 +39,7 @@ class ChanceDrafter:
         self.replies: Mapping[int, Sequence[int]] = {}
         self.chance = 0.0
         self._vocab_size, self._run_length = vocab_size, run_length
-        self._drawn = random.Random(1)
+        self._rng = random.Random(1)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return as many tokens as the request asks for, or as are left."""
@@ -57,7 +57,7 @@ class ChanceDrafter:
         return reply[len(request.running.generated) :][: request.num_tokens]
 
     def _token(self, right: int) -> int:
-        return right if self._drawn.random() < self.chance else (right + 1) % self._vocab_size
+        return right if self._rng.random() < self.chance else (right + 1) % self._vocab_size
 
 
 class WrongDrafter(RightDrafter):

@@ -28,7 +28,7 @@ def recorded_conversations(load: RecordedLoad, vocab_size: int) -> list[Conversa
     """Return a load as conversations, in order of arrival; equal content has equal tokens.
 
     A request whose prompt goes on after another's prompt and reply is the next turn of its conversation. It arrives as
-    long after that reply as it was recorded after that request; its new tokens are what its prompt has behind the
+    long after that reply as it was recorded after that request; its new tokens are what its prompt has after the
     reply. Every other request begins a conversation, whose first turn is its whole prompt.
     """
     size, numbers = load.tokens_per_id, count()

@@ -27,7 +27,7 @@ class RecordedPart:
 
     @property
     def name(self) -> str:
-        """What a table calls it, without folders."""
+        """Its name in a table, without folders."""
         name = self.path.name
         if self.skip_sessions:
             name += f", after session {self.skip_sessions}"

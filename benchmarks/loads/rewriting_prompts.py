@@ -11,7 +11,7 @@ _STARTS = ("class JobLog:\n", "def parse_line(", "    def __init__(self, time")
 
 
 def rewriting_lines() -> list[PromptLine]:
-    """Return one line for each change and place: the file, then the changed file up to that place.
+    """Return one line for each change and start: the file, then the changed file up to that start.
 
     The expected reply repeats the file's next lines, changed where the name occurs.
     """
@@ -20,7 +20,7 @@ def rewriting_lines() -> list[PromptLine]:
     for old, new in _CHANGES:
         changed = file.replace(old, new)
         for start in _STARTS:
-            place = changed.index(start.replace(old, new)) + len(start.replace(old, new))
-            prompt = f"# file: joblog.py\n{file}\n\n# file: joblog.py\n{changed[:place]}"
+            end = changed.index(start.replace(old, new)) + len(start.replace(old, new))
+            prompt = f"# file: joblog.py\n{file}\n\n# file: joblog.py\n{changed[:end]}"
             lines.append(PromptLine(len(lines), prompt.removesuffix("\n")))
     return lines

@@ -50,16 +50,16 @@ class Tally:
 
 
 class Observer:
-    """Is notified of what requests hold and hit; this base class ignores it."""
+    """Observes what requests hold and hit; this base class ignores it."""
 
-    def admitted(self, row: RunningRequest) -> None:
-        """A row was admitted."""
+    def admitted(self, request: RunningRequest) -> None:
+        """Note that a request was admitted."""
 
-    def released(self, row: RunningRequest) -> None:
-        """A row is about to give back what it holds."""
+    def released(self, request: RunningRequest) -> None:
+        """Note that a request is about to be released."""
 
     def stepped(self, cache: PrefixCache) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class ServedLoad:
         self._observer = observer
         self._replies = np.random.default_rng(seed)
         self._now = 0.0
-        self._rows: list[RunningRequest] = []
+        self._requests: list[RunningRequest] = []
         self._waiting: deque[Candidate] = deque()
         self._visits = [_Visit(session, history=np.array(session.prefix, np.int64)) for session in sessions]
         self._replies_of = [self._reply_lengths(session) for session in sessions]
@@ -97,17 +97,17 @@ class ServedLoad:
         Raises:
             RuntimeError: If the memory is too small for a single request.
         """
-        while self._arrivals or self._waiting or self._rows:
-            if not self._rows and not self._waiting:
+        while self._arrivals or self._waiting or self._requests:
+            if not self._requests and not self._waiting:
                 self._now = max(self._now, self._arrivals[0][0])
             self._receive()
             self._fill_step()
-            if not self._rows:
+            if not self._requests:
                 raise RuntimeError("need room for the oldest request in an empty server, found none")
             self._step()
 
     def _reply_lengths(self, session: Conversation) -> list[Text]:
-        # Drawn beforehand: what a reply says must not depend on when it is served.
+        # Sampled beforehand: a reply's text must not depend on when it is served.
         return [self._replies.integers(self._server.vocab_size, size=turn.num_reply) for turn in session.turns]
 
     def _receive(self) -> None:
@@ -127,93 +127,95 @@ class ServedLoad:
             self._waiting.appendleft(Candidate(spec, age))
 
     def _fill_step(self) -> None:
-        budget = self._server.max_tokens - sum(not row.is_prefilling for row in self._rows)
-        for row in self._rows:
-            if row.is_prefilling:
-                self._cache.schedule_chunk(row, min(row.computed + budget, row.spec.prompt_len))
-                budget -= row.scheduled
+        budget = self._server.max_tokens - sum(not request.is_prefilling for request in self._requests)
+        for request in self._requests:
+            if request.is_prefilling:
+                self._cache.schedule_chunk(request, min(request.computed + budget, request.spec.prompt_len))
+                budget -= request.scheduled
         passed_over: list[Candidate] = []
-        if any(row.is_paused for row in self._rows):
+        if any(request.is_paused for request in self._requests):
             return
-        while self._waiting and len(self._rows) < self._server.max_requests and budget > 0:
+        while self._waiting and len(self._requests) < self._server.max_requests and budget > 0:
             candidate = self._waiting.popleft()
             plan = self._cache.plan(candidate, budget)
             if isinstance(plan, AdmissionPlan):
                 is_new = candidate.age is None
-                row = self._cache.admit(candidate, plan)
-                budget -= row.scheduled
-                self._count_admission(row, is_new=is_new)
+                request = self._cache.admit(candidate, plan)
+                budget -= request.scheduled
+                self._count_admission(request, is_new=is_new)
                 continue
             passed_over.append(candidate)
             if plan is not Refusal.WAITS_FOR_PREFIX:
                 break
         self._waiting.extendleft(reversed(passed_over))
 
-    def _count_admission(self, row: RunningRequest, *, is_new: bool) -> None:
-        self._rows.append(row)
-        self._observer.admitted(row)
+    def _count_admission(self, request: RunningRequest, *, is_new: bool) -> None:
+        self._requests.append(request)
+        self._observer.admitted(request)
         if is_new:
             self.tally.requests += 1
-            self.tally.prompt_tokens += row.spec.prompt_len
-            self.tally.skipped_tokens += row.computed
+            self.tally.prompt_tokens += request.spec.prompt_len
+            self.tally.skipped_tokens += request.computed
 
     def _step(self) -> None:
-        running = [row for row in self._rows if not row.is_paused]
-        num_prefill = sum(row.scheduled for row in running)
+        running = [request for request in self._requests if not request.is_paused]
+        num_prefill = sum(request.scheduled for request in running)
         self.tally.computed_tokens += num_prefill
         steps = 1 if num_prefill else self._skip_quiet_steps(running)
         self._now += steps * self._server.decode_step_s + num_prefill * self._server.prefill_token_s
-        for row in running:
-            if not row.is_prefilling:
-                self._cache.schedule_decode(row)
-        for row in running:
-            if row.is_prefilling:
-                self._cache.publish(row, row.scheduled)
-        ended = [row for row in running if self._advance(row)]
-        for row in ended:
-            self._leave(row)
-        outcome = grow_requests(self._rows, self._cache, self._cache.kv.num_blocks // 4)
-        for row in outcome.evicted:
-            self._rows.remove(row)
-            prompt = np.array([*row.spec.prompt.tolist(), *row.generated], np.int64)
-            replayed = row.spec.num_replayed + len(row.generated)
-            self._wait(row.request_id, prompt, row.spec.max_len, replayed, row.age)
+        for request in running:
+            if not request.is_prefilling:
+                self._cache.schedule_decode(request)
+        for request in running:
+            if request.is_prefilling:
+                self._cache.publish(request, request.scheduled)
+        ended = [request for request in running if self._advance(request)]
+        for request in ended:
+            self._leave(request)
+        outcome = grow_requests(self._requests, self._cache, self._cache.kv.num_blocks // 4)
+        for request in outcome.evicted:
+            self._requests.remove(request)
+            prompt = np.array([*request.spec.prompt.tolist(), *request.generated], np.int64)
+            replayed = request.spec.num_replayed + len(request.generated)
+            self._wait(request.request_id, prompt, request.spec.max_len, replayed, request.age)
         self._observer.stepped(self._cache)
 
     def _skip_quiet_steps(self, running: Sequence[RunningRequest]) -> int:
         """Take all but the last of the decode steps in which nothing happens; return how many there are with it."""
         block = self._cache.block_size
-        quiet = min(min(block - row.computed % block, row.spec.max_len - row.length) for row in running) - 1
-        if self._arrivals and len(self._rows) < self._server.max_requests:
+        quiet = (
+            min(min(block - request.computed % block, request.spec.max_len - request.length) for request in running) - 1
+        )
+        if self._arrivals and len(self._requests) < self._server.max_requests:
             until = int((self._arrivals[0][0] - self._now) / self._server.decode_step_s)
             quiet = min(quiet, max(until, 0))
-        for row in running if quiet > 0 else ():
-            row.generated.extend(self._next_tokens(row, quiet))
-            row.computed += quiet
+        for request in running if quiet > 0 else ():
+            request.generated.extend(self._next_tokens(request, quiet))
+            request.computed += quiet
         return max(quiet, 0) + 1
 
-    def _next_tokens(self, row: RunningRequest, count: int) -> list[int]:
-        visit = self._visits[row.request_id]
-        start = row.length - len(visit.history)
+    def _next_tokens(self, request: RunningRequest, count: int) -> list[int]:
+        visit = self._visits[request.request_id]
+        start = request.length - len(visit.history)
         return visit.reply[start : start + count].tolist()
 
-    def _advance(self, row: RunningRequest) -> bool:
-        """End the row's step; return whether it was its last."""
-        samples, is_prefilling = row.samples_this_step, row.is_prefilling
+    def _advance(self, request: RunningRequest) -> bool:
+        """End the request's step; return True if it was its last."""
+        samples, is_prefilling = request.samples_this_step, request.is_prefilling
         if samples:
-            row.generated.extend(self._next_tokens(row, 1))
+            request.generated.extend(self._next_tokens(request, 1))
         if not is_prefilling:
-            self._cache.publish(row, row.scheduled)
-        self._cache.advance(row, row.scheduled)
-        return samples and row.length >= row.spec.max_len
+            self._cache.publish(request, request.scheduled)
+        self._cache.advance(request, request.scheduled)
+        return samples and request.length >= request.spec.max_len
 
-    def _leave(self, row: RunningRequest) -> None:
-        self._observer.released(row)
-        self._cache.release(row)
-        self._rows.remove(row)
-        visit = self._visits[row.request_id]
+    def _leave(self, request: RunningRequest) -> None:
+        self._observer.released(request)
+        self._cache.release(request)
+        self._requests.remove(request)
+        visit = self._visits[request.request_id]
         visit.history = np.concatenate([visit.history, visit.reply])
         visit.turn += 1
         if visit.turn < len(visit.session.turns):
             arrival = self._now + visit.session.turns[visit.turn].think_s
-            heapq.heappush(self._arrivals, (arrival, row.request_id))
+            heapq.heappush(self._arrivals, (arrival, request.request_id))

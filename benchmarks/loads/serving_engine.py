@@ -21,14 +21,14 @@ class ServedShape:
     Args:
         fields: Fields of the model's configuration.
         max_length: Most tokens of a request, prompt and reply.
-        state_gb, kv_gb: GiB of cached states, beside a live one per request, and of KV blocks.
-        cache_gb: GiB of both in one memory, in the place of the two; None: split.
+        state_gb, kv_gb: GiB of cached states (one live state per request comes on top), and of KV blocks.
+        cache_gb: GiB of both in one memory, instead of the two; None: split.
         host_cache_gb: GiB of the host's memory below it; None: no tier.
         num_graphs: Number of row counts whose decode steps are CUDA graphs, on a GPU.
         prefill_graph_tokens: Most prompt tokens of a graph; None: the engine's default.
-        prompt_tokens_beside: Most prompt tokens of a step in which rows decode; None: no limit.
+        prompt_tokens_beside: Most prompt tokens of a step in which requests decode; None: no limit.
         draft_states: How decode steps keep states.
-        adaptive_drafts: Whether steps have only drafts that are likely to pay.
+        adaptive_drafts: True if steps have only drafts that are likely to pay.
     """
 
     fields: dict[str, Any]
@@ -40,7 +40,7 @@ class ServedShape:
     kv_gb: float
     num_graphs: int = 9
     prefill_graph_tokens: int | None = None
-    prompt_tokens_beside: int | None = None
+    prompt_tokens_with_decode: int | None = None
     cache_gb: float | None = None
     host_cache_gb: float | None = None
     draft_states: Literal["auto", "replay", "window"] = "auto"
@@ -67,12 +67,12 @@ SHAPES = {
 }
 QWEN_SHAPES = ("qwen36-27b", "qwen36-35b", "qwen3-next")
 LARGE_SHAPES = ("8b", "nano3", "super", "granite-small", "granite-tiny", "bamba", *QWEN_SHAPES)
-"""Those that need a GPU."""
+"""Shapes that need a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What an engine caches."""
+    """An engine's caching settings."""
 
     prefix_caching: bool
     decode_checkpoints: Literal["rolling", "all", "none"] = "none"
@@ -91,9 +91,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="size of the model; default: %(default)s")
     parser.add_argument("--state-gb", type=float, metavar="G", help="GiB of cached states")
     parser.add_argument("--kv-gb", type=float, metavar="G", help="GiB of KV blocks")
-    parser.add_argument(
-        "--cache-gb", type=float, metavar="G", help="GiB of both in one memory, in the place of the two"
-    )
+    parser.add_argument("--cache-gb", type=float, metavar="G", help="GiB of both in one memory, instead of the two")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a KV block")
     parser.add_argument("--num-graphs", type=int, metavar="N", help="numbers of rows with CUDA graphs; 0 is none")
 
@@ -139,7 +137,7 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
         max_requests=shape.max_requests,
         max_tokens=shape.max_tokens,
         max_sequence_length=shape.max_length,
-        max_prompt_tokens_beside_decode=shape.prompt_tokens_beside,
+        max_prompt_tokens_beside_decode=shape.prompt_tokens_with_decode,
         num_cuda_graphs=shape.num_graphs if torch.cuda.is_available() else 0,
         **(prefill_graphs if shape.prefill_graph_tokens is not None else {}),
     )

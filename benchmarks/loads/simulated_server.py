@@ -1,7 +1,7 @@
 """A server without a model: timed requests go through the real scheduler, cache and tiers on a simulated clock.
 
 Admission, prefill chunks, publishing, decode checkpoints, growth, evictions and copies between tiers are those of an
-engine; only the forward is missing, and takes the time that it is said to take. Decode steps in which nothing can
+engine; only the forward is missing, and takes the given time. Decode steps in which nothing can
 happen are taken at once: up to the next arrival, end of a copy, block boundary or end of a request.
 """
 
@@ -32,7 +32,7 @@ class TimedRequest:
     """A request, and when it comes.
 
     Args:
-        after: The request, by its place in the load, whose end it follows; None: it follows the start of the load.
+        after: Index in the load of the request whose end it follows; None: it follows the start of the load.
         delay_s: Seconds between the two.
     """
 
@@ -56,12 +56,12 @@ def closed_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
     last: dict[tuple[int, int], int] = {}  # by session and agent
     timed = []
     texts: Sequence[BlockText] = block_texts(load, block_size)
-    for place, (request, text) in enumerate(zip(load.requests, texts, strict=True)):
+    for index, (request, text) in enumerate(zip(load.requests, texts, strict=True)):
         agent = request.session, request.agent
         after = last.get(agent, last.get((request.session, 0)))
         start = 0.0 if after is None else load.requests[after].arrival_s
         timed.append(TimedRequest(text, after, request.arrival_s - start))
-        last[agent] = place
+        last[agent] = index
     return timed
 
 
@@ -70,7 +70,7 @@ class ServerSettings:
     """The limits of a step, and how long one takes.
 
     Args:
-        decode_rows, decode_steps_s: Rows, and the seconds of a step in which as many decode; straight lines in between.
+        decode_rows, decode_steps_s: Decoding requests, and the seconds of their step; straight lines in between.
         prompt_token_s: Seconds that a prompt token adds to a step.
     """
 
@@ -90,11 +90,11 @@ class ServerSettings:
 
 @dataclass(slots=True)
 class ServedRequest:
-    """What became of a request: tokens of its prompt, and seconds since the start.
+    """The outcome of a request: tokens of its prompt, and seconds since the start.
 
     Args:
         skipped: Prompt tokens skipped at its first admission.
-        restored: Those of them that came back from the host for it.
+        restored: Tokens of them that were restored from the host.
         copy_wait_s: How long it was passed over for a copy.
     """
 
@@ -189,12 +189,12 @@ class SimulatedServer:
         waiting = [self._candidates[number] for number in self._queue]
         new = {candidate.request_id for candidate in waiting if candidate.age is None}
         step = self._scheduler.fill_step(self._running, waiting)
-        for row in step.admitted:
-            number = row.request_id
+        for request in step.admitted:
+            number = request.request_id
             self._queue.remove(number)
             if number in new:
                 served = self.served[number]
-                served.skipped, served.restored = row.computed, row.from_host
+                served.skipped, served.restored = request.computed, request.from_host
                 served.admitted_s = self._clock.now
 
     def _start_copies(self) -> None:
@@ -209,57 +209,62 @@ class SimulatedServer:
 
     def _step(self) -> None:
         decoding = self._running.decoding
-        prefilling = [row for row in self._running.prefilling if row.scheduled]
-        num_tokens = sum(row.scheduled for row in prefilling)
+        prefilling = [request for request in self._running.prefilling if request.scheduled]
+        num_tokens = sum(request.scheduled for request in prefilling)
         step_s = self._settings.step_s(len(decoding), num_tokens)
         num_quiet = 0 if prefilling else self._take_quiet_steps(decoding, step_s)
-        for row in decoding:
-            self._cache.schedule_decode(row)
-        for row in prefilling:
-            self._cache.publish(row, row.scheduled)
+        for request in decoding:
+            self._cache.schedule_decode(request)
+        for request in prefilling:
+            self._cache.publish(request, request.scheduled)
         self._pass_time_until(self._clock.now + step_s * (num_quiet + 1))
-        ended = [row for row in (*decoding, *prefilling) if self._advance(row)]
+        ended = [request for request in (*decoding, *prefilling) if self._advance(request)]
         self._running.drop(ended)
-        for row in ended:
-            self.served[row.request_id].ended_s = self._clock.now
-            del self._candidates[row.request_id]
-            self._expect_followers(row.request_id)
+        for request in ended:
+            self.served[request.request_id].ended_s = self._clock.now
+            del self._candidates[request.request_id]
+            self._expect_followers(request.request_id)
         self._grow()
         self._start_copies()
 
     def _take_quiet_steps(self, decoding: Sequence[RunningRequest], step_s: float) -> int:
         """Take all but the last of the decode steps up to the next event; return how many."""
         block = self._cache.block_size
-        quiet = min(min(block - row.computed % block, row.spec.max_len - row.length) for row in decoding) - 1
+        quiet = (
+            min(min(block - request.computed % block, request.spec.max_len - request.length) for request in decoding)
+            - 1
+        )
         next_event = min(self._copies.next_end(), self._arrivals[0][0] if self._arrivals else inf)
         if next_event < inf:
             quiet = min(quiet, max(ceil((next_event - self._clock.now) / step_s) - 1, 0))
-        for row in decoding if quiet else ():
-            row.append([_ANY_TOKEN] * quiet)
-            row.advance(quiet)
+        for request in decoding if quiet else ():
+            request.append([_ANY_TOKEN] * quiet)
+            request.advance(quiet)
         return quiet
 
-    def _advance(self, row: RunningRequest) -> bool:
-        """End a row's step; return whether it was its last."""
-        samples, is_prefilling = row.samples_this_step, row.is_prefilling
+    def _advance(self, request: RunningRequest) -> bool:
+        """End a request's step; return True if it was its last."""
+        samples, is_prefilling = request.samples_this_step, request.is_prefilling
         if samples:
-            row.append([_ANY_TOKEN])
+            request.append([_ANY_TOKEN])
         if not is_prefilling:
-            self._cache.publish(row, row.scheduled)
-        elif samples and not row.spec.num_replayed:
-            self.served[row.request_id].first_token_s = self._clock.now
-        self._cache.advance(row, row.scheduled)
-        return samples and row.length >= row.spec.max_len
+            self._cache.publish(request, request.scheduled)
+        elif samples and not request.spec.num_replayed:
+            self.served[request.request_id].first_token_s = self._clock.now
+        self._cache.advance(request, request.scheduled)
+        return samples and request.length >= request.spec.max_len
 
     def _grow(self) -> None:
         evicted = self._running.grow(self._cache.kv.num_blocks // 4).evicted
         self.num_preempted += len(evicted)
-        for row in evicted:
-            text = self._requests[row.request_id].text
-            longer = BlockText(text.keys, row.length, text.length)
-            num_replayed = row.spec.num_replayed + len(row.generated)
-            self._candidates[row.request_id] = self._candidate(row.request_id, longer, num_replayed, row.age)
-            self._queue.insert(0, row.request_id)
+        for request in evicted:
+            text = self._requests[request.request_id].text
+            longer = BlockText(text.keys, request.length, text.length)
+            num_replayed = request.spec.num_replayed + len(request.generated)
+            self._candidates[request.request_id] = self._candidate(
+                request.request_id, longer, num_replayed, request.age
+            )
+            self._queue.insert(0, request.request_id)
 
     def _pass_time_until(self, now: float) -> None:
         for number in self._running.waiting_for_copy:
@@ -268,10 +273,10 @@ class SimulatedServer:
 
 
 class _ObservedRequests(RunningRequests):
-    """Notes which requests are passed over because their prefix is on its way.
+    """Notes which requests are passed over because their prefix is being copied.
 
     Attributes:
-        waiting_for_copy: Those of the step in preparation.
+        waiting_for_copy: Requests passed over in the current step.
     """
 
     def __init__(self, cache: PrefixCache, max_requests: int, max_tokens: int) -> None:

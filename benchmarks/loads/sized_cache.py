@@ -51,7 +51,7 @@ class ModelSizes:
         return empty_cache(space, CacheSizes(self.token_bytes, self.state_bytes, BLOCK_SIZE), rule, max_requests)
 
     def free_bytes(self, space: SlabSpace) -> int:
-        """Return the bytes of unused slabs, and of free places in slabs that are used."""
+        """Return the bytes of unused slabs, and of free indices in slabs that are used."""
         num_unused = space.count_slabs()["unused"]
         num_blocks = space.blocks.num_free - num_unused * space.blocks.per_slab
         num_slots = space.slots.num_free - num_unused * space.slots.per_slab

@@ -20,6 +20,6 @@ class SplitSpace:
         return has_blocks and self.slots.num_available - len(kept_slots) >= num_slots
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless every count agrees with the places. O(n)."""
+        """Raise CacheIntegrityError unless every count agrees with the indices. O(n)."""
         self.blocks.check_integrity()
         self.slots.check_integrity()

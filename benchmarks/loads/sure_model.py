@@ -22,10 +22,10 @@ def make_sure(model: Any) -> None:
         model.output_layer.weight = torch.nn.Parameter(embeddings.detach().clone(), requires_grad=False)
     vocab_size = embeddings.shape[0]
     generator = torch.Generator(embeddings.device).manual_seed(1)
-    drawn = torch.randn(embeddings.shape, generator=generator, device=embeddings.device)
-    embeddings.copy_(_LOUDNESS * drawn)
+    noise = torch.randn(embeddings.shape, generator=generator, device=embeddings.device)
+    embeddings.copy_(_LOUDNESS * noise)
     follows = torch.tensor([next_token(token, vocab_size) for token in range(vocab_size)], device=embeddings.device)
-    model.output_layer.weight[follows] = drawn.to(model.output_layer.weight.dtype)
+    model.output_layer.weight[follows] = noise.to(model.output_layer.weight.dtype)
 
 
 def next_token(token: int, vocab_size: int) -> int:

@@ -70,14 +70,14 @@ class TimedCopies:
         return CopyStatus.UNDER_WAY if number in self._under_way else CopyStatus.DONE
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """See `Copies`; the clock goes on meanwhile."""
+        """Advance the clock until the copies have ended."""
         self._copy_until(self._clock.now)
         while not self._under_way.isdisjoint(numbers):
             self._clock.now = self.next_end()
             self._copy_until(self._clock.now)
 
     def forget(self, number: int) -> None:
-        """See `Copies`."""
+        """Do nothing: ended copies need no memory."""
 
     def next_end(self) -> float:
         """Return when a copy will end next, if no other is started; infinite if none is under way."""

@@ -34,16 +34,16 @@ class WorkingSetObserver(Observer):
     _blocks: dict[BlockId, _Span] = field(default_factory=dict)
     _states: dict[BlockId, _Span] = field(default_factory=dict)
 
-    def admitted(self, row: RunningRequest) -> None:
-        """Note which blocks and which state the row uses."""
-        for block in row.block_ids[: row.num_shared_blocks]:
+    def admitted(self, request: RunningRequest) -> None:
+        """Note which blocks and which state the request uses."""
+        for block in request.block_ids[: request.num_shared_blocks]:
             self._use(self._blocks, block)
-        if row.source_block is not None:
-            self._use(self._states, row.source_block)
+        if request.source_block is not None:
+            self._use(self._states, request.source_block)
 
-    def released(self, row: RunningRequest) -> None:
-        """Note which blocks the row leaves behind."""
-        for block in row.block_ids:
+    def released(self, request: RunningRequest) -> None:
+        """Note which blocks the request held."""
+        for block in request.block_ids:
             self._use(self._blocks, block)
 
     def stepped(self, cache: PrefixCache) -> None:

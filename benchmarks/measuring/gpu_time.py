@@ -124,7 +124,7 @@ class GpuTimer:
 
 
 class NoGpuTimer:
-    """Takes the place of `GpuTimer` without a GPU."""
+    """Stands in for `GpuTimer` without a GPU."""
 
     def wants_to_start(self, share_over: float) -> bool:
         """Return False."""

@@ -47,7 +47,7 @@ def memcpy_us(memory: Tensor, num_bytes: int) -> float:
 
 
 def memcpys(memory: Tensor, num_bytes: int, count: int) -> list[Launch]:
-    """Return `count` plain copies of `num_bytes`, each between different places, cycling through all of `memory`.
+    """Return `count` plain copies of `num_bytes`, each between different addresses, cycling through all of `memory`.
 
     Args:
         memory: Contiguous; its contents are overwritten.

@@ -63,7 +63,7 @@ def scan_figures(models: Iterable[str], cases: Iterable[str], peer_chunks: tuple
     for model, case in dict.fromkeys((figure.model, figure.case) for figure in measured):
         num_heads, num_tokens = ssd_scan.HEADS[model], sum(ssd_scan.CASES[case])
         floor = floor_us(ssd_scan.tokens_bytes(num_heads, num_tokens), ssd_scan.scan_flops(num_heads, num_tokens))
-        us = {form: ns * num_tokens / 1000 for (*place, form), ns in times.items() if place == [model, case]}
+        us = {form: ns * num_tokens / 1000 for (*key, form), ns in times.items() if key == [model, case]}
         peers = {"mamba-ssm": us["mamba-ssm"]} if "mamba-ssm" in us else {}
         for form, kernel in (("ours", "ssd_scan"), ("portable", "ssd_scan, portable form")):
             if form in us:

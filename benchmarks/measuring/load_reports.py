@@ -1,4 +1,4 @@
-"""What reports on recorded loads have in common: the command that made them, the file that they go to, and JSON."""
+"""The common parts of reports on recorded loads: their command, their output file, and JSON."""
 
 import platform
 import shlex

@@ -1,4 +1,4 @@
-"""What steps of a model cannot avoid: the bytes that they move, and the FLOPs of their products."""
+"""Lower bounds of a model's steps: the bytes that they move, and the FLOPs of their GEMMs."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def step_bytes(model: Any, engine: Any, history: int, num_rows: int = 1, *, hits
     Args:
         history: Tokens of a row whose KV is read.
         num_rows: Rows of a token each.
-        hits_all: Whether all experts are hit; otherwise those that the rows' tokens hit on average if each chooses
+        hits_all: True if all experts are hit; otherwise those that the tokens hit on average if each chooses
             among equally likely ones by itself.
     """
     weights = sum(weight.nbytes for weight in model.parameters())

@@ -52,13 +52,13 @@ class ReplayBench:
         heads, head_dim = tokens.x.shape[1:]
         shape = (num_steps * num_rows, heads, tokens.B.shape[2], head_dim)
         self.pool = torch.empty(shape, dtype=dtype, device=device).normal_()
-        places = (num_steps * num_rows, least_capacity(ring_len, num_tokens))
+        sizes = (num_steps * num_rows, least_capacity(ring_len, num_tokens))
         of_x = (num_steps * num_rows, least_x_capacity(ring_len, num_tokens))
-        steps = torch.rand(*places, 2, heads, device=device) * 0.1
+        steps = torch.rand(*sizes, 2, heads, device=device) * 0.1
         steps[:, :, 1] *= -1
         self.ring = ReplayRing(
             torch.randn(*of_x, heads, head_dim, device=device).to(tokens.x.dtype),
-            torch.randn(*places, *tokens.B.shape[1:], device=device).to(tokens.B.dtype),
+            torch.randn(*sizes, *tokens.B.shape[1:], device=device).to(tokens.B.dtype),
             steps,
         )
         self.steps = [

@@ -36,7 +36,7 @@ class ServingFigures:
             the most that any cache could have skipped (`prefix_bound`).
         peak_state_gib: Most state slots in use at once, live and draft states included, times the bytes of one.
         step_s: Mean time of a step.
-        host_s, gpu_idle_share: See `gpu_time.GpuTime`.
+        host_s, gpu_idle_share: Of `gpu_time.GpuTime`.
     """
 
     num_requests: int

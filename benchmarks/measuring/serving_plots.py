@@ -17,13 +17,13 @@ def can_plot() -> bool:
 def write_plots(
     folder: Path, delays: Mapping[str, Sequence[float]], figures: Mapping[str, ServingFigures]
 ) -> list[Path]:
-    """Plot the distribution of the time to first token, and bars of throughput and hits; return the PNG files.
+    """Plot the distribution of the time to first token, throughput and hits; return the PNG files.
 
     Args:
         delays: Engine -> seconds to the first token of each request.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return [_write_delays(folder, delays), _write_bars(folder, figures)]
+    return [_write_delays(folder, delays), _write_throughput(folder, figures)]
 
 
 def _write_delays(folder: Path, delays: Mapping[str, Sequence[float]]) -> Path:
@@ -46,7 +46,7 @@ def _write_delays(folder: Path, delays: Mapping[str, Sequence[float]]) -> Path:
     return _saved(figure, folder / "time_to_first_token.png")
 
 
-def _write_bars(folder: Path, figures: Mapping[str, ServingFigures]) -> Path:
+def _write_throughput(folder: Path, figures: Mapping[str, ServingFigures]) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")

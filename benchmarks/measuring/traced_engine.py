@@ -16,7 +16,7 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 
 @dataclass(slots=True)
 class Trace:
-    """What a request generated, greedily.
+    """The greedy output of a request.
 
     Args:
         logits: [vocab] each, one per token; empty if they were not kept.
@@ -81,7 +81,7 @@ class TracedEngine:
         return {request_id: self._traces.pop(request_id) for request_id in prompts}, times
 
     def lose_states(self) -> None:
-        """Zero every state, between requests: a fault that any reader of a cached state should notice."""
+        """Zero every state, between requests: an error that any reader of a cached state should notice."""
         pool = self.engine.context.memory.state_pool
         for states in pool.tensors:
             states.zero_()
@@ -112,6 +112,6 @@ class TracedEngine:
         if not self._keeps_logits:
             return
         step, logits = self.engine.context.step.batch, output[0].flatten(0, 1)  # [logits, vocab]
-        for row, index in zip(step.requests, step.logits.starts, strict=False):  # starts has an end too
-            if row.samples_this_step:
-                self._traces[row.request_id].logits.append(logits[index].clone())
+        for request, index in zip(step.requests, step.logits.starts, strict=False):  # starts has an end too
+            if request.samples_this_step:
+                self._traces[request.request_id].logits.append(logits[index].clone())

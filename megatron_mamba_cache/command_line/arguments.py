@@ -25,10 +25,13 @@ def select_device(name: str) -> str:
     """Select and return "cpu" or "cuda"; "auto" takes what is available.
 
     Raises:
-        UsageError: If CUDA is asked for and there is no device, or the CPU is and the process uses CUDA already.
+        UsageError: If "cuda" finds no device, or "cpu" is asked for in a process that uses CUDA already.
     """
     if name == "cpu":
-        _hide_cuda()  # a process cannot leave CUDA once it is in use
+        loaded = sys.modules.get("torch")
+        if loaded is not None and loaded.cuda.is_initialized():  # a process cannot stop using CUDA
+            raise UsageError("--device cpu: this process uses CUDA already; start a new one")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
     import torch
 
@@ -37,13 +40,6 @@ def select_device(name: str) -> str:
     if name == "cuda":
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     return "cpu"
-
-
-def _hide_cuda() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise UsageError("--device cpu: this process uses CUDA already; start a new one")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def check_tiers(arguments: Namespace) -> None:
@@ -104,10 +100,7 @@ def name_flag(message: str) -> str:
 
 
 def as_typed(message: str, words: Iterable[str]) -> str:
-    """Return a message with flags spelled as they were typed.
-
-    Names that argparse joins, as in "--hf-model/--model", become the one that was typed.
-    """
+    """Return a message with its flags as they were typed; argparse joins names, as in "--hf-model/--model"."""
     typed = {word.split("=", 1)[0] for word in words}
     for flag, *aliases in (*FLAGS.values(), MODEL_FLAGS):
         for alias in typed.intersection(aliases):
@@ -121,11 +114,7 @@ def model_share(arguments: Namespace) -> float:
 
 
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
-    """Return the settings of the flags, with `settings` as defaults.
-
-    Raises:
-        UsageError: Naming the flag.
-    """
+    """Return the settings of the flags, with `settings` as defaults; a `UsageError` names a bad flag."""
     try:
         config = config_of(arguments, **settings)
     except ValueError as error:
@@ -153,10 +142,6 @@ def check_generate_arguments(arguments: Namespace) -> None:
 def check_engine_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a cache or draft flag with a value that can never work."""
     cache_config(arguments, _CHECKED_LATER)
-    _check_drafter(arguments)
-
-
-def _check_drafter(arguments: Namespace) -> None:
     if not arguments.num_speculative_tokens:
         for flag, value in (("--drafter", arguments.drafter), ("--draft-hf-model", arguments.draft_hf_model)):
             if value is not None:

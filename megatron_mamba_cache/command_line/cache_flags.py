@@ -73,10 +73,7 @@ def add_cache_arguments(parser: Any) -> None:
 def config_of(arguments: Namespace, **settings: object) -> CacheConfig:
     """Return the config of parsed flags, with `settings` as defaults.
 
-    A budget among the flags replaces that of `settings`.
-
-    Raises:
-        ValueError: As the constructor does.
+    A budget among the flags replaces that of `settings`. A wrong value raises `ValueError`.
     """
     given = given_settings(arguments)
     if not given.keys().isdisjoint(BUDGET):

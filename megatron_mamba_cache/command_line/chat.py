@@ -8,7 +8,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -23,16 +23,13 @@ EXIT_FAILED = 1
 
 
 def chat(arguments: Namespace) -> int:
-    """Chat until the input ends; return the exit status.
-
-    Raises:
-        UsageError: On a bad flag.
-    """
+    """Chat until the input ends; return the exit status. A bad flag raises `UsageError`."""
     starts_own = arguments.url is None and bool(arguments.hf_model or arguments.load)
     if arguments.url is not None and arguments.load is not None:
         raise UsageError("--url: a running server has its model; leave --load out")
+    server = own_server(arguments) if starts_own else nullcontext(arguments.url or DEFAULT_URL)
     try:
-        with _server_of(arguments, starts_own) as url:
+        with server as url:
             client = ChatClient(url, arguments.api_key)
             name = None if starts_own else arguments.hf_model
             return Chat(client, name or client.first_model(), arguments).run()
@@ -48,23 +45,15 @@ class Chat:
     def __init__(self, client: ChatClient, model: str, arguments: Namespace) -> None:
         self._client = client
         self._model = model
-        self._settings = {
-            name: getattr(arguments, name)
-            for name in ("max_tokens", "temperature", "seed")
-            if getattr(arguments, name) is not None
-        }
-        self._start: list[Message] = []
-        if arguments.system is not None:
-            self._start.append({"role": "system", "content": arguments.system})
+        given = {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "seed")}
+        self._settings = {name: value for name, value in given.items() if value is not None}
+        system = arguments.system
+        self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
         self._given_turns: list[str] | None = arguments.say or None
 
     def run(self) -> int:
-        """Take turns until the input ends; drop turns that the server refuses.
-
-        Raises:
-            ChatError: If a turn fails that was given by a flag.
-        """
+        """Take turns until the input ends. A turn that fails is dropped; if a flag gave it, raise `ChatError`."""
         if self._given_turns is None:
             print(f"{self._model} at {self._client.url}: {_HELP}")
         for line in self._typed() if self._given_turns is None else self._given_turns:
@@ -108,50 +97,35 @@ class Chat:
 
 
 @contextmanager
-def _server_of(arguments: Namespace, starts_own: bool) -> Iterator[str]:
-    """Yield the server's URL; serve the flags' model meanwhile if they name one."""
-    if not starts_own:
-        yield arguments.url or DEFAULT_URL
-        return
-    with own_server(arguments) as url:
-        yield url
-
-
-@contextmanager
 def own_server(arguments: Namespace) -> Iterator[str]:
     """Serve the flags' model on a free local port and yield the URL; stop at the end.
 
-    A signal that would end this process raises `SystemExit` until then.
+    Until then, a signal that would end this process raises `SystemExit`.
 
     Raises:
-        UsageError: If it does not start; its own message has been printed then.
+        UsageError: If the server does not start; it has printed its own message.
     """
-    with _signals_raise(), _server(arguments) as url:
-        yield url
-
-
-@contextmanager
-def _server(arguments: Namespace) -> Iterator[str]:
     command = [sys.executable, "-m", f"{__package__.split('.')[0]}", "serve", *_flags(arguments)]
     # Its flags are those of the command line; the file of --config is about the chat.
     environment = {name: value for name, value in os.environ.items() if name != variable_of("--config")}
-    # In a group of its own, a Ctrl-C of the terminal ends a reply and not the server.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            found = _SERVING.match(line.strip())
-            if found is not None:
-                yield found[1]
-                return
-            print(line, end="", flush=True)
-        raise UsageError(f"the server for --model ended with status {process.wait()} before it was ready")
-    finally:
-        process.terminate()
+    with _signals_raise():
+        # In a group of its own, a Ctrl-C of the terminal ends a reply and not the server.
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0)
         try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            assert process.stdout is not None
+            for line in process.stdout:
+                found = _SERVING.match(line.strip())
+                if found is not None:
+                    yield found[1]
+                    return
+                print(line, end="", flush=True)
+            raise UsageError(f"the server for --model ended with status {process.wait()} before it was ready")
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @contextmanager
@@ -176,11 +150,7 @@ def _signals_raise() -> Iterator[None]:
 def _flags(arguments: Namespace) -> list[str]:
     flags = ["--host", "127.0.0.1", "--port", "0", "--access-log", "off", "--log-level", arguments.log_level]
     flags += ["--device", arguments.device]
-    for flag, value in (
-        ("--hf-model", arguments.hf_model),
-        ("--load", arguments.load),
-        ("--dtype", arguments.dtype),
-        ("--api-key", arguments.api_key),
-    ):
-        flags += [] if value is None else [flag, value]
+    for name in ("hf_model", "load", "dtype", "api_key"):
+        value = getattr(arguments, name)
+        flags += [] if value is None else [f"--{name.replace('_', '-')}", value]
     return flags

@@ -25,15 +25,11 @@ class ChatError(Exception):
 
 @dataclass(slots=True)
 class Turn:
-    """One reply: its text so far, tokens and times.
-
-    Args:
-        first_token_s: Seconds until the first text; None if there is none.
-    """
+    """One reply: its text so far, tokens and times."""
 
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
-    first_token_s: float | None = None
+    first_token_s: float | None = None  # seconds until the first text; None if there is none
     seconds: float = 0.0
     finish_reason: str = "cut off"
 
@@ -52,14 +48,7 @@ class Turn:
 
 
 class ChatClient:
-    """Talks to a server.
-
-    Args:
-        url: With or without the /v1 at its end.
-
-    Raises:
-        UsageError: If no request can be made with them.
-    """
+    """A client of one server; `url` may end with /v1. Raises `UsageError` for a bad URL or key."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         if not url.startswith(("http://", "https://")):
@@ -72,11 +61,7 @@ class ChatClient:
         self._key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def first_model(self) -> str:
-        """Return the name of the first model that the server has.
-
-        Raises:
-            ChatError: If it cannot be reached, refuses, or is a server of something else.
-        """
+        """Return the name of the first model that the server lists; raise `ChatError` if there is none."""
         with closing(self._open("/v1/models", None)) as reply:
             try:
                 models = [str(model["id"]) for model in json.load(reply)["data"]]

@@ -81,7 +81,13 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
         '"num_tokens_to_generate" and "session" (lines of one session run one after another)',
     )
     prompts.add_argument("--output-path", metavar="FILE.json", help="file for results and a summary")
-    _add_sampling_arguments(parser.add_argument_group("sampling", _SAMPLING_IN_WORDS))
+    add = parser.add_argument_group("sampling", _SAMPLING_IN_WORDS).add_argument
+    add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="for lines without it (default: 64)")
+    add("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default: 1.0)")
+    add("--top-k", type=int, metavar="K", help="sample from the K best tokens; 1 is greedy, 0 is off (default: 1)")
+    top_p = "sample from the most probable tokens that sum up to P; 0 is off (default: 0)"
+    add("--top-p", type=float, metavar="P", help=top_p)
+    add("--seed", type=int, default=0, metavar="S", help="seed for sampling (default: 0)")
     _add_engine_arguments(parser, _PROCESSES_IN_WORDS)
 
 
@@ -115,37 +121,20 @@ def _add_completion_arguments(parser: ArgumentParser) -> None:
 
 def _add_plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trace", required=True, metavar="FILE", help="recorded load, .jsonl or .jsonl.gz")
-    model = parser.add_argument_group("model", "Give either a model or both sizes. Sizes are totals over all ranks.")
-    model.add_argument(
-        "--model", "--hf-model", metavar="DIR", help="Hugging Face directory; only its config.json is read"
-    )
-    model.add_argument(
-        "--kv-bytes-per-token", type=int, metavar="N", help="bytes of keys and values of all attention layers"
-    )
-    model.add_argument("--state-bytes", type=int, metavar="N", help="bytes of a state of all recurrent layers")
-    cache = parser.add_argument_group("cache")
-    cache.add_argument(
-        "--cached-state-dtype",
-        choices=CacheConfig.RULES["cached_state_dtype"],
-        default="live",
-        help="with --model, format of cached states: float32 (live) or quantized to 8 bits (default: live)",
-    )
+    in_words = "Give either a model or both sizes. Sizes are totals over all ranks."
+    add = parser.add_argument_group("model", in_words).add_argument
+    add("--model", "--hf-model", metavar="DIR", help="Hugging Face directory; only its config.json is read")
+    add("--kv-bytes-per-token", type=int, metavar="N", help="bytes of keys and values of all attention layers")
+    add("--state-bytes", type=int, metavar="N", help="bytes of a state of all recurrent layers")
+    add = parser.add_argument_group("cache").add_argument
+    stored = "with --model, format of cached states: float32 (live) or quantized to 8 bits (default: live)"
+    add("--cached-state-dtype", choices=CacheConfig.RULES["cached_state_dtype"], default="live", help=stored)
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
-    cache.add_argument("--cache-gb", type=float, nargs="+", metavar="G", help=f"cache sizes in GiB (default: {sizes})")
-    cache.add_argument(
-        "--host-cache-gb",
-        type=float,
-        nargs="+",
-        metavar="G",
-        help="sizes of the host tier in GiB, each combined with each --cache-gb; 0: none (default: 0)",
-    )
-    cache.add_argument(
-        "--block-size",
-        type=int,
-        default=CacheConfig().block_size_tokens,
-        metavar="N",
-        help="tokens in a KV block (default: 256)",
-    )
+    add("--cache-gb", type=float, nargs="+", metavar="G", help=f"cache sizes in GiB (default: {sizes})")
+    host = "sizes of the host tier in GiB, each combined with each --cache-gb; 0: none (default: 0)"
+    add("--host-cache-gb", type=float, nargs="+", metavar="G", help=host)
+    block = CacheConfig().block_size_tokens
+    add("--block-size", type=int, default=block, metavar="N", help="tokens in a KV block (default: 256)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -176,7 +165,10 @@ def _add_directory_arguments(parser: ArgumentParser) -> Any:
 
 def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> None:
     _add_machine_arguments(parser)
-    _add_parallel_arguments(parser.add_argument_group("several processes", processes_in_words))
+    processes = parser.add_argument_group("several processes", processes_in_words)
+    for kind, shared in (("tensor", "each layer"), ("pipeline", "the layers"), ("expert", "the experts")):
+        flag, text = f"--{kind}-model-parallel-size", f"number of processes that split {shared} (default: 1)"
+        processes.add_argument(flag, type=int, default=1, metavar="N", help=text)
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     add_cache_arguments(cache)  # type: ignore[arg-type]
     drafts = parser.add_argument_group("speculative decoding", "These flags need --num-speculative-tokens above 0.")
@@ -188,28 +180,8 @@ def _add_machine_arguments(parser: ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     device = "device to run on (default: auto, a GPU if there is one)"
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
-    machine.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16"),
-        help="precision of the weights (default: the checkpoint's on a GPU; fp32 on a CPU and for built-in models)",
-    )
-
-
-def _add_parallel_arguments(group: object) -> None:
-    add = group.add_argument  # type: ignore[attr-defined]
-    for kind, shared in (("tensor", "each layer"), ("pipeline", "the layers"), ("expert", "the experts")):
-        flag, text = f"--{kind}-model-parallel-size", f"number of processes that split {shared} (default: 1)"
-        add(flag, type=int, default=1, metavar="N", help=text)
-
-
-def _add_sampling_arguments(group: object) -> None:
-    add = group.add_argument  # type: ignore[attr-defined]
-    add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="for lines without it (default: 64)")
-    add("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default: 1.0)")
-    add("--top-k", type=int, metavar="K", help="sample from the K best tokens; 1 is greedy, 0 is off (default: 1)")
-    top_p = "sample from the most probable tokens that sum up to P; 0 is off (default: 0)"
-    add("--top-p", type=float, metavar="P", help=top_p)
-    add("--seed", type=int, default=0, metavar="S", help="seed for sampling (default: 0)")
+    dtype = "precision of the weights (default: the checkpoint's on a GPU; fp32 on a CPU and for built-in models)"
+    machine.add_argument("--dtype", choices=("fp32", "bf16"), help=dtype)
 
 
 COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {

@@ -20,15 +20,11 @@ _VERSIONS = ("torch", "triton", "megatron-core", "safetensors", "tokenizers")
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The implementation of an operation that runs, and the reason.
-
-    Args:
-        functions: Names of the functions that run it, in `module` of the package.
-    """
+    """The implementation of an operation that runs, and the reason."""
 
     operation: str
     module: str
-    functions: tuple[str, ...]
+    functions: tuple[str, ...]  # names of the functions that run it, in `module` of the package
     reason: str
 
 
@@ -76,10 +72,7 @@ _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256
 
 
 def print_diagnosis(arguments: Namespace) -> int:
-    """Print the report; return 1 if the package or the model cannot be used.
-
-    A missing piece is a line, never an exception.
-    """
+    """Print the report, in which a missing piece is a line; return 1 if the package or the model cannot be used."""
     with quiet_libraries(arguments.log_level):
         obstacle = _obstacle()
         for line in _diagnosis(obstacle):

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +41,12 @@ def check_memory(
 ) -> None:
     """Raise `UsageError` if flags do not fit the model or its draft model; a collective.
 
-    A directory that cannot be read is skipped, since loading it reports the error, and so is the random model (None).
+    The random model (None) is skipped, and so is a directory that cannot be read: loading it reports the error.
 
     Args:
         device: "cpu" or "cuda".
-        settings: Gives the settings where there are no flags.
-        draft_settings: Gives those of a draft model's own cache.
+        settings: Defaults of the model's cache.
+        draft_settings: Defaults of a draft model's own cache.
     """
     if directory is None:
         return
@@ -75,8 +75,7 @@ def check_memory(
 def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device: str) -> str | None:
     """Return the dtype of a model's weights, "fp32" or "bf16"; None: the checkpoint's.
 
-    Args:
-        dtype: From the flags; None: the checkpoint's on a GPU, fp32 on a CPU and for built-in models.
+    `dtype` is the flag's; without it, a user's model on a GPU keeps the checkpoint's, and others are fp32.
     """
     if fills_card(directory, device):
         return dtype
@@ -111,11 +110,7 @@ class _Refused(NamedTuple):
 def _refused(
     config: CacheConfig, shape: HybridModelShape, ranks: Ranks, share: float, *, is_draft: bool = False
 ) -> _Refused | None:
-    """Return the refusal of a budget too small for a model's share; None if it fits.
-
-    Raises:
-        UsageError: If the settings do not fit for another reason.
-    """
+    """Return the refusal of a budget too small for a model's share; None if it fits. Other errors are `UsageError`."""
     try:
         with errors_of_settings(share, is_draft=is_draft), own_warnings_hidden():
             shape.check(config)
@@ -130,20 +125,10 @@ def _refused(
 def _expected(
     directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks
 ) -> tuple[HybridModelShape, int] | None:
-    """Return the shape and maximum length of this rank's shard; None if a rank cannot read it.
-
-    Args:
-        dtype: Of the weights; None: that of the checkpoint.
-    """
-    expected = _read(directory, dtype)
+    """Return the shape and maximum length of this rank's shard; None if a rank cannot read it."""
+    expected = None
+    if directory.path.is_dir():
+        with suppress(ValueError, OSError):
+            architecture, stored = _READERS[directory.format](directory.path)
+            expected = rank_shape(architecture, dtype or stored), architecture.max_sequence_length
     return expected if all(ranks.gather(expected is not None)) else None
-
-
-def _read(directory: ModelDirectory, dtype: torch.dtype | None) -> tuple[HybridModelShape, int] | None:
-    if not directory.path.is_dir():
-        return None
-    try:
-        architecture, stored = _READERS[directory.format](directory.path)
-        return rank_shape(architecture, dtype or stored), architecture.max_sequence_length
-    except (ValueError, OSError):
-        return None

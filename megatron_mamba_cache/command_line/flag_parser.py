@@ -62,20 +62,17 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **_: Any
     ) -> tuple[Namespace, list[str]]:
-        """Parse flags as `ArgumentParser` does.
-
-        Raises:
-            UsageError: For a mistake, naming the flag and what set it.
-        """
+        """Parse flags as `ArgumentParser` does; a `UsageError` names a wrong flag and what set it."""
         words = list(args) if args is not None else None
         if self._first_word is not None and words and not words[0].startswith("-"):
             words[:1] = [self._first_word, words[0]]
-        if not self._has_config():
+        if not any(action.dest == "config" for action in self._actions):
             return super().parse_known_args(words, namespace, env_vars={})
         if sum(word.split("=", 1)[0] == "--config" for word in words or ()) > 1:
             raise UsageError("--config is given more than once; put everything into one file")
         self._of_file, self._of_environment = {}, self.settable.of_environment(os.environ)
-        variables = {variable_of(name): _as_text(one.value) for name, one in self._of_environment.items()}
+        values = {variable_of(name): one.value for name, one in self._of_environment.items()}
+        variables = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
         config = variable_of("--config")
         variables |= {config: os.environ[config]} if os.environ.get(config) else {}
         parsed, unknown = super().parse_known_args(words, namespace, env_vars=variables)
@@ -107,9 +104,6 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
             found += [by_name[name] for name in names if name in by_name]
         return tuple(found)
 
-    def _has_config(self) -> bool:
-        return any(action.dest == "config" for action in self._actions)
-
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         flag = next((word.split("=", 1)[0] for word in unknown if word.startswith("--") and word != "--"), None)
         if flag is None:
@@ -136,14 +130,7 @@ def flags_of(parser: Any) -> set[str]:
 
 
 def placed(message: str, set_flags: Iterable[SetFlag]) -> str:
-    """Return a message with the sources of its flags, unless on the command line.
-
-    Flags after the first semicolon are advice.
-    """
+    """Return a message with the sources of the flags in it, except in the advice after its first semicolon."""
     named = set(_FLAG.findall(message.split(";", 1)[0]))
     sources = [one.source for one in set_flags if named.intersection(one.names) and one.source not in message]
     return f"{' and '.join(sources)}: {message}" if sources else message
-
-
-def _as_text(value: Value) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

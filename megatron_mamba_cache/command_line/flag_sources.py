@@ -59,19 +59,9 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
 
 
 def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
-    """Return the error line of an unknown flag.
-
-    Args:
-        known: The command's own flags.
-        command: With the name of the program.
-    """
-    advice = VLLM_FLAGS.get(flag.replace("_", "-"))
-    if advice is not None:
-        return f"unknown flag {flag}: {advice}"
-    found = nearest(flag, known)
-    if found is None:
-        return f"unknown flag {flag}; {command} --help lists those that there are"
-    return f"unknown flag {flag}: did you mean {found}?"
+    """Return the error line of an unknown flag; `known` are those of `command`, which includes the program's name."""
+    advice = _advice_on(flag, known)
+    return f"unknown flag {flag}" + (f": {advice}" if advice else f"; {command} --help lists those that there are")
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
@@ -93,18 +83,12 @@ Value = str | list[str]
 
 @dataclass(frozen=True, slots=True)
 class SetFlag:
-    """A flag that a file or a variable sets.
+    """A flag that a file or a variable sets."""
 
-    Args:
-        flag: Such as "--block-size".
-        value: As argparse reads it; "true" or "false" of a flag without a value.
-        source: The variable, or the file, line and key.
-    """
-
-    flag: str
+    flag: str  # such as "--block-size"
     names: tuple[str, ...]
-    value: Value
-    source: str
+    value: Value  # as argparse reads it; "true" or "false" of a flag without a value
+    source: str  # the variable, or the file, line and key
 
 
 class SettableFlags:
@@ -114,25 +98,17 @@ class SettableFlags:
         self._actions = {
             option.removeprefix("--"): action
             for action in actions
-            if _is_settable(action)
+            if action.dest not in ("help", "version", "config")
             for option in action.option_strings
             if option.startswith("--")
         }
 
     def of_file(self, path: Path) -> dict[str, SetFlag]:
-        """Return the flags of a YAML file by first long name, without dashes.
-
-        Raises:
-            UsageError: Naming the file and the line.
-        """
+        """Return the flags of a YAML file by first long name, without dashes; a `UsageError` names file and line."""
         return self._collected(self._in_file(path))
 
     def of_environment(self, environment: Mapping[str, str]) -> dict[str, SetFlag]:
-        """Return the flags of environment variables, as `of_file`.
-
-        Raises:
-            UsageError: Naming the variable.
-        """
+        """Return the flags of environment variables, as `of_file`; a `UsageError` names the variable."""
         return self._collected(self._in_environment(environment))
 
     def _in_file(self, path: Path) -> Iterator[SetFlag]:
@@ -181,11 +157,7 @@ class SettableFlags:
 
 
 def misspelled_variables(environment: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
-    """Yield a note for each variable that resembles a flag's.
-
-    Args:
-        known: Flags of all commands.
-    """
+    """Yield a note for each variable that resembles that of a known flag of any command."""
     variables = {variable_of(flag) for flag in known}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in variables and not _OF_A_SERVICE.match(name):
@@ -205,20 +177,12 @@ def variable_of(flag: str) -> str:
 
 
 def _advice_on(name: str, known: Collection[str], prefix: str = "") -> str | None:
-    """Return a replacement of an unknown name; None if none is similar.
-
-    Args:
-        prefix: Put in front of a known name.
-    """
-    advice = VLLM_FLAGS.get("--" + name.replace("_", "-").lower())
+    """Return a replacement of an unknown name, with `prefix` before it; None if none is similar."""
+    advice = VLLM_FLAGS.get("--" + name.removeprefix("--").replace("_", "-").lower())
     if advice is not None:
         return advice
     found = nearest(name, known)
     return None if found is None else f"did you mean {prefix}{found}?"
-
-
-def _is_settable(action: Action) -> bool:
-    return action.dest not in ("help", "version", "config")
 
 
 def _takes_list(action: Action) -> bool:

@@ -13,6 +13,7 @@ from ..build import TokenIdTokenizer
 from ..config import CacheConfig
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
+from . import report
 from .arguments import cache_config
 from .cache_flags import argument_of, given_budget
 from .expected_memory import check_memory
@@ -22,30 +23,15 @@ from .processes import Replicas
 from .prompts import PromptLine
 from .quiet import own_warnings_hidden
 from .ready_model import drafter_maker, engine_for, ready_model
-from .report import (
-    comparison_lines,
-    compilation_line,
-    drafts_line,
-    graphs_line,
-    reason_for_no_skip,
-    reply_lines,
-    summary_line,
-    table_lines,
-    text_lines,
-)
 from .request_runner import RequestRunner, SamplingFlags
-from .results import LaterTurns, RequestRecord, RunResult, first_difference, write_output
+from .results import LaterTurns, RunResult, first_difference, write_output
 from .sizing import default_draft_settings, default_settings
 
 EXIT_OUTPUTS_DIFFER = 1
 
 
 class Generation:
-    """A model and the flags of its requests.
-
-    Args:
-        replicas: The processes that hold it and its replicas.
-    """
+    """A model and the flags of its requests, on the processes that hold it and its replicas."""
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -96,10 +82,7 @@ class Generation:
         return 0
 
     def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines with and without the cache; return 1 if outputs differ unexpectedly.
-
-        The run without the cache has no drafts either.
-        """
+        """Run the lines with cache and drafts, and with neither; return 1 if outputs differ unexpectedly."""
         if not self._config.prefix_caching:
             return self.run(lines)
         no_tiers: dict[str, Any] = {"host_cache_gb": None, "disk_cache_dir": None, "disk_cache_gb": None}
@@ -113,7 +96,7 @@ class Generation:
             print("\nThe same requests with cache and drafts, and with neither:")
         else:
             print("\nThe same requests with and without the cache:")
-        _print_all(comparison_lines(cached, uncached))
+        _print_all(report.comparison_lines(cached, uncached))
         difference = first_difference(cached, uncached)
         comparison = {"outputs_identical": difference is None, "without_cache": uncached.summary()}
         self._write(cached, **later.as_dict(), **comparison)
@@ -142,30 +125,27 @@ class Generation:
             return RequestRunner(engine, self._model.tokenizer, self._sampling, bar.update, continues).run(lines)
 
     def _report(self, lines: Sequence[PromptLine], result: RunResult) -> LaterTurns:
-        prompts = [self._prompt_text(record) for record in result.records]
+        prompts = [self._model.tokenizer.detokenize(record.prompt_tokens) for record in result.records]
         if self._model.writes_text:
-            _print_all(reply_lines(lines, result.records, prompts))
+            _print_all(report.reply_lines(lines, result.records, prompts))
         else:
-            _print_all(text_lines(result.records, prompts))
+            _print_all(report.text_lines(result.records, prompts))
         print()
-        _print_all(table_lines(result.records))
-        print(f"\n{summary_line(result)}")
+        _print_all(report.table_lines(result.records))
+        print(f"\n{report.summary_line(result)}")
         if result.cache.num_compiled_kernels:
-            print(compilation_line(result))
+            print(report.compilation_line(result))
         if result.cache.num_graphs:
-            print(graphs_line(result))
+            print(report.graphs_line(result))
         if self._config.num_speculative_tokens:
-            print(drafts_line(result))
+            print(report.drafts_line(result))
         later = LaterTurns.of(lines, result.records)
         if later.prompt_tokens:
             print(later)
-        reason = reason_for_no_skip(result, self._config)
+        reason = report.reason_for_no_skip(result, self._config)
         if reason is not None:
             print(f"nothing was skipped: {reason}")
         return later
-
-    def _prompt_text(self, record: RequestRecord) -> str:
-        return self._model.tokenizer.detokenize(record.prompt_tokens)
 
     def _write(self, result: RunResult, **more_summary: object) -> None:
         if self._output_path is not None and self._is_first:

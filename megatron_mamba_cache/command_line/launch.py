@@ -22,11 +22,7 @@ class Launch:
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> "Launch":
-        """Read torchrun's environment variables.
-
-        Raises:
-            UsageError: If one of torchrun's variables is not a number.
-        """
+        """Read torchrun's environment variables; raise `UsageError` if one is not a number."""
         names: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if not all(name in environment for name in names):
             return Launch()
@@ -49,11 +45,7 @@ class Launch:
         return self.num_on_machine is not None and self.num_on_machine < self.num_processes
 
     def num_replicas(self, arguments: Namespace) -> int:
-        """Return the number of models, each on tensor times pipeline processes.
-
-        Raises:
-            UsageError: Naming the flags, if the processes cannot be divided.
-        """
+        """Return the number of models, each on tensor times pipeline processes; raise `UsageError` on a remainder."""
         tensor, pipeline, expert = (getattr(arguments, name) for name in _SIZES)
         for name in _SIZES:
             if getattr(arguments, name) < 1:
@@ -72,15 +64,8 @@ class Launch:
 def deal_lines(lines: Sequence[PromptLine], num_replicas: int) -> list[list[PromptLine]]:
     """Divide lines among replicas round-robin, keeping sessions together."""
     shares: list[list[PromptLine]] = [[] for _ in range(num_replicas)]
-    replica_of: dict[str | int, int] = {}
-    num_dealt = 0
+    replica_of: dict[str | int | PromptLine, int] = {}
     for line in lines:
-        if line.session is not None and line.session in replica_of:
-            shares[replica_of[line.session]].append(line)
-            continue
-        replica = num_dealt % num_replicas
-        num_dealt += 1
-        shares[replica].append(line)
-        if line.session is not None:
-            replica_of[line.session] = replica
+        dealt = line if line.session is None else line.session
+        shares[replica_of.setdefault(dealt, len(replica_of) % num_replicas)].append(line)
     return shares

@@ -21,7 +21,7 @@ from .arguments import (
 )
 from .built_in_prompts import built_in_lines, editing_lines
 from .commands import EDITING, GREEDY, print_completion
-from .flag_parser import FlagParser, flags_of, placed
+from .flag_parser import flags_of, placed
 from .flag_sources import SetFlag, UsageError, misspelled_variables
 from .launch import Launch
 from .model_choice import chosen_directory, require_token_ids
@@ -32,11 +32,7 @@ from .server_arguments import api_keys_of, check_server_arguments, routing_setti
 
 
 def serve(arguments: Namespace) -> int:
-    """Serve until a signal ends it; return the exit status.
-
-    Raises:
-        UsageError: On a bad flag, model, device or port, or if a package is missing.
-    """
+    """Serve until a signal ends it; return the exit status. A `UsageError` names a bad flag, model or port."""
     try:
         require_extra("server", "serve")
     except MissingExtraError as error:
@@ -67,11 +63,7 @@ def serve(arguments: Namespace) -> int:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Bind a port without listening yet.
-
-    Raises:
-        UsageError: If it cannot be bound.
-    """
+    """Bind a port without listening yet; raise `UsageError` if it cannot be bound."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -83,11 +75,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def generate(arguments: Namespace) -> int:
-    """Run the command and return its exit status.
-
-    Raises:
-        UsageError: On a bad flag, file, line or device.
-    """
+    """Run the command and return its exit status; a `UsageError` names a bad flag, file, line or device."""
     launch = Launch.of_environment()
     launch.num_replicas(arguments)
     directory = chosen_directory(arguments)
@@ -125,10 +113,8 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    It is 0, 1 for a failed comparison, a failed server or a package that cannot be used, or 2 for a usage error.
-
-    Args:
-        argv: The arguments after the program's name; None takes the process's.
+    It is 0, 1 for a failed comparison, a failed server or a package that cannot be used, or 2 for a usage error. If
+    `argv` is None, the arguments are those of the process.
     """
     if argv is not None:
         return _status_of(argv)
@@ -143,7 +129,9 @@ def _status_of(argv: Sequence[str] | None) -> int:
     try:
         arguments = parser.parse_args(argv)
         set_flags = arguments.set_flags
-        _note_misspelled_variables(parser)
+        if _speaks_for_all():
+            for note in misspelled_variables(os.environ, flags_of(parser)):
+                print(f"note: {note}", file=sys.stderr)
         return _run(arguments)
     except UsageError as error:
         if _speaks_for_all():
@@ -161,10 +149,9 @@ def _status_of(argv: Sequence[str] | None) -> int:
 
 
 class QuickEnd:
-    """Ends the process after all exit handlers, without the slow teardown of torch.
+    """Ends the process after all exit handlers, without the slow teardown of torch, once `arm` was called.
 
-    Make it before torch is imported: exit handlers run in the reverse order of their registration. Until `arm` is
-    called, the process ends like any other.
+    Make it before torch is imported: exit handlers run in the reverse order of their registration.
     """
 
     def __init__(self) -> None:
@@ -182,12 +169,6 @@ class QuickEnd:
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(self._status)
-
-
-def _note_misspelled_variables(parser: FlagParser) -> None:
-    if _speaks_for_all():
-        for note in misspelled_variables(os.environ, flags_of(parser)):
-            print(f"note: {note}", file=sys.stderr)
 
 
 def _speaks_for_all() -> bool:

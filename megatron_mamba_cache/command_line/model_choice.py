@@ -29,13 +29,9 @@ class ModelFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A directory to load a model from.
+    """A directory to load a model from."""
 
-    Args:
-        path: Does not exist if --hf-model names a hub model.
-    """
-
-    path: Path
+    path: Path  # does not exist if --hf-model names a hub model
     format: ModelFormat
 
     @property
@@ -44,11 +40,7 @@ class ModelDirectory:
         return self.path == SHIPPED_MODEL
 
     def check_prompts(self, lines: list[PromptLine], file: str | None) -> None:
-        """Raise `UsageError` for a text prompt if the directory exists and has no tokenizer.
-
-        Args:
-            file: Source of the lines; None if they are built in.
-        """
+        """Raise `UsageError` for a text prompt if the model is on disk without a tokenizer; `file` has the lines."""
         if self.path.is_dir() and not has_tokenizer(self.path):
             require_token_ids(lines, file, self.path)
 

@@ -16,11 +16,7 @@ from .quiet import quiet_libraries
 
 
 def print_plan(arguments: Namespace) -> int:
-    """Replay the load and print a line for each size; return the exit status.
-
-    Raises:
-        UsageError: If a flag, the file or the model cannot be used.
-    """
+    """Replay the load and print a line for each size; return the exit status. Bad input raises `UsageError`."""
     _check(arguments)
     budgets, host_budgets = arguments.cache_gb or DEFAULT_GB, arguments.host_cache_gb or (0.0,)
     sizes = _sizes(arguments)
@@ -78,10 +74,7 @@ def _check(arguments: Namespace) -> None:
 
 def _sizes(arguments: Namespace) -> CacheSizes:
     """Return the cache bytes of the flags' model."""
-    given = {
-        "--kv-bytes-per-token": arguments.kv_bytes_per_token,
-        "--state-bytes": arguments.state_bytes,
-    }
+    given = {"--kv-bytes-per-token": arguments.kv_bytes_per_token, "--state-bytes": arguments.state_bytes}
     missing = [flag for flag, value in given.items() if value is None]
     if arguments.model is not None:
         if len(missing) < len(given):

@@ -41,11 +41,7 @@ class Replicas:
 
 
 class SeveralProcesses(Replicas):
-    """Processes that hold one model or several.
-
-    Raises:
-        UsageError: If there are fewer CUDA devices than processes on this machine.
-    """
+    """Processes that hold one model or several; raises `UsageError` if a process has no CUDA device of its own."""
 
     def __init__(self, launch: Launch, arguments: Namespace, device: str) -> None:
         if device == "cuda":
@@ -65,11 +61,7 @@ class SeveralProcesses(Replicas):
 
     @override
     def make(self, build: Callable[[], Made]) -> Made:
-        """Run `build` on each process; if one fails, all do.
-
-        Raises:
-            UsageError: That of the first process that raised one.
-        """
+        """Run `build` on each process; if any raises `UsageError`, all raise that of the first one."""
         found, message = None, None
         try:
             found = build()
@@ -93,13 +85,9 @@ class SeveralProcesses(Replicas):
     @override
     def gather(self, result: RunResult) -> RunResult:
         found: list[RunResult | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, result if _is_first_of_model() else None)
+        of_model = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+        dist.all_gather_object(found, result if dist.get_rank() == min(of_model) else None)
         return together([one for one in found if one is not None])
-
-
-def _is_first_of_model() -> bool:
-    of_model = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    return dist.get_rank() == min(of_model)
 
 
 @contextlib.contextmanager

@@ -11,24 +11,16 @@ _KEYS = {"prompt", "prompt_tokens", "num_tokens_to_generate", "session"}
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One request to make.
+    """One request to make."""
 
-    Args:
-        request_id: The line's number, from 0.
-        num_tokens: Tokens to generate; None leaves it to the command line.
-        session: Lines of one session run one after another; None if the line is on its own.
-    """
-
-    request_id: int
+    request_id: int  # the line's number, from 0
     prompt: str | tuple[int, ...]
-    num_tokens: int | None = None
-    session: str | int | None = None
+    num_tokens: int | None = None  # tokens to generate; None leaves it to the command line
+    session: str | int | None = None  # lines of one session run one after another; None if the line is on its own
 
 
 def read_prompts(path: str) -> list[PromptLine]:
-    """Read all lines of a file.
-
-    Blank lines at the end are ignored.
+    """Read all lines of a file, without blank ones at its end.
 
     Raises:
         UsageError: Naming the file, and the line with its number, counted from 1.
@@ -52,11 +44,7 @@ def read_prompts(path: str) -> list[PromptLine]:
 
 
 def parse_line(request_id: int, line: str) -> PromptLine:
-    """Parse one line.
-
-    Raises:
-        UsageError: Naming the mistake.
-    """
+    """Parse one line; a `UsageError` names the mistake."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -67,10 +55,7 @@ def parse_line(request_id: int, line: str) -> PromptLine:
     if unknown:
         raise UsageError(f"unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
     return PromptLine(
-        request_id=request_id,
-        prompt=_prompt_of(found),
-        num_tokens=_num_tokens_of(found),
-        session=_session_of(found),
+        request_id=request_id, prompt=_prompt_of(found), num_tokens=_num_tokens_of(found), session=_session_of(found)
     )
 
 

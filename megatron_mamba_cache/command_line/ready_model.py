@@ -14,6 +14,7 @@ from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from ..models.drafting.draft_model import DraftModelDrafter
 from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
@@ -27,22 +28,22 @@ from .flag_sources import UsageError
 from .model_choice import ModelDirectory, ModelFormat, draft_directory
 from .sizing import DRAFTER_SHARE
 
+_LOADERS: dict[ModelFormat, Callable[..., LoadedModel]] = {
+    ModelFormat.HUGGING_FACE: load_hugging_face,
+    ModelFormat.MEGATRON: load_megatron_checkpoint,
+}
 _DRAFT_FLAG = "--draft-hf-model"
 _SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model, its tokenizer, and a line that describes them.
-
-    Args:
-        dtype: Dtype of the weights, "fp32" or "bf16".
-    """
+    """A model, its tokenizer, and a line that describes them."""
 
     model: Any
     tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
     description: str
-    dtype: str
+    dtype: str  # of the weights, "fp32" or "bf16"
 
     @property
     def writes_text(self) -> bool:
@@ -72,11 +73,7 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
 def engine_for(
     model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[], Drafter]
 ) -> MambaCacheEngine:
-    """Build an engine, with a drafter if the settings ask for drafts.
-
-    Raises:
-        UsageError: If the settings do not fit the model or the machine's memory.
-    """
+    """Build an engine, with a drafter if drafts are set; raise `UsageError` if the model or the memory does not fit."""
     drafter = None
     if config.num_speculative_tokens:
         with errors_of_settings(DRAFTER_SHARE, is_draft=True):
@@ -88,31 +85,26 @@ def engine_for(
 
 
 def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> LoadedModel:
-    """Load a model directory onto the current device.
+    """Load a model directory onto the current device; if that fails, raise `UsageError` that begins with `flag`.
 
-    Args:
-        dtype: "fp32" or "bf16"; None takes the checkpoint's own.
-        flag: The flag that names the directory; error messages begin with it.
-
-    Raises:
-        UsageError: If it cannot be loaded.
+    `dtype` is "fp32" or "bf16"; None takes the checkpoint's own.
     """
     try:
-        return _load(directory, None if dtype is None else DTYPES[dtype])
+        return _LOADERS[directory.format](directory.path, None if dtype is None else DTYPES[dtype])
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {error}") from error
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in str(error)):
             raise
         sizes = f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
         raise UsageError(f"{flag} {directory.path}: {dtype or 'its'} weights do not fit in memory{sizes}") from error
 
 
 def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[], Drafter]:
-    """Return a factory of drafters, one for each engine; load a draft model once.
+    """Return a factory of drafters, one for each engine; load a draft model once, with the dtype of `model`.
 
     Args:
-        model: The model that verifies the drafts; a draft model's weights get its dtype.
+        model: The model that verifies the drafts.
         settings: Gives the sizes of a draft model's own cache; called for each drafter.
 
     Raises:
@@ -163,14 +155,6 @@ def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:
     )
 
 
-def _load(directory: ModelDirectory, dtype: torch.dtype | None) -> LoadedModel:
-    if directory.format is ModelFormat.HUGGING_FACE:
-        return load_hugging_face(directory.path, dtype)
-    from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
-
-    return load_megatron_checkpoint(directory.path, dtype)
-
-
 def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> str:
     name = "the small model of Python source that ships" if directory.is_shipped else str(directory.path)
     count = sum(math.prod(whole.shape) for whole in parameters_of(loaded.architecture).values())
@@ -187,7 +171,3 @@ def _layers(pattern: str, recurrent: str) -> str:
     names = {"M": recurrent, **_SYMBOLS}
     meanings = ", ".join(f"{symbol} {name}" for symbol, name in names.items() if symbol in pattern)
     return f"layers {pattern} ({meanings})"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in str(error)

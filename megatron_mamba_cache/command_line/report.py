@@ -53,11 +53,7 @@ def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], p
 
 
 def text_lines(records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each request: end of the prompt and start of the reply.
-
-    Args:
-        prompts: The prompts as text, one for each record.
-    """
+    """Yield a line for each request: the end of its prompt, given as text, and the start of its reply."""
     for record, prompt in list(zip(records, prompts, strict=True))[:_MAX_ROWS]:
         reply = f"error: {record.error}" if record.error is not None else _start_of(record.text)
         yield f"{record.request_id:>4}  {_end_of(prompt)} -> {reply}"

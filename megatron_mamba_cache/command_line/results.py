@@ -19,26 +19,19 @@ _RATES = ("acceptance_rate", "acceptance_at", "tokens_per_decode_row")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request and its outcome.
-
-    Args:
-        cached_tokens: Prompt tokens skipped at its first admission.
-        cached_tokens_from_host, cached_tokens_from_disk: Of these, the ones restored from that tier.
-        draft_tokens, accepted_tokens: Drafts verified for it, and those accepted.
-        time_to_first_token_s, latency_s: Seconds since it was added; the first is None if there was no token.
-    """
+    """One request and its outcome."""
 
     request_id: int
     prompt_tokens: list[int]
     generated_tokens: list[int] = field(default_factory=list)
     text: str = ""
-    cached_tokens: int = 0
-    cached_tokens_from_host: int = 0
-    cached_tokens_from_disk: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    time_to_first_token_s: float | None = None
-    latency_s: float = 0.0
+    cached_tokens: int = 0  # prompt tokens skipped at its first admission
+    cached_tokens_from_host: int = 0  # of these, restored from host memory
+    cached_tokens_from_disk: int = 0  # of these, restored from disk
+    draft_tokens: int = 0  # drafts verified
+    accepted_tokens: int = 0  # of these, accepted
+    time_to_first_token_s: float | None = None  # since it was added; None if there was no token
+    latency_s: float = 0.0  # from then to its end
     error: str | None = None
 
     def as_dict(self) -> dict[str, object]:
@@ -139,8 +132,9 @@ class Difference:
 def first_difference(cached: RunResult, uncached: RunResult) -> Difference | None:
     """Return the first difference between the tokens of two runs; None without one."""
     for ours, theirs in zip(cached.records, uncached.records, strict=True):
-        if ours.generated_tokens != theirs.generated_tokens:
-            return _difference(ours, theirs)
+        for position, (token, other) in enumerate(zip_longest(ours.generated_tokens, theirs.generated_tokens)):
+            if token != other:
+                return Difference(ours.request_id, position, token, other)
     return None
 
 
@@ -190,11 +184,7 @@ def check_writable(path: str) -> None:
 
 
 def write_output(path: str, result: RunResult, **more_summary: object) -> None:
-    """Write records and summary as JSON, with `more_summary` in the summary.
-
-    Raises:
-        UsageError: If the file cannot be written.
-    """
+    """Write records and summary as JSON, with `more_summary` in the summary; raise `UsageError` if that fails."""
     document = {
         "requests": [record.as_dict() for record in result.records],
         "summary": {**result.summary(), **more_summary},
@@ -203,9 +193,3 @@ def write_output(path: str, result: RunResult, **more_summary: object) -> None:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--output-path {path}: {error.strerror or error}") from error
-
-
-def _difference(ours: RequestRecord, theirs: RequestRecord) -> Difference:
-    pairs = enumerate(zip_longest(ours.generated_tokens, theirs.generated_tokens))
-    position, (cached, uncached) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-    return Difference(ours.request_id, position, cached, uncached)

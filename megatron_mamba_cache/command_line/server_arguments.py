@@ -2,7 +2,6 @@
 
 import re
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -45,106 +44,53 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
     names = "model names for clients; replies have the first one (default: the directory's name)"
     add("--served-model-name", nargs="+", metavar="NAME", help=names)
-    add(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="API key; may be repeated, and keys share no prefixes. Without a key, everyone is served",
-    )
+    key = "API key; may be repeated, and keys share no prefixes. Without a key, everyone is served"
+    add("--api-key", action="append", default=[], metavar="KEY", help=key)
     add("--admin-api-key", action="append", default=[], metavar="KEY", help="only this key reads metrics and flushes")
-    add(
-        "--api-key-file",
-        metavar="FILE",
-        help="API keys, one per line, KEY or NAME: KEY; hidden from other users, unlike flags; logs show the name",
-    )
+    keys = "API keys, one per line, KEY or NAME: KEY; hidden from other users, unlike flags; logs show the name"
+    add("--api-key-file", metavar="FILE", help=keys)
     add("--admin-api-key-file", metavar="FILE", help="the same for admin keys")
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=_CORS_IN_WORDS)
-    add(
-        "--access-log",
-        choices=("text", "json", "off"),
-        default="text",
-        help="write a line to stdout for each completed request except probes (default: text)",
-    )
-    add(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        help="URL for OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs the extra otel",
-    )
-    add(
-        "--enable-tokenizer-info-endpoint",
-        action="store_true",
-        help="serve /tokenizer_info: the tokenizer's settings and chat template, to every API key",
-    )
-    add(
-        "--record-load",
-        metavar="FILE",
-        help="append a line for each served request: times, lengths and salted hashes, no text; for plan --trace",
-    )
-    _add_parsers(parser)
-    _add_memory_arguments(parser)
+    line = "write a line to stdout for each completed request except probes (default: text)"
+    add("--access-log", choices=("text", "json", "off"), default="text", help=line)
+    traces = "URL for OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs the extra otel"
+    add("--otlp-traces-endpoint", metavar="URL", help=traces)
+    info = "serve /tokenizer_info: the tokenizer's settings and chat template, to every API key"
+    add("--enable-tokenizer-info-endpoint", action="store_true", help=info)
+    load = "append a line for each served request: times, lengths and salted hashes, no text; for plan --trace"
+    add("--record-load", metavar="FILE", help=load)
+    add = parser.add_argument_group("reply formats", "By default they follow from the chat template.").add_argument
+    parsers = (AUTO, NONE, *TOOL_CALL_PARSERS)
+    add("--tool-call-parser", choices=parsers, default=AUTO, help="format of the model's tool calls (default: auto)")
+    parsers = (AUTO, NONE, *REASONING_PARSERS)
+    add("--reasoning-parser", choices=parsers, default=AUTO, help="format of its reasoning (default: auto)")
+    add = parser.add_argument_group("memory of a GPU", CARD_IN_WORDS).add_argument
+    fraction = "fraction of the memory free after loading the weights, for KV blocks and states (default: 0.9)"
+    add("--memory-fraction", type=float, default=0.9, metavar="F", help=fraction)
     _add_limits(parser)
 
 
-def _add_parsers(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("reply formats", "By default they follow from the chat template.").add_argument
-    names = (AUTO, NONE, *TOOL_CALL_PARSERS)
-    add("--tool-call-parser", choices=names, default=AUTO, help="format of the model's tool calls (default: auto)")
-    names = (AUTO, NONE, *REASONING_PARSERS)
-    add("--reasoning-parser", choices=names, default=AUTO, help="format of its reasoning (default: auto)")
-
-
-def _add_memory_arguments(parser: ArgumentParser) -> None:
-    memory = parser.add_argument_group("memory of a GPU", CARD_IN_WORDS)
-    memory.add_argument(
-        "--memory-fraction",
-        type=float,
-        default=0.9,
-        metavar="F",
-        help="fraction of the memory free after loading the weights, for KV blocks and states (default: 0.9)",
-    )
-
-
 def _add_limits(parser: ArgumentParser) -> None:
-    limits = parser.add_argument_group(
-        "limits", "Requests beyond a limit are refused. If waiting helps, the status is 429, with the seconds to wait."
-    )
-    limits.add_argument(
-        "--max-running-requests",
-        type=int,
-        metavar="N",
-        help="maximum concurrently running requests (default: 16; on a GPU as many as fit, up to 256)",
-    )
+    in_words = "Requests beyond a limit are refused. If waiting helps, the status is 429, with the seconds to wait."
+    add = parser.add_argument_group("limits", in_words).add_argument
+    running = "maximum concurrently running requests (default: 16; on a GPU as many as fit, up to 256)"
+    add("--max-running-requests", type=int, metavar="N", help=running)
     queued = "maximum queued requests (default: 1024)"
-    limits.add_argument("--max-queued-requests", type=int, default=1024, metavar="N", help=queued)
+    add("--max-queued-requests", type=int, default=1024, metavar="N", help=queued)
     choices = "maximum choices of one request, prompts times n (default: 1024)"
-    limits.add_argument("--max-choices", type=int, default=1024, metavar="N", help=choices)
+    add("--max-choices", type=int, default=1024, metavar="N", help=choices)
     body = "maximum size of a request body in MiB (default: 4)"
-    limits.add_argument("--max-body-mb", type=float, default=4.0, metavar="M", help=body)
+    add("--max-body-mb", type=float, default=4.0, metavar="M", help=body)
     drain = "seconds that accepted requests have to finish after SIGTERM (default: 25)"
-    limits.add_argument("--drain-seconds", type=float, default=25.0, metavar="S", help=drain)
-    limits.add_argument(
-        "--transcript-mb",
-        type=float,
-        default=16.0,
-        metavar="M",
-        help="MiB per API key for the exact tokens of earlier turns (default: 16; 0 is off)",
-    )
-    limits.add_argument(
-        "--responses-mb",
-        type=float,
-        default=16.0,
-        metavar="M",
-        help="MiB per API key for stored /v1/responses (default: 16; 0 is off)",
-    )
+    add("--drain-seconds", type=float, default=25.0, metavar="S", help=drain)
+    transcripts = "MiB per API key for the exact tokens of earlier turns (default: 16; 0 is off)"
+    add("--transcript-mb", type=float, default=16.0, metavar="M", help=transcripts)
+    responses = "MiB per API key for stored /v1/responses (default: 16; 0 is off)"
+    add("--responses-mb", type=float, default=16.0, metavar="M", help=responses)
 
 
 def server_limits(arguments: Namespace, max_running: int) -> ServerLimits:
-    """Return the limits of the flags.
-
-    Raises:
-        UsageError: If one can never work.
-    """
+    """Return the limits of the flags; raise `UsageError` for one that can never work."""
     max_body = int(arguments.max_body_mb * _MIB)
     try:
         return ServerLimits(
@@ -217,21 +163,15 @@ def _check_origin(origin: str) -> None:
 
 def add_coordinator_arguments(parser: ArgumentParser) -> None:
     """Add the flags that `routing_settings` reads."""
-    group = parser.add_argument_group(
-        "coordinator", "Without these flags the coordinator of several processes listens on loopback only."
+    in_words = "Without these flags the coordinator of several processes listens on loopback only."
+    add = parser.add_argument_group("coordinator", in_words).add_mutually_exclusive_group().add_argument
+    key = (
+        "file of 64 hexadecimal digits, shared by the processes of all hosts; create it with: "
+        "(umask 077; openssl rand -hex 32 > FILE)"
     )
-    access = group.add_mutually_exclusive_group()
-    access.add_argument(
-        "--coordinator-key-file",
-        metavar="FILE",
-        help="file of 64 hexadecimal digits, shared by the processes of all hosts; create it with: "
-        "(umask 077; openssl rand -hex 32 > FILE)",
-    )
-    access.add_argument(
-        "--insecure-coordinator",
-        action="store_true",
-        help="listen to other hosts without a key: any client that reaches the port can stop the engines",
-    )
+    add("--coordinator-key-file", metavar="FILE", help=key)
+    insecure = "listen to other hosts without a key: any client that reaches the port can stop the engines"
+    add("--insecure-coordinator", action="store_true", help=insecure)
 
 
 def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
@@ -255,31 +195,20 @@ def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
     return settings
 
 
-@dataclass(frozen=True, slots=True)
-class _KeyFile:
-    keys: list[str] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)  # by key
-
-
 def api_keys_of(arguments: Namespace) -> ApiKeys:
-    """Return the keys of all flags.
-
-    Raises:
-        UsageError: If a file cannot be read or has no key, or a key is not valid.
-    """
+    """Return the keys of all flags; raise `UsageError` for a file without keys or a key that is not valid."""
     users = _read_keys("--api-key-file", arguments.api_key_file)
     admins = _read_keys("--admin-api-key-file", arguments.admin_api_key_file)
+    names = {key: name for keys in (users, admins) for key, name in keys.items() if name}
     try:
-        return ApiKeys(
-            [*arguments.api_key, *users.keys], [*arguments.admin_api_key, *admins.keys], users.names | admins.names
-        )
+        return ApiKeys([*arguments.api_key, *users], [*arguments.admin_api_key, *admins], names)
     except ValueError as error:
         raise UsageError(f"--api-key: {error}") from error
 
 
-def _read_keys(flag: str, path: str | None) -> _KeyFile:
-    """Return the keys of a file with lines KEY or NAME: KEY; none without a file."""
-    found = _KeyFile()
+def _read_keys(flag: str, path: str | None) -> dict[str, str]:
+    """Return the names by key of a file with lines KEY or NAME: KEY; "" for a key without a name."""
+    found: dict[str, str] = {}
     if path is None:
         return found
     try:
@@ -288,10 +217,8 @@ def _read_keys(flag: str, path: str | None) -> _KeyFile:
         raise UsageError(f"{flag} {path}: {error}") from error
     for line in filter(None, map(str.strip, lines)):
         named = _NAMED_KEY.fullmatch(line)
-        key = line if named is None else named[2]
-        found.keys.append(key)
-        if named is not None:
-            found.names[key] = named[1]
-    if not found.keys:
+        name, key = ("", line) if named is None else named.groups()
+        found[key] = name or found.get(key, "")
+    if not found:
         raise UsageError(f"{flag} {path}: it has no key; write one a line")
     return found

@@ -34,24 +34,13 @@ from .flag_sources import UsageError
 from .model_choice import ModelDirectory, fills_card
 from .ready_model import drafter_maker, engine_for, ready_model
 from .server_arguments import server_limits
-from .sizing import (
-    NUM_CUDA_GRAPHS,
-    Card,
-    card_draft_settings,
-    card_settings,
-    default_draft_settings,
-    default_settings,
-)
+from .sizing import NUM_CUDA_GRAPHS, Card, card_draft_settings, card_settings, default_draft_settings, default_settings
 
 _JOIN_S = 60.0
 
 
 class Serving:
-    """The model of a process and the server's settings.
-
-    Raises:
-        UsageError: If the model cannot be loaded, or settings do not fit it.
-    """
+    """The model of a process and the server's settings; raises `UsageError` if one cannot be used."""
 
     def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
         on_card = fills_card(directory, device)
@@ -73,7 +62,9 @@ class Serving:
         config = cache_config(arguments, settings)
         self._config = resolved_settings(config, shape, ranks_of_process())
         tokenizer = self._model.tokenizer
-        name, *other_names = dict.fromkeys(arguments.served_model_name or [_name_of(directory)])
+        own_name = "random" if directory is None else directory.path.resolve().name
+        name, *other_names = dict.fromkeys(arguments.served_model_name or [own_name])
+        record, endpoint = arguments.record_load, arguments.otlp_traces_endpoint
         self.settings = ServerSettings(
             model_name=name,
             other_names=tuple(other_names),
@@ -85,18 +76,14 @@ class Serving:
             access_log=AccessLog(arguments.access_log),
             cors_origins=tuple(arguments.cors_origin),
             syntax=_syntax_of(tokenizer, arguments),
-            load_record=_load_record_of(arguments, self._config),
-            traces=_traces_of(arguments, name),
+            load_record=LoadRecord() if record is None else LoadFile(Path(record), self._config.block_size_tokens),
+            traces=Traces() if endpoint is None else ExportedTraces(endpoint, name),
             describes_tokenizer=arguments.enable_tokenizer_info_endpoint,
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 
     def engine(self) -> MambaCacheEngine:
-        """Build the engine.
-
-        Raises:
-            UsageError: If the settings do not fit the model or the memory.
-        """
+        """Build the engine; raise `UsageError` if the settings do not fit the model or the memory."""
         return engine_for(self._model, self._config, 0, self._drafter)
 
     def run(self, engine: MambaCacheEngine, listener: socket.socket) -> int:
@@ -106,8 +93,7 @@ class Serving:
     def run_replica(self, engine: MambaCacheEngine, listener: socket.socket | None, routing: RoutingSettings) -> int:
         """Serve with the engines of all processes through a coordinator; return the exit status.
 
-        Args:
-            listener: Socket of the process that runs the front end; None in all others.
+        The first process, which has a `listener`, runs the front end; the others serve its coordinator.
         """
         from ..server.coordinator_backend import CoordinatorBackend
         from ..server.replica import ReplicaThread, serve_replica
@@ -150,11 +136,7 @@ def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device
 def _settings(
     shape: HybridModelShape, max_length: int, arguments: Namespace, device: str, card: Card | None
 ) -> dict[str, Any]:
-    """Return the default fields of `CacheConfig`.
-
-    Args:
-        card: Memory to fill; None: sizes follow from the model.
-    """
+    """Return the default fields of `CacheConfig`, which fill `card`; None: they follow from the model."""
     running = arguments.max_running_requests
     limit = {} if running is None else {"max_requests": running}
     if card is not None:
@@ -210,18 +192,3 @@ def _syntax_of(tokenizer: Any, arguments: Namespace) -> ReplySyntax:
     syntax = reply_syntax(with_tools, arguments.tool_call_parser, arguments.reasoning_parser)
     plain = reply_syntax(without, NONE, arguments.reasoning_parser)
     return replace(syntax, reasoning=syntax.reasoning or plain.reasoning)
-
-
-def _load_record_of(arguments: Namespace, config: CacheConfig) -> LoadRecord:
-    if arguments.record_load is None:
-        return LoadRecord()
-    return LoadFile(Path(arguments.record_load), config.block_size_tokens)
-
-
-def _traces_of(arguments: Namespace, model_name: str) -> Traces:
-    endpoint = arguments.otlp_traces_endpoint
-    return Traces() if endpoint is None else ExportedTraces(endpoint, model_name)
-
-
-def _name_of(directory: ModelDirectory | None) -> str:
-    return "random" if directory is None else directory.path.resolve().name

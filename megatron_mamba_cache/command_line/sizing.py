@@ -58,19 +58,12 @@ DEFAULTS_IN_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU's free memory, and the share of it that a model's steps need.
+    """A GPU's free memory, and the share of it that a model's steps need."""
 
-    Args:
-        free_bytes: Free memory once the weights are loaded; the least of all ranks that share the model.
-        fraction: Share of it for KV blocks and states.
-        widest_layer: Outputs of the widest linear layer on this rank, excluding the output layer.
-        share: The model's share of the memory for KV blocks and states; a draft model has the rest.
-    """
-
-    free_bytes: int
-    fraction: float
-    widest_layer: int
-    share: float = 1.0
+    free_bytes: int  # free memory once the weights are loaded; the least of all ranks that share the model
+    fraction: float  # share of it for KV blocks and states
+    widest_layer: int  # outputs of the widest linear layer on this rank, excluding the output layer
+    share: float = 1.0  # the model's share of the memory for KV blocks and states; a draft model has the rest
 
     @property
     def bytes_a_logit(self) -> int:
@@ -83,11 +76,7 @@ class Card:
 
 
 def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, int | float]:
-    """Return fields of `CacheConfig` that allow every run that the model itself allows.
-
-    Args:
-        max_length: Maximum length of the model.
-    """
+    """Return fields of `CacheConfig` for all runs that the model allows, up to its `max_length` in tokens."""
     block = math.ceil(_LEAST_BLOCK / shape.grain) * shape.grain
     length = min(max_length, _MAX_LENGTH)
     request_bytes = math.ceil(length / block) * shape.block_bytes(block)
@@ -134,12 +123,12 @@ def card_settings(
     live_bytes = _live_bytes(shape, sizes)
     max_tokens = given.get("max_tokens") or max(_CARD_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
-    num_live = max_tokens + min(sizes.most_graph_tokens, max_tokens)
-    budget = _budget(card, shape, num_live, max(asked, _CARD_MAX_REQUESTS), given_gb)
+    step_bytes = _step_bytes(card, shape, sizes, max_tokens, max(asked, _CARD_MAX_REQUESTS))
+    budget = _budget(card, shape, step_bytes, max(asked, _CARD_MAX_REQUESTS), given_gb)
     drafts_bytes = 0 if given_gb is not None else int(card.share * drafts * card.bytes_a_logit * shape.vocab_size)
     fitting = _num_fitting(shape, sizes, budget, drafts_bytes)
     max_requests = asked or max(1, min(_CARD_MAX_REQUESTS, max_tokens, fitting))
-    budget = _budget(card, shape, num_live, max(max_requests * (1 + drafts), _CARD_MAX_REQUESTS), given_gb)
+    budget = _budget(card, shape, step_bytes, max(max_requests * (1 + drafts), _CARD_MAX_REQUESTS), given_gb)
     rest = budget - max_requests * live_bytes
     if given_gb is None and rest < 2 * shape.block_bytes(block) + _least_states(shape, sizes, max_requests):
         raise UsageError(_no_room(card, budget, max_requests, live_bytes))
@@ -155,30 +144,33 @@ def card_settings(
     }
 
 
-def _budget(card: Card, shape: "HybridModelShape", num_live: int, num_sampled: int, given_gb: float | None) -> float:
+def _step_bytes(card: Card, shape: "HybridModelShape", sizes: CacheConfig, max_tokens: int, max_requests: int) -> int:
+    """Return the bytes of activations, with those that graphs keep, and of the scan of the most prompts of a step."""
+    num_live = max_tokens + min(sizes.most_graph_tokens, max_tokens)
+    activations = _WIDEST_LAYERS * card.widest_layer * num_live * shape.params_dtype.itemsize
+    return activations + shape.scan_bytes(max_tokens, max_requests)
+
+
+def _budget(card: Card, shape: "HybridModelShape", step_bytes: int, num_sampled: int, given_gb: float | None) -> float:
     """Return the bytes for KV blocks and states: the given budget, or the rest after steps.
 
     Args:
-        num_live: Tokens whose activations are live at once: those of a step, and those that graphs keep.
+        step_bytes: Memory of a step, without its logits.
         num_sampled: Tokens that a step samples.
     """
     if given_gb is not None:
         return card.share * given_gb * _GIB
-    activations = _WIDEST_LAYERS * card.widest_layer * num_live * shape.params_dtype.itemsize
     logits = card.bytes_a_logit * shape.vocab_size * num_sampled
-    whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)
+    whole = min(card.fraction * card.free_bytes, card.free_bytes - step_bytes - logits - _FIXED_BYTES)
     return max(card.share * whole, 0.0)
 
 
 def _num_fitting(shape: "HybridModelShape", sizes: CacheConfig, budget: float, drafts_bytes: int) -> int:
     """Return the number of requests of 2,048 tokens that fit half of the memory.
 
-    Drafts count where each has a slot. Those of replayed states have a few inputs only, which come out of the other
-    half, as their logits do: as many requests run at once with drafts as without, unless that leaves less than a
-    fifth.
-
-    Args:
-        drafts_bytes: Logits of a request's drafts, which reduce the budget.
+    Drafts count where each has a slot. Where states are replayed, drafts have only a few inputs, which come out of the
+    other half, as their logits do (`drafts_bytes` a request): then as many requests run with drafts as without, unless
+    that leaves less than a fifth.
     """
     most = budget / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
     num_blocks = math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
@@ -202,11 +194,7 @@ def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:
-    """Return the maximum tokens of a request that fit the budget of each rank, at least a block.
-
-    Args:
-        budget: Bytes on this rank for KV blocks and states, instead of those of `config`.
-    """
+    """Return the maximum tokens of a request that fit `budget` bytes, at least a block; a collective."""
     config = shape.resolved(replace(config, cache_gb=max(budget / _GIB, _LEAST_GB)))
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
@@ -236,11 +224,7 @@ def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, A
 def default_draft_settings(
     shape: "HybridModelShape", max_length: int, given_gb: float | None, ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return sizes that follow from the draft model; longer texts get no drafts.
-
-    Args:
-        given_gb: Budget of both models in GiB, from a flag; None: there is none.
-    """
+    """Return sizes that follow from the draft model; both models share `given_gb` GiB if that is given."""
     fields = default_settings(shape, max_length)
     if given_gb is None:
         return fields
@@ -253,11 +237,9 @@ def default_draft_settings(
 def card_draft_settings(
     shape: "HybridModelShape", max_length: int, engine: CacheConfig, card: Card, given_gb: float | None, ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return sizes that fill the draft model's share of a GPU for the engine's requests.
+    """Return sizes that fill the draft model's share of a GPU for the requests of `engine`, which verifies its drafts.
 
-    Args:
-        engine: Settings of the engine that verifies the drafts.
-        given_gb: The budget of `default_draft_settings`, instead of the GPU's free memory.
+    `given_gb` is the budget of both models in GiB; None: the GPU's free memory.
     """
     given = {"max_requests": engine.max_requests, "max_tokens": engine.max_tokens, "cache_gb": given_gb}
     length = min(max_length, engine.max_sequence_length)

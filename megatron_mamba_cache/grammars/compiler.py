@@ -34,11 +34,7 @@ TOO_COMPLEX = "the grammar of this request has become too complex to go on"
 
 
 class Grammars:
-    """The grammars of one model. Thread-safe; compiling leaves Python's lock to others.
-
-    Args:
-        vocab_size: The width of masks.
-    """
+    """The grammars of one model, whose masks are `vocab_size` wide. Thread-safe; compiling releases Python's lock."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -67,11 +63,7 @@ class Grammars:
         return None
 
     def matcher(self, grammar: str) -> "LLMatcher":
-        """Return a matcher at a grammar's start.
-
-        Raises:
-            GrammarError: If the grammar or the tokenizer cannot be used.
-        """
+        """Return a matcher at a grammar's start; raise `GrammarError` if it or the tokenizer cannot be used."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
@@ -139,11 +131,7 @@ def has_text(terminal: str) -> bool:
 
 
 def _parsed(grammar: str) -> Any:
-    """Return a grammar's value, which is small enough to be compiled in a moment.
-
-    Raises:
-        GrammarError: If its text is too long, is not JSON or holds too many objects.
-    """
+    """Return a grammar's value; raise `GrammarError` if it is not JSON, or too large to compile in a moment."""
     _check(len(grammar), "characters", _MOST_CHARACTERS)
     try:
         value = json.loads(grammar)
@@ -196,11 +184,7 @@ def _check_expanded(schema: dict[str, Any]) -> None:
 
 @cache
 def _llguidance() -> ModuleType:
-    """Return the module that uses llguidance.
-
-    Raises:
-        GrammarError: If it is not installed.
-    """
+    """Return the module that uses llguidance; raise `GrammarError` if it is not installed."""
     try:
         require_extra("server", "a reply of a given form")
     except MissingExtraError as error:
@@ -215,10 +199,10 @@ GoesOn = Callable[[dict[str, Any], str], bool]
 
 
 def prepared(schema: dict[str, Any], goes_on: GoesOn, refusal: Refusal) -> dict[str, Any]:
-    """Return a schema whose replies are valid by the given one, which is used up, and can always come to an end.
+    """Return a schema whose replies are finite and valid by the given one, which this changes.
 
     Raises:
-        GrammarError: If the schema cannot be held to; it says where and why.
+        GrammarError: If no grammar can enforce the schema; it says where and why.
     """
     settings = schema.get(GUIDANCE, {})
     try:

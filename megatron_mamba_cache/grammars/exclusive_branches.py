@@ -26,11 +26,8 @@ _ONE_OF = "oneOf"
 def exclude_branches(root: Any) -> None:
     """Replace each `oneOf` of a JSON schema in place by an `anyOf` of alternatives that exclude each other.
 
-    Where two alternatives have some values in common, one of them must have a property that sets them apart, or must
-    not have one that the other must have.
-
-    Raises:
-        GrammarError: If alternatives overlap and cannot be narrowed so.
+    Alternatives that overlap are narrowed: one requires a property that sets them apart, or forbids one that the other
+    requires. If that is not possible, raise `GrammarError`.
     """
     for _ in range(_MOST_COPIES):
         chosen = {
@@ -68,9 +65,8 @@ def _exclusive(branches: list[Any], base: Schema, root: Any) -> list[Any]:
 def _tagged(branches: list[Any], root: Any) -> list[Any]:
     """Return many alternatives, each with a property required whose values no other one has."""
     parts = [resolved(branch, root) for branch in branches]
-    names = mapping_of(parts[0].get("properties")) if isinstance(parts[0], dict) else {}
-    for name in names:
-        tags = [_values_of(_own_property(part, name)) for part in parts]
+    for name in mapping_of(mapping_of(parts[0]).get("properties")):
+        tags = [_values_of(mapping_of(mapping_of(part).get("properties")).get(name)) for part in parts]
         values = [repr(value) for tag in tags for value in tag or ()]
         if None not in tags and len(set(values)) == len(values):
             return [_with(branch, root, required=name) for branch in branches]
@@ -90,7 +86,7 @@ def _set_apart(branch: Any, base: Schema, other: list[Any], root: Any) -> Any:
             return _with(branch, root, required=name)
     required = {name for part in parts for name in list_of(part.get("required"))}
     missing = [name for part in others for name in list_of(part.get("required")) if name not in required]
-    declared = mapping_of(resolved(branch, root).get("properties")) if isinstance(resolved(branch, root), dict) else {}
+    declared = mapping_of(mapping_of(resolved(branch, root)).get("properties"))
     missing.sort(key=lambda name: name in declared)
     return _with(branch, root, forbidden=missing[0]) if missing else None
 
@@ -129,7 +125,8 @@ def _are_disjoint(first: list[Any], second: list[Any], root: Any, depth: int = _
 def _are_apart(kind: str, firsts: list[Schema], seconds: list[Schema], root: Any, depth: int) -> bool:
     """Return whether it is certain that no value of a type is of all schemas of both lists."""
     if kind == "object":
-        return _are_objects_apart(firsts, seconds, root, depth)
+        names = sorted({name for part in firsts + seconds for name in list_of(part.get("required"))})
+        return any(_are_disjoint(_property(firsts, name), _property(seconds, name), root, depth - 1) for name in names)
     words = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}.get(kind)
     if kind in ("integer", "number"):
         words = ("minimum", "maximum")
@@ -141,20 +138,11 @@ def _are_apart(kind: str, firsts: list[Schema], seconds: list[Schema], root: Any
         high = [part[most] for part in those if isinstance(part.get(most), int | float)]
         if low and high and max(low) > min(high):
             return True
-    return kind == "array" and _are_items_apart(firsts, seconds, root, depth)
-
-
-def _are_items_apart(firsts: list[Schema], seconds: list[Schema], root: Any, depth: int) -> bool:
-    least = max((part.get("minItems", 0) for part in firsts + seconds), default=0)
-    pairs = ((_item(firsts, location), _item(seconds, location)) for location in range(min(least, 8)))
+    if kind != "array":
+        return False
+    num_items = max((part.get("minItems", 0) for part in firsts + seconds), default=0)
+    pairs = ((_item(firsts, location), _item(seconds, location)) for location in range(min(num_items, 8)))
     return any(_are_disjoint(one, other, root, depth - 1) for one, other in pairs)
-
-
-def _are_objects_apart(firsts: list[Schema], seconds: list[Schema], root: Any, depth: int) -> bool:
-    required = {name for part in firsts + seconds for name in list_of(part.get("required"))}
-    return any(
-        _are_disjoint(_property(firsts, name), _property(seconds, name), root, depth - 1) for name in sorted(required)
-    )
 
 
 def _is_within(branch: Any, other: Any, root: Any) -> bool:
@@ -195,8 +183,7 @@ def _types(parts: list[Schema]) -> set[str]:
         types &= types_of(part)
         values = _values_of(part)
         if values is not None:
-            kinds = {type_of_value(value) for value in values}
-            types &= kinds
+            types &= {type_of_value(value) for value in values}
     return types
 
 
@@ -229,10 +216,6 @@ def _property(parts: list[Schema], name: str) -> list[Any]:
         elif not part.get("patternProperties") and "additionalProperties" in part:
             found.append(part["additionalProperties"])
     return found
-
-
-def _own_property(schema: Any, name: str) -> Any:
-    return mapping_of(schema.get("properties")).get(name) if isinstance(schema, dict) else None
 
 
 def _item(parts: list[Schema], location: int) -> list[Any]:

@@ -29,17 +29,11 @@ LOCATION = "location"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A rule's right-hand side and the named parts that it refers to.
+    """A rule's right-hand side and the named parts that it refers to."""
 
-    Args:
-        rule: In llguidance's dialect of Lark.
-        rules: Further rules, by name.
-        parts: Grammars that rules name with `@`, by name.
-    """
-
-    rule: str
-    rules: Mapping[str, str] | None = None
-    parts: Mapping[str, Mapping[str, Any]] | None = None
+    rule: str  # in llguidance's dialect of Lark
+    rules: Mapping[str, str] | None = None  # further rules, by name
+    parts: Mapping[str, Mapping[str, Any]] | None = None  # grammars that rules name with `@`, by name
 
     @property
     def text(self) -> str:
@@ -52,8 +46,7 @@ class Grammar:
 def json_grammar(schema: Schema, name: str = "answer", location: str = "") -> Grammar:
     """Return the grammar of the JSON texts that a schema allows, with bounded white space between their tokens.
 
-    Args:
-        location: Where the schema is in the request, for errors.
+    `location` is where the schema is in the request, for errors.
     """
     whole = without_notes(schema) if isinstance(schema, Mapping) else {}
     if schema is False:

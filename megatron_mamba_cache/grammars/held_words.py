@@ -46,9 +46,7 @@ Refusal = Callable[[Schema], str | None]
 
 
 def hold_words(root: Any, refusal: Refusal) -> None:
-    """Rewrite a JSON schema in place with words that llguidance holds to.
-
-    The schema's draft does not matter: words of older ones are written as today's.
+    """Rewrite a JSON schema of any draft in place, with words that llguidance holds to.
 
     Raises:
         GrammarError: If a word cannot be held to; it says where.

@@ -30,15 +30,10 @@ _FUEL, _FUEL_A_STEP = 10_000_000, 2_000_000  # work on expressions: some seconds
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The attributes that `TokenizerWrapper` reads.
+    """The attributes that `TokenizerWrapper` reads."""
 
-    Args:
-        tokens: The bytes of each token, [vocab].
-        special_token_ids: Tokens without text.
-    """
-
-    tokens: list[bytes]
-    special_token_ids: list[int]
+    tokens: list[bytes]  # the bytes of each token, [vocab]
+    special_token_ids: list[int]  # tokens without text
     eos_token_id: int
     bos_token_id: int | None
     spell: Callable[[bytes], list[int]]
@@ -51,8 +46,8 @@ class _Vocabulary:
 class _Spelling:
     """Turns a text inside a reply into tokens whose bytes are exactly the text's.
 
-    A tokenizer reads what it is given as a whole text: it may add special tokens around it, put a space in front, or
-    take the name of a special token for that token. So its tokens are used only if they spell the text.
+    A tokenizer may add special tokens or a space before a text, or read the name of a special token as that token. So
+    its tokens are used only if they spell the text.
 
     Args:
         tokens: The bytes of each token, [vocab]; none for a special one.
@@ -98,14 +93,10 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's vocabulary as matchers read it.
-
-    Args:
-        characters: All characters of its tokens; None: tokens can write all, since each byte is one.
-    """
+    """A model's vocabulary as matchers read it."""
 
     tokenizer: LLTokenizer
-    characters: frozenset[str] | None
+    characters: frozenset[str] | None  # of all tokens; None: each byte is a token, so all can be written
 
     def check(self, grammar: str) -> None:
         """Raise `GrammarError` if a grammar's texts have a character that no token has."""
@@ -118,10 +109,10 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
-    """Return the tokens of a model's vocabulary; those without text are allowed nowhere but where a grammar names them.
+    """Return a model's vocabulary; tokens without text are allowed only where a grammar names them.
 
     Raises:
-        GrammarError: If the tokenizer has no end token, or does not tell the bytes of its tokens.
+        GrammarError: If the tokenizer has no end token, or no `bytes_of`.
     """
     end_ids = [end for end in (tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())) if end >= 0]
     bytes_of = getattr(tokenizer, "bytes_of", None)
@@ -138,11 +129,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
 
 
 def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
-    """Return a matcher at a grammar's start.
-
-    Raises:
-        GrammarError: If llguidance cannot follow the grammar, or it has no text.
-    """
+    """Return a matcher at a grammar's start; raise `GrammarError` if it has no text or llguidance cannot follow it."""
     vocabulary.check(grammar)
     limits = LLParserLimits(
         max_items_in_row=_MOST_ITEMS,

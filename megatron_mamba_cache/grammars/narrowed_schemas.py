@@ -50,13 +50,9 @@ def narrow(schema: Any) -> None:
 
 
 def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> None:
-    """Take out values that cannot be written where `guidance_for` allows no codes of characters.
+    """Remove values that cannot be written where `guidance_for` allows no codes of characters.
 
-    Args:
-        has_text: Returns whether any text is of a schema of strings.
-
-    Raises:
-        GrammarError: If a string can have no other value.
+    If a string can have no other value, raise `GrammarError`. `has_text` tests if a schema of strings has a text.
     """
     if not guidance_for(schema):
         return
@@ -79,8 +75,8 @@ def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> No
 def guidance_for(schema: Any) -> dict[str, str]:
     """Return llguidance's settings for a schema.
 
-    Names may not be written by the codes of their characters where an object has others besides those that it names: an
-    "a" written so would be taken for another name. Nor may any text of that schema then.
+    If an object may have names that its schema does not list, no text of the schema may use codes of characters: a name
+    with such a code would be taken for another one.
     """
     is_open = any(
         (found.get("properties") or found.get("patternProperties")) and found.get("additionalProperties") is not False
@@ -115,7 +111,7 @@ def _narrow_bound(schema: dict[str, Any], word: str) -> None:
 
 
 def _is_inside(value: float, bound: int, inward: float, *, is_exclusive: bool) -> bool:
-    """Return whether a float64 is inside a bound, both itself and by its shortest digits, which llguidance writes.
+    """Return True if a float64 is inside a bound: its value, and the shortest digits, which llguidance writes.
 
     Raises:
         GrammarError: If it is infinite.
@@ -170,11 +166,7 @@ def _narrowed_pattern(pattern: str) -> str:
 
 
 def _narrowed_class(text: str) -> str:
-    """Return a class of characters that does not hold all control characters unless it holds a quote and a backslash.
-
-    Args:
-        text: The class in its brackets; or an escape, which stays.
-    """
+    """Return a class (or escape) that has all control characters only if it has a quote and a backslash."""
     if not text.startswith("["):
         return text
     try:

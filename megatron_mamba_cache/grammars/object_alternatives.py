@@ -19,11 +19,10 @@ _OF_OTHERS = {"contains", "minContains", "maxContains", "unevaluatedItems", "une
 
 
 def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the properties that an object may have and those that it must have, for each way to choose alternatives.
+    """Return the allowed and the required properties of an object, for each choice of alternatives in its schema.
 
     Raises:
-        GrammarError: If there are too many ways, or none; a property that is required is not allowed; or a word about
-            the whole object cannot be held to.
+        GrammarError: If there are too many choices, or none; or a word about the whole object cannot be held to.
     """
     if not any(word in schema for word in _COMBINED):
         found = [_merged([schema])]

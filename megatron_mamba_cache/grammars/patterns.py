@@ -35,10 +35,7 @@ _VISIBLE = (
 )
 """All characters but `_SPACES`."""
 _DASH = r"\-"
-_ESCAPES = {
-    **{r"\0": r"\x00", r"\A": "^", r"\Z": "$", r"\z": "$"},
-    **{r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"},
-}
+_ESCAPES = {**{r"\0": r"\x00", r"\A": "^", r"\Z": "$", r"\z": "$"}, **{r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}}
 """Escapes of ECMA-262 in Rust's dialect, where they differ."""
 _POINTER = "(/([^/~]|~[01])*)*"
 _FORMATS: Mapping[str, Mapping[str, Any]] = {
@@ -81,10 +78,10 @@ _NO_EXAMPLES = ("", "a", "A1!", " ", "@", "a b", "-1", "admin", "Passw0rd!longer
 
 
 def words_of_format(name: str) -> Mapping[str, Any]:
-    """Return words that allow texts of a format; none for one that JSON Schema does not define, a note to readers.
+    """Return words that allow texts of a format; none for one that JSON Schema does not define.
 
     Raises:
-        GrammarError: If texts of the format are not those of an expression.
+        GrammarError: If no expression describes the texts of the format.
     """
     if name == "regex":
         raise GrammarError("the format regex cannot be held to; leave it out")
@@ -92,11 +89,7 @@ def words_of_format(name: str) -> Mapping[str, Any]:
 
 
 def pattern_of_properties(pattern: str) -> str:
-    """Return a pattern of `patternProperties`, which matches the same names.
-
-    Raises:
-        GrammarError: If it looks ahead or behind.
-    """
+    """Return a pattern of `patternProperties` for llguidance; raise `GrammarError` if it looks ahead or behind."""
     if _looks_around(pattern):
         raise GrammarError(f"patternProperties has {pattern!r:.100}, which looks ahead or behind; write it without")
     return translated(pattern, ".")
@@ -105,11 +98,8 @@ def pattern_of_properties(pattern: str) -> str:
 def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str, Any]]:
     """Return words that together allow only texts of a pattern.
 
-    Look-ahead at the beginning becomes a pattern of its own. Any other is replaced by a format, if the pattern takes
-    the format's texts: that which the schema names, or the only one whose texts it takes.
-
-    Raises:
-        GrammarError: If it looks around in any other way.
+    Look-ahead at the beginning becomes a pattern of its own. A pattern that looks around elsewhere is replaced by a
+    format whose texts it takes: the one that the schema names, or the only one. Otherwise, raise `GrammarError`.
     """
     ahead, rest = _split_ahead(pattern)
     parts = [*ahead, rest]
@@ -128,11 +118,7 @@ def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str,
 
 
 def pattern_of_names(schema: Any) -> str:
-    """Return a pattern of the names that a schema of strings allows.
-
-    Raises:
-        GrammarError: If no single pattern says the same.
-    """
+    """Return a pattern of the names that a schema of strings allows; raise `GrammarError` if there is none."""
     words = schema.keys() - {"type"} if isinstance(schema, Mapping) else set()
     if words == {"pattern"} and isinstance(schema["pattern"], str):
         return str(schema["pattern"])
@@ -146,11 +132,7 @@ def pattern_of_names(schema: Any) -> str:
 
 
 def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
-    """Return expressions that match the whole of a text which a schema's pattern and format allow.
-
-    Raises:
-        GrammarError: If they cannot be written so.
-    """
+    """Return expressions of the texts that a pattern and a format allow; raise `GrammarError` if there are none."""
     name, pattern = schema.get("format"), schema.get("pattern")
     words = words_of_pattern(pattern, name) if isinstance(pattern, str) else []
     format_words = words_of_format(name) if isinstance(name, str) else {}
@@ -193,11 +175,7 @@ def _ascii(token: str) -> str:
 
 
 def translated(pattern: str, any_character: str = _ANY_CHARACTER) -> str:
-    """Return a pattern of ECMA-262 in Rust's dialect.
-
-    Args:
-        any_character: What a dot becomes; dialects differ in which ends of a line it takes.
-    """
+    """Return a pattern of ECMA-262 in Rust's dialect, with `any_character` for each dot."""
     dot = "." if "(?s" in pattern else any_character
     return _TOKEN.sub(lambda found: dot if found[0] == "." else _translated_token(found[0]), pattern)
 
@@ -213,10 +191,10 @@ def _translated_token(token: str) -> str:
 
 
 def _translated_class(text: str) -> str:
-    """Return a class in which `[` and doubled signs stand for themselves.
+    """Return a class in which `[` and doubled signs are single characters.
 
     Raises:
-        GrammarError: If it is of another dialect, and of other characters in ECMA-262.
+        GrammarError: If it is of another dialect, and means other characters in ECMA-262.
     """
     if text in ("[]", "[^]"):
         return r"[\s\S]" if text == "[^]" else r"[^\s\S]"

@@ -17,30 +17,20 @@ _SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
 
 @dataclass(frozen=True, slots=True)
 class CallsInReasoning:
-    """Tool calls that may begin within reasoning.
+    """Tool calls that may begin within reasoning."""
 
-    Args:
-        marker: Their start, at the start of a line; if it is a token, also after a word or a sentence.
-        rest: The grammar after the marker.
-        after: The grammar after the calls and a closing marker; None: the reply ends there.
-    """
-
-    marker: str
-    rest: Grammar
-    after: Grammar | None = None
+    marker: str  # their start, at the start of a line; if it is a token, also after a word or a sentence
+    rest: Grammar  # the grammar after the marker
+    after: Grammar | None = None  # the grammar after the calls and a closing marker; None: the reply ends there
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGrammar:
-    """The grammar of reasoning, by its markers.
-
-    Args:
-        special_id: Returns the id of a marker that is a token.
-    """
+    """The grammar of reasoning, by its markers."""
 
     opening: str
     closing: str
-    special_id: SpecialId
+    special_id: SpecialId  # returns the id of a marker that is a token
 
     def before(self, grammar: Grammar, calls: CallsInReasoning | None = None, *, is_open: bool) -> Grammar:
         """Return a grammar whose text comes after reasoning.
@@ -97,9 +87,9 @@ class ReasoningGrammar:
 
 
 def _before_tag(*, is_tag: bool) -> str:
-    """Return the expression of text before a marker that is not just mentioned, as a reply's parser reads it.
+    """Return the expression of text before a marker that is not a mention, as a reply's parser reads it.
 
-    The marker begins its line, or comes after a word or, if it is a tag, after the space after a sentence.
+    The marker begins its line, or follows a word; a tag may also follow the space after a sentence.
     """
     word = rf"[^{_OPENING}\s\x1c-\x1f]|{_SENTENCE_END}" if is_tag else f"[^{_OPENING}]"
     return rf"(({ANY}\n)?[ \t]*|{ANY}({word}))"

@@ -25,12 +25,9 @@ HasText = Callable[[Schema], bool]
 
 
 def close_names(root: Any, has_text: HasText) -> None:
-    """Write patterns that match only names of properties as those properties, in place.
+    """Replace patterns that match only listed properties by these properties, in place.
 
-    Other properties are not allowed where patterns match all names.
-
-    Args:
-        has_text: Returns whether the reply `{` may go on with a name.
+    If patterns match all names, other properties become forbidden. `has_text` tests if a name may follow the reply `{`.
     """
     locations = locations_in(root)
     if not any(mapping_of(found.get("patternProperties")) for found in locations.values()):
@@ -99,11 +96,7 @@ _SCALARS = {"null", "boolean", "integer", "number", "string"}
 
 
 def close_endless(root: Any) -> None:
-    """Replace schemas without a finite value by false, in place.
-
-    Raises:
-        GrammarError: If no value of the whole schema is finite.
-    """
+    """Replace schemas without a finite value by false, in place; raise `GrammarError` if the root has none."""
     locations = list(locations_in(root).values())
     finite: set[int] = set()
     while True:
@@ -184,6 +177,7 @@ def _is_finite(schema: Any, finite: set[int]) -> bool:
 
 _MOST_TRIED = 100
 _LONGEST = 300
+_NAMING = ("required property", "required item", "prefixItems")  # in reasons that name a part of the schema
 _OPTION = re.compile(r"[^.;]*(?:coerce_one_of|x-guidance)[^.;]*[.;]?")
 _SENTENCES: tuple[tuple[str, str], ...] = (
     (r"Unsatisfiable schema: Regex is empty.*", "no string is of the pattern, the format and the length together"),
@@ -222,11 +216,7 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
 
 
 def explained(schema: dict[str, Any], refusal: Refusal) -> None:
-    """Raise a `GrammarError` for a schema that llguidance cannot follow, with the path to what it cannot.
-
-    Args:
-        schema: As it is handed to llguidance.
-    """
+    """Raise a `GrammarError` with the path to the part of a schema that llguidance cannot follow."""
     reason = refusal(schema)
     if reason is not None:
         path, reason = _deepest(schema, reason, refusal)
@@ -242,7 +232,7 @@ def _deepest(root: dict[str, Any], reason: str, refusal: Refusal) -> tuple[str, 
         for step, inner in _suspects(current, root, reason):
             alone = {**shared, **inner} if isinstance(inner, dict) else {**shared, "enum": []}
             found = refusal(alone)
-            if found is not None and (found == reason or _is_named(reason)):
+            if found is not None and (found == reason or any(name in reason for name in _NAMING)):
                 path, current, reason = f"{path}.{step}".lstrip("."), mapping_of(inner), found
                 break
         else:
@@ -265,10 +255,6 @@ def _suspects(schema: dict[str, Any], root: dict[str, Any], reason: str) -> Iter
     for step, inner in list(held_by(schema))[:_MOST_TRIED]:
         if not (schema is root and step.startswith(("$defs", "definitions"))):
             yield step, inner
-
-
-def _is_named(reason: str) -> bool:
-    return "required property" in reason or "required item" in reason or "prefixItems" in reason
 
 
 def _sentence(reason: str) -> str:

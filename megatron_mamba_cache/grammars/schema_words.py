@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
@@ -113,7 +113,8 @@ def target_of(reference: str, root: Any) -> Any:
         return None
     names = reference[1:].split("/")
     if names[0]:
-        return next((found for found in _anchored(root) if found.get("$anchor") == names[0]), None)
+        anchored = (found for found in values_in(root) if isinstance(found, dict) and "$anchor" in found)
+        return next((found for found in anchored if found["$anchor"] == names[0]), None)
     found = root
     for name in (unquote(name).replace("~1", "/").replace("~0", "~") for name in names[1:]):
         if isinstance(found, list):
@@ -197,10 +198,6 @@ def values_in(value: Any) -> Iterator[Any]:
             waiting += found.values()
         elif isinstance(found, list):
             waiting += found
-
-
-def _anchored(root: Any) -> Iterable[dict[str, Any]]:
-    return (found for found in values_in(root) if isinstance(found, dict) and "$anchor" in found)
 
 
 def _drop_unused_definitions(root: dict[str, Any]) -> None:

@@ -41,16 +41,11 @@ class CompilationWatch:
     """Count compilations through Triton's hooks, and call the hooks installed before."""
 
     def __init__(self) -> None:
+        self.total = Compilations()  # since the hooks were installed
         self._lock = Lock()
-        self._total = Compilations()
         self._running: dict[Hashable, tuple[float, ProgressLine]] = {}
         self._thread = local()
         self._hooks: tuple[_Hook | None, _Hook | None] = (None, None)
-
-    @property
-    def total(self) -> Compilations:
-        """Compilations since the hooks were installed."""
-        return self._total
 
     def install(self) -> None:
         """Install the hooks; if others have replaced them since, install them again in front."""
@@ -133,7 +128,7 @@ class CompilationWatch:
                 self._add(0, time.perf_counter() - compiled_at)
 
     def _add(self, num_kernels: int, seconds: float) -> None:
-        self._total = Compilations(self._total.num_kernels + num_kernels, self._total.seconds + seconds)
+        self.total = Compilations(self.total.num_kernels + num_kernels, self.total.seconds + seconds)
 
 
 def _identity(event: dict[str, Any]) -> Hashable:
@@ -155,12 +150,8 @@ class LoadingExecutor(ThreadPoolExecutor):
         super().__init__(num_threads, "compiling", *begin)
         self._lock = Lock()
         self._futures: list[Future[Any]] = []
-        self._num_busy, self._busy_since, self._seconds = 0, 0.0, 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Time during which any kernel was compiled or loaded."""
-        return self._seconds
+        self._num_busy, self._busy_since = 0, 0.0
+        self.seconds = 0.0  # during which any kernel was compiled or loaded
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> "Future[Any]":  # type: ignore[override]
         """Compile and load a kernel; the result is the kernel."""
@@ -190,7 +181,7 @@ class LoadingExecutor(ThreadPoolExecutor):
         now = time.perf_counter()
         with self._lock:
             if self._num_busy:
-                self._seconds += now - self._busy_since
+                self.seconds += now - self._busy_since
             self._num_busy, self._busy_since = self._num_busy + more, now
 
 

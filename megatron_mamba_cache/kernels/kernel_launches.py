@@ -44,6 +44,11 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
+    """Return how many programs a CUDA device holds at once; 2 for the interpreter."""
+    return per_multiprocessor * num_multiprocessors(device) if device.type == "cuda" else 2
+
+
 def has_tested_gluon() -> bool:
     """Return True if the Hopper kernels were tested with this Triton's Gluon, which is experimental."""
     return _FIRST_TRITON <= Version(Version(triton.__version__).base_version) < _TRITON_BEYOND

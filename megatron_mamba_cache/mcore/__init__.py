@@ -9,15 +9,9 @@ if TYPE_CHECKING:
     from .local_spec import local_hybrid_spec
     from .model_ranks import initialize_single_process
 
-_HOMES = {
-    "initialize_single_process": "model_ranks",
-    "local_hybrid_spec": "local_spec",
-}
+_HOMES = {"initialize_single_process": "model_ranks", "local_hybrid_spec": "local_spec"}
 
-__all__ = [
-    "initialize_single_process",
-    "local_hybrid_spec",
-]
+__all__ = ["initialize_single_process", "local_hybrid_spec"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
 

@@ -120,10 +120,7 @@ class MixtureOfExperts(MegatronModule):
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = build_module(
-                submodules.shared_experts,
-                config=config,
-                pg_collection=groups,
-                gate=config.moe_shared_expert_gate,
+                submodules.shared_experts, config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
             # Its sum over ranks is taken together with that of the routed experts.
             self.shared_experts.linear_fc2.explicit_expert_comm = True
@@ -206,11 +203,7 @@ class MixtureOfExperts(MegatronModule):
         return self.exchange.combine(partial, len(x), None if addend is None else addend())
 
     def _of_experts_here(
-        self,
-        x: Tensor,
-        is_real: Tensor | None,
-        shared: OverlappedExpert | None,
-        addend: Callable[[], Tensor] | None,
+        self, x: Tensor, is_real: Tensor | None, shared: OverlappedExpert | None, addend: Callable[[], Tensor] | None
     ) -> Tensor:
         ids, weights = self.router(x, is_real, self._summed_gate)
         return self.experts(

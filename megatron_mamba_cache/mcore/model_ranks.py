@@ -58,27 +58,20 @@ class ModelRanks:
         self._source = next(rank for at, _, rank in ranks if at == self.num_stages - 1)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, first stage first and in it in tensor-parallel order."""
         found: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(found, value, group=self._group)
         return [found[index] for index in self._order]
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each value over all ranks; 64 bits each."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
         least: list[int] = tensor.tolist()
         return least
 
     def all_hold(self, holds: bool) -> bool:
-        """Return whether something holds on all ranks."""
         return bool(self.least([int(holds)])[0])
 
     def from_source(self, tensor: Tensor) -> Tensor:
-        """Make a tensor on every rank what it is on the first rank of the last stage, in place, and return it.
-
-        CUDA-graph safe with NCCL; does not wait for the device.
-        """
         dist.broadcast(tensor, self._source, group=self._group)
         return tensor
 
@@ -118,7 +111,6 @@ class ExpertRanks:
         )
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """Return the greatest of each value over all ranks; 64 bits each. Waits for the ranks, not for the device."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX

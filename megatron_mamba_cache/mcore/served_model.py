@@ -25,36 +25,18 @@ from .local_spec import LocalHybridStack
 from .model_reading import model_shape_of
 
 
-class WholeModel:
-    """The only stage: tokens come in, logits go out."""
-
-    def prepare_input(self, num_tokens: int) -> None:
-        """Do nothing: the model reads tokens."""
-
-    def receive(self, num_tokens: int) -> None:
-        """Do nothing."""
-
-    def send(self, output: Tensor) -> None:
-        """Do nothing."""
-
-
 class PipelineStage:
-    """One of several stages; the methods are those of `WholeModel`.
+    """Transfers between a stage of the model and its neighbours; none for the only stage.
 
     Args:
         model: This stage's part of a MambaModel.
-        max_tokens: Most tokens of a step.
-        dtype: Dtype of hidden states.
     """
 
-    def __init__(self, model: Any, max_tokens: int, dtype: torch.dtype) -> None:
-        self._group = parallel_state.get_pipeline_model_parallel_group()
+    def __init__(self, model: Any, context: MambaCacheContext) -> None:
         self._model = model
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        self._is_first = stage == 0
-        self._is_last = stage == parallel_state.get_pipeline_model_parallel_world_size() - 1
-        shape = (0 if self._is_first else max_tokens, 1, model.config.hidden_size)
-        self._input = torch.zeros(shape, dtype=dtype, device=torch.cuda.current_device())
+        self._is_first, self._is_last = context.ranks.is_first_stage, context.ranks.is_last_stage
+        shape = (0 if self._is_first else context.max_tokens, 1, model.config.hidden_size)
+        self._input = torch.zeros(shape, dtype=context.shape.params_dtype, device=torch.cuda.current_device())
 
     def prepare_input(self, num_tokens: int) -> None:
         """Make the model read its input, [tokens, 1, hidden], where `receive` writes."""
@@ -65,15 +47,13 @@ class PipelineStage:
         """Write the previous stage's hidden states to where the model reads."""
         if not self._is_first:
             before = parallel_state.get_pipeline_model_parallel_prev_rank()
-            dist.recv(self._input[:num_tokens], before, group=self._group)
+            dist.recv(self._input[:num_tokens], before, group=parallel_state.get_pipeline_model_parallel_group())
 
     def send(self, output: Tensor) -> None:
         """Send what the forward computed, [tokens, 1, hidden], to the next stage."""
         if not self._is_last:
-            dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank(), group=self._group)
-
-
-Stage = WholeModel | PipelineStage
+            after = parallel_state.get_pipeline_model_parallel_next_rank()
+            dist.send(output.contiguous(), after, group=parallel_state.get_pipeline_model_parallel_group())
 
 
 _LOG = logging.getLogger(__name__)
@@ -82,9 +62,9 @@ _LOG = logging.getLogger(__name__)
 class HybridInferenceWrapper(GPTInferenceWrapper):
     """Megatron's wrapper with transfers between pipeline stages that a CUDA graph can run between."""
 
-    def __init__(self, model: Any, settings: InferenceWrapperConfig, context: MambaCacheContext, stage: Stage) -> None:
+    def __init__(self, model: Any, settings: InferenceWrapperConfig, context: MambaCacheContext) -> None:
         super().__init__(model, settings, context)
-        self.stage = stage
+        self.stage = PipelineStage(model, context)
         self._exchange = exchange_of(model)
 
     @override
@@ -197,9 +177,7 @@ def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper
         inference_batch_times_seqlen_threshold=-1,
         padded_vocab_size=shape.vocab_size,
     )
-    is_whole = context.ranks.num_stages == 1
-    stage = WholeModel() if is_whole else PipelineStage(model, context.max_tokens, shape.params_dtype)
-    wrapper = HybridInferenceWrapper(model, settings, context, stage)
+    wrapper = HybridInferenceWrapper(model, settings, context)
     wrapper.prep_model_for_inference()
     return wrapper
 

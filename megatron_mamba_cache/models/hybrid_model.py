@@ -110,7 +110,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
             post_process=part.is_last_stage,
             max_sequence_length=architecture.max_sequence_length,
             hybrid_override_pattern=architecture.pattern,
-            share_embeddings_and_output_weights=architecture.tie_embeddings and part.is_only_stage,
+            share_embeddings_and_output_weights=part.is_tied and part.is_first_stage and part.is_last_stage,
             position_embedding_type="none" if rotary_base is None else "rope",
             rotary_base=rotary_base or 10_000,
             rotary_percent=architecture.attention.rotary_percent,

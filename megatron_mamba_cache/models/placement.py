@@ -122,10 +122,6 @@ def stacked(targets: Iterable[Placement]) -> tuple[Placement, ...]:
     )
 
 
-def _same_name(name: str) -> str:
-    return name
-
-
 def stored_shape(targets: tuple[Placement, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the shape of the checkpoint tensor with these destinations.
 
@@ -143,7 +139,7 @@ class ModelFiller:
 
     Args:
         rank, size: Tensor-parallel rank and number of ranks.
-        local_name: Returns a target's name in `model`, None if another rank has it.
+        local_name: Returns a target's name in `model`, None if another rank has it. By default names are the same.
     """
 
     def __init__(
@@ -152,7 +148,7 @@ class ModelFiller:
         placements: Placements,
         rank: int,
         size: int,
-        local_name: Callable[[str], str | None] = _same_name,
+        local_name: Callable[[str], str | None] = str,
     ) -> None:
         self._placements = placements
         self._rank = rank
@@ -197,7 +193,10 @@ class ModelFiller:
             local = placement.split.local(selected, self._rank, self._size)
         except (ValueError, IndexError) as error:
             raise ValueError(f"tensor {name} of shape {_shape(selected)} cannot be split: {error}") from error
-        part.copy_(_reshaped(name, local, part))
+        needed = _needed_shape(part)
+        if _shape(local) != needed:
+            raise ValueError(f"tensor {name} has shape {_shape(local)} where the model has {needed}")
+        part.copy_(local.reshape(part.shape))
         self._empty[target] -= part.numel()
 
 
@@ -222,13 +221,6 @@ def _selected(name: str, tensor: Tensor, targets: tuple[Placement, ...]) -> list
         needed = f"{len(targets)} of {_shape(tensor)[1:]}"
         raise ValueError(f"tensor {name} has shape {_shape(tensor)} where the model has {needed}")
     return parts
-
-
-def _reshaped(name: str, local: Tensor, part: Tensor) -> Tensor:
-    needed = _needed_shape(part)
-    if _shape(local) != needed:
-        raise ValueError(f"tensor {name} has shape {_shape(local)} where the model has {needed}")
-    return local.reshape(part.shape)
 
 
 def _needed_shape(part: Tensor) -> tuple[int, ...]:

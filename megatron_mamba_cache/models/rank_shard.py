@@ -67,11 +67,6 @@ class RankShard:
             is_tied=architecture.tie_embeddings,
         )
 
-    @property
-    def is_only_stage(self) -> bool:
-        """True when this rank has all layers."""
-        return self.is_first_stage and self.is_last_stage
-
     def local_name(self, name: str) -> str | None:
         """Return the local name of a parameter of the whole model; None if another rank has it."""
         if name == EMBEDDINGS and not self.is_first_stage:

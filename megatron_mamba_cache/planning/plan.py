@@ -99,20 +99,12 @@ class RecordedKeys:
     def __init__(self, text: BlockText, block_size: int) -> None:
         self._text = text
         self._block_size = block_size
-        self._num_tokens = text.prompt_len
-        self._keys = list(text.keys[: text.prompt_len // block_size])
-
-    @property
-    def keys(self) -> list[BlockKey]:
-        return self._keys
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
+        self.num_tokens = text.prompt_len
+        self.keys = list(text.keys[: text.prompt_len // block_size])
 
     def extend(self, tokens: TokenIds) -> None:
-        self._num_tokens += len(tokens)
-        self._keys += self._text.keys[len(self._keys) : self._num_tokens // self._block_size]
+        self.num_tokens += len(tokens)
+        self.keys += self._text.keys[len(self.keys) : self.num_tokens // self._block_size]
 
 
 _ANY_TOKEN = 0

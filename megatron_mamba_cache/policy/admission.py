@@ -115,12 +115,7 @@ def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_siz
 
 
 def plan_admission(
-    prompt: PromptView,
-    pools: CachePools,
-    *,
-    budget: int,
-    reserved_keys: Container[BlockKey],
-    rules: AdmissionRules,
+    prompt: PromptView, pools: CachePools, *, budget: int, reserved_keys: Container[BlockKey], rules: AdmissionRules
 ) -> AdmissionPlan | Refusal:
     """Plan the complete admission of one request, or return why it is refused.
 

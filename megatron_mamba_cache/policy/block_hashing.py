@@ -42,15 +42,10 @@ class CacheSalt:
 
 
 class KeyChain(Protocol):
-    """The keys of a growing text."""
+    """The keys of a growing text's complete blocks, in order."""
 
-    @property
-    def keys(self) -> list[BlockKey]:
-        """Keys of the complete blocks in order; grows with the text."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
+    keys: list[BlockKey]
+    num_tokens: int
 
     def extend(self, tokens: TokenIds) -> None:
         """Append tokens."""
@@ -76,18 +71,10 @@ class BlockKeyChain:
         self._digest = bytes(root)
         self._block_bytes = block_size * _TOKEN_BYTES
         self._tail = bytearray()
-        self._num_tokens = 0
-        self._keys: list[BlockKey] = []
-
-    @property
-    def keys(self) -> list[BlockKey]:
-        """The keys so far, first block first. This is the chain's own list, which grows with it: do not change it."""
-        return self._keys
-
-    @property
-    def num_tokens(self) -> int:
+        self.num_tokens = 0
         """Tokens so far, including those of the incomplete last block."""
-        return self._num_tokens
+        self.keys: list[BlockKey] = []
+        """The keys so far, first block first; callers do not change the list."""
 
     def extend(self, tokens: TokenIds) -> None:
         """Append tokens and hash the blocks they complete.
@@ -96,7 +83,7 @@ class BlockKeyChain:
             ValueError: If a token is not a 32-bit integer; the chain is then unchanged.
         """
         new = _int32_view(tokens)
-        self._num_tokens += len(new) // _TOKEN_BYTES
+        self.num_tokens += len(new) // _TOKEN_BYTES
         if len(self._tail) + len(new) < self._block_bytes:
             self._tail += new
             return
@@ -108,7 +95,7 @@ class BlockKeyChain:
         size = self._block_bytes
         num_bytes = len(data) // size * size
         digest = self._digest
-        append = self._keys.append
+        append = self.keys.append
         for start in range(0, num_bytes, size):
             digest = sha256(digest + data[start : start + size]).digest()
             append(BlockKey(int.from_bytes(digest, "big")))
@@ -117,7 +104,7 @@ class BlockKeyChain:
 
 
 def block_keys(root: bytes, tokens: TokenIds, block_size: int) -> list[BlockKey]:
-    """Return the keys of the complete blocks of `tokens`; see `BlockKeyChain`."""
+    """Return the keys of the complete blocks of `tokens`."""
     chain = BlockKeyChain(root, block_size)
     chain.extend(tokens)
     return chain.keys

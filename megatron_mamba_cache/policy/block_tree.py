@@ -67,9 +67,9 @@ class BlockTree:
         """Return the block and those before it, up to one that is needed: by others after it, a reference or a state.
 
         Args:
-            block: Registered or not; an unregistered one has no tail.
-            refs: By block.
-            states: The blocks that have one.
+            block: An unregistered one has no tail.
+            refs: References, by block.
+            states: The blocks that have a state.
         """
         parents, num_children, depth, num_after = self._parents, self._num_children, self._depths[block], 0
         tail: list[BlockId] = []

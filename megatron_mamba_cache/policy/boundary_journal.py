@@ -14,79 +14,50 @@ class CachedTexts(Protocol):
         """Return whether no block is cached after this one."""
 
     def prune(self, block: BlockId) -> int:
-        """Forget the block, whose state is gone, and those before it, as far as no state or request needs them.
-
-        Returns:
-            How many blocks have become free.
-        """
+        """Forget the block and those before it, as far as no state or request needs them; return how many are free."""
 
 
-class StateSaver(Protocol):
-    """Saves states elsewhere before they are lost; is notified of every state that goes."""
+class NoTexts:
+    """The `CachedTexts` of a slot pool without KV blocks."""
+
+    def is_end(self, block: BlockId) -> bool:
+        return True
+
+    def prune(self, block: BlockId) -> int:
+        return 0
+
+
+class StateSaver:
+    """Saves states elsewhere before they are evicted. This one saves none."""
 
     def saves(self, block: BlockId) -> bool:
         """Begin to save the block's state, which is next to be evicted; return whether others should leave before it.
 
         If so, it is not asked again until `SlotPool.stop_saving`: a state that comes up again leaves, and is lost.
         """
-
-    def dropped(self, block: BlockId) -> None:
-        """The block's state is gone."""
-
-    def flushed(self) -> None:
-        """All states are gone."""
-
-
-class NoSaver:
-    """Lets evicted states go."""
-
-    def saves(self, block: BlockId) -> bool:
-        """Return False."""
         return False
 
     def dropped(self, block: BlockId) -> None:
-        """Do nothing."""
+        """Note that the block's state is gone."""
 
     def flushed(self) -> None:
-        """Do nothing."""
+        """Note that all states are gone."""
 
 
-class NoTexts:
-    """For a slot pool without a KV block pool."""
+class StateObserver:
+    """Is notified of each block that gets or loses a cached state. This one ignores it.
 
-    def is_end(self, block: BlockId) -> bool:
-        """Return True: nothing is known to follow."""
-        return True
-
-    def prune(self, block: BlockId) -> int:
-        """Do nothing."""
-        return 0
-
-
-class StateObserver(Protocol):
-    """Is notified of each block that gets or loses a cached state; it must neither raise nor change the pool."""
+    A subclass must neither raise nor change the pool.
+    """
 
     def published(self, block: BlockId) -> None:
-        """The state at the end of the block has become findable."""
+        """Note that the state at the end of the block has become findable."""
 
     def dropped(self, block: BlockId) -> None:
-        """The block's state is gone."""
+        """Note that the block's state is gone."""
 
     def flushed(self) -> None:
-        """All states are gone."""
-
-
-class NoObserver:
-    """The null observer, used where prompts are not routed."""
-
-    def published(self, block: BlockId) -> None:
-        """Do nothing."""
-
-    def dropped(self, block: BlockId) -> None:
-        """Do nothing."""
-
-    def flushed(self) -> None:
-        """Do nothing."""
+        """Note that all states are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +76,7 @@ class BoundaryChanges:
         return self.were_flushed or bool(self.published or self.dropped)
 
 
-class BoundaryJournal:
+class BoundaryJournal(StateObserver):
     """Collects a slot pool's changes until they are taken; a boundary that comes and goes in between leaves no trace.
 
     A hit needs the state at a boundary and every KV block before it. No block leaves before its children, and a state
@@ -120,18 +91,15 @@ class BoundaryJournal:
         self._were_flushed = False
 
     def published(self, block: BlockId) -> None:
-        """Note a state that has become findable."""
         self._new[block] = None
 
     def dropped(self, block: BlockId) -> None:
-        """Note a state that is gone."""
         if block in self._new:
             del self._new[block]
         elif block in self._reported:
             self._gone.append(self._reported.pop(block))
 
     def flushed(self) -> None:
-        """Note that all states are gone."""
         self._new.clear()
         self._reported.clear()
         self._gone.clear()

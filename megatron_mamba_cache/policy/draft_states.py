@@ -4,9 +4,9 @@ The setting `draft_states` chooses. `WindowStates` are the policy of `recurrence
 `ReplayStates` are that of a recurrence's own replay.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 from ..errors import CacheIntegrityError
 from .identifiers import DraftBufferId, SlotId
@@ -14,39 +14,44 @@ from .requests import RunningRequest, StateCursor
 from .slot_pool import SlotPool
 
 
-class DraftStates(Protocol):
+class DraftStates(ABC):
     """Gives requests what their drafts need, and is the only one to change their `StateCursor`."""
 
+    @abstractmethod
     def begin(self, live_slot: SlotId) -> StateCursor:
-        """Return the cursor of an admitted request.
-
-        Raises:
-            CacheIntegrityError: If more requests run than there is room for.
-        """
+        """Return the cursor of an admitted request; raise `CacheIntegrityError` if there is no room for it."""
 
     def most_drafts(self, computed: int, limit: int) -> int:
         """Return how many drafts, `limit` at most, a request may have whose next token is the one at `computed`."""
+        return limit
 
     def widen(self, cursor: StateCursor, num_drafts: int) -> int:
         """Make room for the states after up to `num_drafts` drafts; return for how many there is room."""
+        return num_drafts
 
     def accept(self, cursor: StateCursor, num_tokens: int) -> None:
         """Move to the state after so many of the last step's tokens, and take back what the next step does not read."""
+        cursor.accept(num_tokens)
+        self.trim(cursor)
 
+    @abstractmethod
     def trim(self, cursor: StateCursor) -> None:
         """Take back what was given for drafts that no step computed."""
 
+    @abstractmethod
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
         """Take back all room for drafts; the live slot holds the state after `num_tokens`, all that are computed."""
 
+    @abstractmethod
     def end(self, cursor: StateCursor) -> None:
         """Take back everything but the live slot: the request leaves."""
 
+    @abstractmethod
     def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
         """Raise `CacheIntegrityError` unless cursors and free room agree."""
 
 
-class WindowStates:
+class WindowStates(DraftStates):
     """The `DraftStates` that store a state after each draft, in slots of the shared pool.
 
     Drafts never take slots that are needed for requests not admitted yet or for checkpoints of running ones.
@@ -64,10 +69,6 @@ class WindowStates:
     def begin(self, live_slot: SlotId) -> StateCursor:
         return StateCursor(live_slot)
 
-    def most_drafts(self, computed: int, limit: int) -> int:
-        """Return `limit`: the state after any draft can be stored."""
-        return limit
-
     def widen(self, cursor: StateCursor, num_drafts: int) -> int:
         missing = num_drafts - len(cursor.draft_slots)
         if missing <= 0:
@@ -78,10 +79,6 @@ class WindowStates:
         if spare > 0:
             cursor.add_slots(self._slots.take_draft(min(missing, spare)))
         return min(num_drafts, len(cursor.draft_slots))
-
-    def accept(self, cursor: StateCursor, num_tokens: int) -> None:
-        cursor.accept(num_tokens)
-        self.trim(cursor)
 
     def trim(self, cursor: StateCursor) -> None:
         """Take back the columns past the accepted one, which the next step reads."""
@@ -99,8 +96,8 @@ class WindowStates:
         """Do nothing: the slot pool knows the owner of every column."""
 
 
-class ReplayStates:
-    """The `DraftStates` that store no state after a draft but the inputs of tokens, in a buffer for each request.
+class ReplayStates(DraftStates):
+    """The `DraftStates` that store the inputs of tokens, in a buffer for each request, which has room for all drafts.
 
     Args:
         max_requests: The most requests that run at once, and the number of buffers.
@@ -127,18 +124,10 @@ class ReplayStates:
             return limit
         return min(limit, self._rounding_len - 1 - computed % self._rounding_len)
 
-    def widen(self, cursor: StateCursor, num_drafts: int) -> int:
-        """Return `num_drafts`: a buffer has room for all."""
-        return num_drafts
-
-    def accept(self, cursor: StateCursor, num_tokens: int) -> None:
-        cursor.accept(num_tokens)
-
     def trim(self, cursor: StateCursor) -> None:
         """Do nothing: the next step overwrites the inputs of rejected drafts."""
 
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
-        """Close the draft states; the request keeps its buffer."""
         cursor.resolve(num_tokens)
 
     def end(self, cursor: StateCursor) -> None:
@@ -147,7 +136,6 @@ class ReplayStates:
             cursor.release_buffer()
 
     def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
-        """Raise `CacheIntegrityError` unless each buffer is free or belongs to one request."""
         held = [cursor.draft_buffer for cursor in cursors]
         if Counter([*held, *self._free]) != Counter(range(self._num_buffers)):
             raise CacheIntegrityError(
@@ -156,10 +144,10 @@ class ReplayStates:
 
 
 def num_folded(request: RunningRequest, fold_len: int) -> int:
-    """Return after how many tokens the state in the live slot of a request with a draft buffer is.
+    """Return how many tokens are in the state of the live slot of a request with a draft buffer.
 
-    The prompt's state is there since its prefill ended. A step folds the tokens that it finds in the buffer, up to a
-    multiple of `fold_len`.
+    Prefill leaves the prompt's state there. Then each step folds the tokens that are in the buffer, up to a multiple of
+    `fold_len`.
     """
     cursor = request.cursor
     start_of_last_step = request.computed - cursor.accepted

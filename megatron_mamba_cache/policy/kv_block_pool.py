@@ -1,33 +1,13 @@
 """The KV block pool: references on each block, the key it is found under, and eviction."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import cast
 
 from ..errors import CacheCapacityError, CacheIntegrityError
 from .block_tree import BlockTree
-from .identifiers import BlockId, BlockKey, SlotId
+from .identifiers import BlockId, BlockKey
 from .index_pools import FixedIndexPool, IndexPool
-
-
-class CachedStates(Protocol):
-    """The states at the ends of blocks: what makes a cached block useful, and what is evicted to make room."""
-
-    @property
-    def slot_by_block(self) -> Mapping[BlockId, SlotId]:
-        """The slots with cached states, by the block that each ends; always the same object."""
-
-    def evict(self, *, is_end: bool = False) -> None:
-        """Evict the state of least priority; blocks that are useless without it are pruned.
-
-        Args:
-            is_end: Only one that blocks leave with.
-        """
-
-    def note_end(self, block: BlockId) -> None:
-        """Note that the block, which has a state, has become the last of its text."""
-
-    def drop(self, block: BlockId) -> None:
-        """Forget the block's state; nothing happens if it has none."""
+from .slot_pool import SlotPool
 
 
 class KVBlockPool:
@@ -38,7 +18,7 @@ class KVBlockPool:
     leaves first.
     """
 
-    def __init__(self, indices: IndexPool | int, states: CachedStates, *, block_size: int = 1) -> None:
+    def __init__(self, indices: IndexPool | int, states: SlotPool, *, block_size: int = 1) -> None:
         """Start with every block free.
 
         Args:
@@ -57,30 +37,20 @@ class KVBlockPool:
         self._block_size = block_size
         self._refs = [0] * self._indices.num_indices
         self._tree = BlockTree(self._indices.num_indices)
-        self._num_referenced = 0
-        self._num_cached = 0
-        self.is_end = self._tree.is_leaf
-        """Return whether no block is registered after this one."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks have numbers below this."""
-        return self._indices.num_indices
+        self.num_blocks = self._indices.num_indices
+        self.num_referenced = 0
+        """Blocks with references."""
+        self.num_cached = 0
+        """Registered blocks without references."""
+        tree = self._tree
+        self.find, self.longest_match, self.key_of, self.depth = tree.find, tree.longest_match, tree.key_of, tree.depth
+        self.parent_of, self.num_children, self.is_end = tree.parent_of, tree.num_children, tree.is_leaf
+        """Look up registered blocks, as the methods of `BlockTree` do."""
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated without an eviction."""
         return self._indices.num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Registered blocks without references."""
-        return self._num_cached
-
-    @property
-    def num_referenced(self) -> int:
-        """Blocks with references."""
-        return self._num_referenced
 
     @property
     def num_available(self) -> int:
@@ -95,36 +65,12 @@ class KVBlockPool:
         """Return how many references are held on the block."""
         return self._refs[block]
 
-    def find(self, key: BlockKey) -> BlockId | None:
-        """Return the block registered under the key."""
-        return self._tree.find(key)
-
-    def longest_match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """Return the blocks of the leading keys that are all registered. Mutates nothing."""
-        return self._tree.longest_match(keys)
-
-    def key_of(self, block: BlockId) -> BlockKey | None:
-        """Return the key the block is registered under."""
-        return self._tree.key_of(block)
-
-    def parent_of(self, block: BlockId) -> BlockId | None:
-        """Return the registered block before this one; None for a first or an unregistered block."""
-        return self._tree.parent_of(block)
-
-    def num_children(self, block: BlockId) -> int:
-        """Return how many registered blocks come right after this one."""
-        return self._tree.num_children(block)
-
-    def depth(self, block: BlockId) -> int:
-        """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
-        return self._tree.depth(block)
-
     def unreferenced(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """Return those of distinct cached blocks that have no reference."""
         return [block for block in blocks if not self._refs[block]]
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Hand out blocks with one reference each, evicting what is worth least if too few are free.
+        """Hand out blocks with one reference each, evicting states of least priority if too few are free.
 
         Raises:
             CacheCapacityError: If fewer are available; nothing has changed then.
@@ -136,7 +82,7 @@ class KVBlockPool:
         blocks = cast("list[BlockId]", self._indices.take(num_blocks))
         for block in blocks:
             self._refs[block] = 1
-        self._num_referenced += num_blocks
+        self.num_referenced += num_blocks
         return blocks
 
     def acquire(self, blocks: Sequence[BlockId]) -> None:
@@ -161,18 +107,14 @@ class KVBlockPool:
         self._file_all(self._drop_references(blocks))
 
     def prune(self, block: BlockId) -> int:
-        """Forget a block and those before it, as far as they have no reference, no block after them and no state.
-
-        Returns:
-            How many blocks have become free.
-        """
+        """Forget a block and those before it that nothing refers to, follows or resumes; return how many are free."""
         tail = self._tree.tail(block, self._refs, self._slot_by_block)
         if not tail:
             return 0
         end = self._tree.remove_tail(tail)
         for leaving in tail:
             self._indices.release(leaving)
-        self._num_cached -= len(tail)
+        self.num_cached -= len(tail)
         if end is not None and self.is_end(end):
             self._states.note_end(end)
         return len(tail)
@@ -204,7 +146,7 @@ class KVBlockPool:
         """Forget every key and every state: cached blocks become free, held ones unregistered."""
         registered = self._tree.blocks()
         self._tree.clear()
-        self._num_cached = 0
+        self.num_cached = 0
         for block in registered:
             self._states.drop(block)
             if not self._refs[block]:
@@ -229,17 +171,14 @@ class KVBlockPool:
         while indices.num_free < num_blocks:
             self._states.evict(is_end=is_end)
 
-    def _is_useless(self, block: BlockId) -> bool:
-        return not self._refs[block] and self._tree.is_leaf(block) and block not in self._slot_by_block
-
     def _add_references(self, blocks: Sequence[BlockId]) -> None:
         refs, unreferenced = self._refs, []
         for block in blocks:
             if not refs[block]:
                 unreferenced.append(block)
             refs[block] += 1
-        self._num_cached -= len(unreferenced)
-        self._num_referenced += len(unreferenced)
+        self.num_cached -= len(unreferenced)
+        self.num_referenced += len(unreferenced)
         self._indices.fix(*unreferenced)
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
@@ -259,8 +198,8 @@ class KVBlockPool:
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
         """File blocks without references as cached, or free those that nothing can resume."""
         unregistered = self._tree.unregistered(emptied, self._refs)
-        self._num_referenced -= len(emptied)
-        self._num_cached += len(emptied) - len(unregistered)
+        self.num_referenced -= len(emptied)
+        self.num_cached += len(emptied) - len(unregistered)
         self._indices.unfix(*emptied)
         for block in unregistered:
             self._indices.release(block)
@@ -285,9 +224,9 @@ class KVBlockPool:
     def _check_counts(self) -> None:
         referenced = len(self._refs) - self._refs.count(0)
         cached = sum(1 for block in self._tree.blocks() if not self._refs[block])
-        if (referenced, cached) != (self._num_referenced, self._num_cached):
+        if (referenced, cached) != (self.num_referenced, self.num_cached):
             raise CacheIntegrityError(
-                f"referenced {referenced} and cached {cached} != {self._num_referenced} and {self._num_cached} counted"
+                f"referenced {referenced} and cached {cached} != {self.num_referenced} and {self.num_cached} counted"
             )
 
     def _check_references(self) -> None:
@@ -295,5 +234,5 @@ class KVBlockPool:
             parent = self._tree.parent_of(block)
             if self._refs[block] and parent is not None and not self._refs[parent]:
                 raise CacheIntegrityError(f"refs(block {block}) = {self._refs[block]} but refs(parent {parent}) = 0")
-            if self._is_useless(block):
+            if not self._refs[block] and self.is_end(block) and block not in self._slot_by_block:
                 raise CacheIntegrityError(f"block {block} is cached, but nothing after it has a state")

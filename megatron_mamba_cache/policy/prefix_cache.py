@@ -1,10 +1,9 @@
 """The prefix cache: KV blocks and state slots of requests that are admitted, published and released.
 
-Every public method applies completely, or raises and has changed no more than it says. The order of calls for a request
-is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) → release. For a
-step that is launched early, reserve_ahead replaces schedule_decode, before the step before it is published.
-After a failed step the request must leave: abort it, or release it at once, because its live state can no longer be
-trusted.
+Every public method applies completely, or raises and changes nothing but what it documents. The order of calls for a
+request is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) →
+release. For an overlapped step, reserve_ahead replaces schedule_decode, before its predecessor is published.
+After a failed step, release the request, because its live state may be corrupt.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +34,7 @@ from .request_settings import RequestSpec
 from .requests import Candidate, RunningRequest
 from .slot_owners import SlotOwner
 from .state_reservations import StateReservations
-from .tiers.cache_tiers import NoTiers, Tiers
+from .tiers.cache_tiers import Tiers
 from .tiers.restores import WaitingPrompt
 
 
@@ -77,7 +76,7 @@ class PrefixCache:
         self.counters = counters
         self.enabled = enabled
         self.epoch = epoch
-        self.tiers = tiers or NoTiers()
+        self.tiers = tiers or Tiers()
         self.identity = identity
         self.draft_states = draft_states
         self._keeps_decode_states = enabled and checkpoints != "none"
@@ -92,11 +91,7 @@ class PrefixCache:
             candidate.awaited_copy = True
             return Refusal.WAITS_FOR_COPY
         return plan_admission(
-            self._view(candidate),
-            self.pools,
-            budget=budget,
-            reserved_keys=self._reservations.keys,
-            rules=self.rules,
+            self._view(candidate), self.pools, budget=budget, reserved_keys=self._reservations.keys, rules=self.rules
         )
 
     def prefetch(self, candidates: Iterable[Candidate]) -> None:
@@ -104,10 +99,10 @@ class PrefixCache:
         self.tiers.prefetch(self._waiting_prompts(candidates))
 
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
-        """Return the boundaries at which other texts will part from a candidate's; changes nothing but stale keys.
+        """Return the boundaries of a candidate at which other texts are expected to branch; changes nothing but keys.
 
-        Those are where waiting requests part from it, and the last ones up to its breakpoints. After an interruption
-        the request's own prompt ends before what is prefilled does: its last ones are kept as well.
+        These are where waiting requests branch, the last ones before its breakpoints and, after an interruption, the
+        last ones of the original prompt.
         """
         if not self.enabled:
             return ()
@@ -123,7 +118,7 @@ class PrefixCache:
         """Apply an admission plan and schedule the request's first prefill chunk.
 
         Args:
-            branches: Boundaries of the prompt that get a state because other texts part from it there.
+            branches: Boundaries that get a state because other texts branch there.
 
         Raises:
             CacheIntegrityError: If a block or state has gone since the plan was made; nothing has changed then.
@@ -219,7 +214,7 @@ class PrefixCache:
         """Return every reservation and pin of a step that will not be published."""
         self._reservations.cancel(request)
         self._unpin_source(request)
-        request.unschedule()
+        request.schedule(0)
 
     def advance(self, request: RunningRequest, num_tokens: int) -> None:
         """Count `num_tokens` of the scheduled tokens as computed: all in prefill, the kept ones in decode."""
@@ -232,16 +227,8 @@ class PrefixCache:
             self.draft_states.accept(request.cursor, num_tokens)
         request.advance(num_tokens)
 
-    def close_draft_states(self, request: RunningRequest) -> None:
-        """Take back what the states of a request's drafts took; its live slot must hold the live state by now."""
-        self.draft_states.close(request.cursor, request.computed)
-
     def grow(self, request: RunningRequest) -> None:
-        """Give the request one more KV block.
-
-        Raises:
-            CacheCapacityError: If there is none; nothing has changed then.
-        """
+        """Give the request one more KV block, or raise `CacheCapacityError`, with nothing changed."""
         request.add_blocks(self.kv.allocate(1))
 
     def at_edges(self, requests: Iterable[RunningRequest]) -> list[RunningRequest]:
@@ -250,7 +237,7 @@ class PrefixCache:
         return [request for request in requests if (request.computed + 2) % block_size < 2]
 
     def reserve_ahead(self, requests: Iterable[RunningRequest]) -> None:
-        """Give requests what they need in the step after the one-token step that runs, see `at_edges`.
+        """Reserve blocks and slots for the step after the running one-token step.
 
         Raises:
             CacheCapacityError: If there are too few blocks.
@@ -269,19 +256,8 @@ class PrefixCache:
         if self.enabled:
             request.extend_keys(len(prompt))
 
-    def take_draft_slot(self, request: RunningRequest) -> bool:
-        """Give the request a draft slot if one can be spared; return whether it has one."""
-        return self.draft_states.widen(request.cursor, 1) == 1
-
-    def return_draft_slots(self, request: RunningRequest) -> None:
-        """Take back the request's draft slots past the accepted one."""
-        self.draft_states.trim(request.cursor)
-
     def release(self, request: RunningRequest) -> None:
-        """Take back all that the request holds; its published blocks and states stay findable.
-
-        If this raises, it can be called again: what is gone by then is not released twice.
-        """
+        """Take back all that the request holds; its published blocks and states stay findable. Safe to retry."""
         self.abort(request)
         self.slots.touch_path(request.block_ids, request.first_generated)
         self.draft_states.end(request.cursor)
@@ -301,12 +277,12 @@ class PrefixCache:
         """Make everything cached unreachable; running requests publish nothing more until they are prefilled again.
 
         Args:
-            epoch: That begins; a later one than before. None: the next.
+            epoch: The new epoch, later than the present one; None: the next.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
-        self._reservations.clear_keys()
+        self._reservations.keys.clear()  # no request can match them any more
         self.tiers.flushed()
         self.slots.flush()  # first: a pinned state must leave the map before its block does
         self.kv.flush()
@@ -370,7 +346,7 @@ class PrefixCache:
             request.publish_block(self.kv.register(request.block_ids[index], request.chain.keys[index], parent))
 
     def _hold_states(self, request: RunningRequest, end: int) -> None:
-        """Keep the worth of the states before a request's breakpoints for as long as they say."""
+        """Hold the states before a request's breakpoints for as long as each breakpoint asks."""
         spec, block_size = request.spec, self.block_size
         for position, keep_s in spec.breakpoints:
             index = position // block_size
@@ -378,7 +354,7 @@ class PrefixCache:
                 self.slots.hold(request.block_ids[index - 1], spec.arrived_s + keep_s)
 
     def _claim(self, request: RunningRequest) -> None:
-        """Release what was restored for a request, which holds it by now."""
+        """Release what was restored for a request, which holds it by now, and count its tokens."""
         restored = self.tiers.claim(request.request_id)
         from_disk = min(restored.disk * self.block_size, request.computed)
         from_host = min(restored.host * self.block_size, request.computed - from_disk)

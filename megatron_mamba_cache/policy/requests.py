@@ -15,9 +15,7 @@ from .request_settings import RequestSpec, ScoredToken
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A request that waits for admission, with the keys of its prompt's blocks.
-
-    The cache computes the keys once for each epoch, however often admission is tried.
+    """A request that waits for admission, with the keys of its prompt's blocks, computed once for each epoch.
 
     Args:
         age: Order of the request's first admission; None if it never ran.
@@ -61,10 +59,8 @@ class StateCursor:
     """The slots of a request's live state and of its drafts' states. Only its `DraftStates` change it.
 
     With draft slots, the live state is in column `accepted` - 1 of the request's draft window, whose column 0 is the
-    live slot. Earlier columns are no longer needed, but the live slot holds what is stored once for all columns.
-
-    With a draft buffer, the live slot holds the state after the first tokens, see `num_folded`, and the buffer has the
-    inputs of the tokens after them.
+    live slot. That slot also holds what is stored once for all columns. With a draft buffer, the live slot holds the
+    state after the first `num_folded` tokens, and the buffer holds the inputs of the tokens after them.
 
     Args:
         draft_buffer: Index of the request's buffer; None with draft slots.
@@ -112,8 +108,7 @@ class RunningRequest:
     `computed` tokens have KV and are folded into the live state; `scheduled` more are computed by the step in
     preparation, the last of which are `drafts`. `tokens[computed]` is the next input.
 
-    Only the methods of a request change its fields; the pools' side of a change is `PrefixCache`'s. `cursor` says where
-    the live state is, and changes by `DraftStates`.
+    Only a request's methods change its fields, `cursor` excepted. `PrefixCache` makes the same change to the pools.
     """
 
     spec: RequestSpec
@@ -209,17 +204,13 @@ class RunningRequest:
         """Let the next step compute so many tokens, drafts included."""
         self.scheduled, self.drafts = num_tokens, drafts
 
-    def unschedule(self) -> None:
-        """Let no step compute tokens until some are scheduled."""
-        self.scheduled, self.drafts = 0, ()
-
     def advance(self, num_tokens: int) -> None:
         """Count so many more tokens as computed; a step has landed."""
         self.computed += num_tokens
-        self.scheduled, self.drafts = 0, ()
+        self.schedule(0)
 
     def land_token(self, new: Sequence[int]) -> None:
-        """Do what `append` and `advance` do for a step of one token, in the one call that most steps need."""
+        """Append the token of a one-token step and advance by it: one call, because most steps need it."""
         self.generated.extend(new)
         self.computed += 1
         self.scheduled = 0

@@ -1,6 +1,5 @@
 """One memory for KV blocks and states: slabs that hold either, changing hands when they are empty."""
 
-from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
@@ -54,8 +53,10 @@ class Slabs:
             raise CacheIntegrityError(f"unused slabs {fixed} have fixed indices")
 
 
-class SlabIndexPool(ABC):
+class SlabIndexPool:
     """The indices of one use; an unused slab is taken from the low end by KV and from the high one by states.
+
+    Partly used slabs are filled first, that of the lowest number before others, so that some slabs become empty.
 
     Attributes:
         num_next_to_fixed: Indices that are not fixed, in slabs with a fixed index of this use.
@@ -70,112 +71,13 @@ class SlabIndexPool(ABC):
         self._slabs = slabs
         self._use = int(use)
         self._other_use = 1 - self._use
+        self._free: list[list[int]] = [[] for _ in slabs.use]  # by slab of this use, the next one last
+        self._partly: list[int] = []  # a heap that holds each slab with an index in `_free`, and released ones
         slabs.indices.append(self)
 
     @property
     def num_available(self) -> int:
         return self._slabs.num_open * self.per_slab + self.num_next_to_fixed
-
-    @abstractmethod
-    def take(self, num_indices: int) -> list[int]: ...
-
-    @abstractmethod
-    def release(self, index: int) -> None: ...
-
-    def fix(self, *indices: int) -> None:
-        slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
-        for index in indices:
-            slab = index // per_slab
-            if not num_fixed[slab]:
-                slabs.num_open -= 1
-                self.num_next_to_fixed += per_slab
-            num_fixed[slab] += 1
-        self.num_next_to_fixed -= len(indices)
-
-    def unfix(self, *indices: int) -> None:
-        slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
-        for index in indices:
-            slab = index // per_slab
-            num_fixed[slab] -= 1
-            if not num_fixed[slab]:
-                slabs.num_open += 1
-                self.num_next_to_fixed -= per_slab
-        self.num_next_to_fixed += len(indices)
-
-    def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless the counts agree with the slabs of this use. O(n)."""
-        slabs, per_slab = self._slabs, self.per_slab
-        mine = self._own_slabs()
-        num_fixed = [slabs.num_fixed[slab] for slab in mine]
-        for slab, count in zip(mine, num_fixed, strict=True):
-            if self._num_free_in(slab) + count > per_slab:
-                raise CacheIntegrityError(f"slab {slab} of {per_slab} indices has {count} fixed ones next to free ones")
-        num_free = sum(map(self._num_free_in, mine)) + len(slabs.unused) * per_slab
-        num_next_to_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
-        if (self.num_free, self.num_next_to_fixed) != (num_free, num_next_to_fixed):
-            raise CacheIntegrityError(
-                f"{self.num_free} free indices and {self.num_next_to_fixed} next to fixed ones counted, {num_free} and "
-                f"{num_next_to_fixed} found"
-            )
-
-    def _num_free_in(self, slab: int) -> int:
-        """Return how many indices of a slab of this use are free."""
-        return 0
-
-    def _own_slabs(self) -> list[int]:
-        return [slab for slab, use in enumerate(self._slabs.use) if use == self._use]
-
-    def _take_over(self) -> int:
-        """Give this use an unused slab."""
-        slabs = self._slabs
-        slab = slabs.unused.pop(-self._use)
-        slabs.use[slab] = self._use
-        if self._use:
-            slabs.held_states[slab] = True
-        elif slabs.held_states[slab]:
-            slabs.taken_over.append(slab)
-        other = slabs.indices[self._other_use]
-        other.num_free -= other.per_slab
-        return slab
-
-    def _give_up(self, slab: int) -> None:
-        """Mark a slab without a taken index as unused."""
-        slabs = self._slabs
-        slabs.use[slab] = SlabUse.UNUSED
-        insort(slabs.unused, slab)
-        other = slabs.indices[self._other_use]
-        other.num_free += other.per_slab
-
-
-class WholeSlabs(SlabIndexPool):
-    """IndexPool of one slab each."""
-
-    def take(self, num_indices: int) -> list[int]:
-        num_fixed, taken = self._slabs.num_fixed, []
-        for _ in range(num_indices):
-            slab = self._take_over()
-            num_fixed[slab] = 1
-            taken.append(slab)
-        self._slabs.num_open -= num_indices
-        self.num_free -= num_indices
-        return taken
-
-    def release(self, index: int) -> None:
-        self.num_free += 1
-        self._give_up(index)
-
-
-class PartsOfSlabs(SlabIndexPool):
-    """IndexPool of which a slab holds several.
-
-    Partly used slabs are filled first, that of the lowest number before others, so that some slabs fall empty; then an
-    unused one.
-    """
-
-    def __init__(self, slabs: Slabs, use: SlabUse, per_slab: int) -> None:
-        super().__init__(slabs, use, per_slab)
-        self._free: list[list[int]] = [[] for _ in slabs.use]  # by slab of this use, the next one last
-        self._partly: list[int] = []  # a heap that holds each slab with an index in `_free`, and released ones
 
     def take(self, num_indices: int) -> list[int]:
         slabs, partly, num_fixed = self._slabs, self._partly, self._slabs.num_fixed
@@ -209,25 +111,54 @@ class PartsOfSlabs(SlabIndexPool):
             heappush(self._partly, slab)
         free.append(index)
 
+    def fix(self, *indices: int) -> None:
+        slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
+        for index in indices:
+            slab = index // per_slab
+            if not num_fixed[slab]:
+                slabs.num_open -= 1
+                self.num_next_to_fixed += per_slab
+            num_fixed[slab] += 1
+        self.num_next_to_fixed -= len(indices)
+
+    def unfix(self, *indices: int) -> None:
+        slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
+        for index in indices:
+            slab = index // per_slab
+            num_fixed[slab] -= 1
+            if not num_fixed[slab]:
+                slabs.num_open += 1
+                self.num_next_to_fixed -= per_slab
+        self.num_next_to_fixed += len(indices)
+
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
-        mine = self._own_slabs()
+        mine = [slab for slab, use in enumerate(self._slabs.use) if use == self._use]
+        self._check_lists(mine)
+        slabs, per_slab = self._slabs, self.per_slab
+        num_fixed = [slabs.num_fixed[slab] for slab in mine]
+        for slab, count in zip(mine, num_fixed, strict=True):
+            if len(self._free[slab]) + count > per_slab:
+                raise CacheIntegrityError(f"slab {slab} of {per_slab} indices has {count} fixed ones next to free ones")
+        num_free = sum(len(self._free[slab]) for slab in mine) + len(slabs.unused) * per_slab
+        num_next_to_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
+        if (self.num_free, self.num_next_to_fixed) != (num_free, num_next_to_fixed):
+            raise CacheIntegrityError(
+                f"{self.num_free} free indices and {self.num_next_to_fixed} next to fixed ones counted, {num_free} and "
+                f"{num_next_to_fixed} found"
+            )
+
+    def _check_lists(self, mine: Sequence[int]) -> None:
         for slab in mine:
-            self._check_free(slab, self._free[slab])
+            free = self._free[slab]
+            if len(set(free)) != len(free) or any(index // self.per_slab != slab for index in free):
+                raise CacheIntegrityError(f"slab {slab} lists indices {sorted(free)} as free")
         partly = [slab for slab, free in enumerate(self._free) if free]
         if not set(partly) <= set(mine):
             raise CacheIntegrityError(f"slabs {partly} have free indices of a use that has slabs {mine}")
         listed = Counter(self._partly)
         if not set(partly) <= listed.keys() or any(count > 1 for count in listed.values()):
             raise CacheIntegrityError(f"slabs {sorted(self._partly)} listed as partly used, {partly} found")
-        super().check_integrity()
-
-    def _num_free_in(self, slab: int) -> int:
-        return len(self._free[slab])
-
-    def _check_free(self, slab: int, free: Sequence[int]) -> None:
-        if len(set(free)) != len(free) or any(index // self.per_slab != slab for index in free):
-            raise CacheIntegrityError(f"slab {slab} lists indices {sorted(free)} as free")
 
     def _open_slab(self) -> int:
         """Take over a slab, which then is the only one in the heap."""
@@ -236,6 +167,27 @@ class PartsOfSlabs(SlabIndexPool):
         self._free[slab].extend(range(first + self.per_slab - 1, first - 1, -1))
         self._partly.append(slab)
         return slab
+
+    def _take_over(self) -> int:
+        """Give this use an unused slab."""
+        slabs = self._slabs
+        slab = slabs.unused.pop(-self._use)
+        slabs.use[slab] = self._use
+        if self._use:
+            slabs.held_states[slab] = True
+        elif slabs.held_states[slab]:
+            slabs.taken_over.append(slab)
+        other = slabs.indices[self._other_use]
+        other.num_free -= other.per_slab
+        return slab
+
+    def _give_up(self, slab: int) -> None:
+        """Mark a slab without a taken index as unused."""
+        slabs = self._slabs
+        slabs.use[slab] = SlabUse.UNUSED
+        insort(slabs.unused, slab)
+        other = slabs.indices[self._other_use]
+        other.num_free += other.per_slab
 
 
 class SlabSpace:
@@ -253,8 +205,8 @@ class SlabSpace:
             )
         self.num_slabs = num_slabs
         self._slabs = Slabs(num_slabs)
-        self.blocks = _indices(self._slabs, SlabUse.KV, blocks_per_slab)
-        self.slots = _indices(self._slabs, SlabUse.STATES, slots_per_slab)
+        self.blocks = SlabIndexPool(self._slabs, SlabUse.KV, blocks_per_slab)
+        self.slots = SlabIndexPool(self._slabs, SlabUse.STATES, slots_per_slab)
 
     def fits(
         self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
@@ -291,7 +243,3 @@ class SlabSpace:
         self._slabs.check_integrity()
         self.blocks.check_integrity()
         self.slots.check_integrity()
-
-
-def _indices(slabs: Slabs, use: SlabUse, per_slab: int) -> SlabIndexPool:
-    return WholeSlabs(slabs, use, per_slab) if per_slab == 1 else PartsOfSlabs(slabs, use, per_slab)

@@ -25,28 +25,13 @@ class SlotOwners:
     """The owner of each slot; all are free at first."""
 
     def __init__(self, indices: IndexPool) -> None:
-        self._indices = indices
+        self.indices = indices
         self._owners = [SlotOwner.FREE] * indices.num_indices
         self._counts = dict.fromkeys(SlotOwner, 0)
 
-    @property
-    def num_slots(self) -> int:
-        """Slots have numbers below this."""
-        return self._indices.num_indices
-
-    @property
-    def num_free(self) -> int:
-        """Slots that `take` can give."""
-        return self._indices.num_free
-
-    @property
-    def num_available(self) -> int:
-        """Slots that `take` can give once everything has been evicted that can be."""
-        return self._indices.num_available
-
     def count(self, owner: SlotOwner) -> int:
         """Return how many slots the owner has; of free ones, those that could be taken now."""
-        return self.num_free if owner is SlotOwner.FREE else self._counts[owner]
+        return self.indices.num_free if owner is SlotOwner.FREE else self._counts[owner]
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
         """Return what the slot is used for."""
@@ -54,7 +39,7 @@ class SlotOwners:
 
     def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         """Give `num_slots` free slots to an owner; there must be enough."""
-        slots = cast("list[SlotId]", self._indices.take(num_slots))
+        slots = cast("list[SlotId]", self.indices.take(num_slots))
         for slot in slots:
             self._owners[slot] = owner
         self._counts[owner] += num_slots
@@ -83,8 +68,8 @@ class SlotOwners:
         """
         self.hand_over(slot, owner, SlotOwner.FREE)
         if is_fixed:
-            self._indices.unfix(slot)
-        self._indices.release(slot)
+            self.indices.unfix(slot)
+        self.indices.release(slot)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the counts agree with the owners. O(n)."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import inf
 
 from ..errors import CacheCapacityError, CacheIntegrityError
-from .boundary_journal import CachedTexts, NoObserver, NoSaver, NoTexts, StateObserver, StateSaver
+from .boundary_journal import CachedTexts, NoTexts, StateObserver, StateSaver
 from .eviction import CachedEntry, EvictionOrder, Weight
 from .eviction_rules import ENDS, EvictionRule, HeldStates, LeastRecentlyUsed
 from .identifiers import BlockId, SlotId
@@ -57,8 +57,8 @@ class SlotPool:
         self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: freed at the block's last unpin
         self._held = HeldStates()
         self._evictable = EvictionOrder()  # the blocks whose state is not pinned
-        self._observer: StateObserver = NoObserver()
-        self._saver: StateSaver = NoSaver()
+        self._observer = StateObserver()
+        self._saver = StateSaver()
         self._saved: set[BlockId] = set()  # being copied to another tier: priority of held states
         self._quiet_pins: dict[BlockId, float] = {}  # pinned, but not used: last use before
         self.num_evicted = 0  # to make room; dropped and flushed ones do not count
@@ -82,7 +82,7 @@ class SlotPool:
     @property
     def num_available_to_run(self) -> int:
         """The most that live and draft states can take now."""
-        return self._running.num_available
+        return self._running.indices.num_available
 
     @property
     def shares_slots(self) -> bool:
@@ -105,14 +105,11 @@ class SlotPool:
         return self._running.count(SlotOwner.LIVE)
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
-        """Return what the slot is used for; a state flushed while pinned counts as cached until it is free.
-
-        Where live and draft states have slots of their own, it is about the others.
-        """
+        """Return the use of a slot that cached states can have; one flushed while pinned is cached until it is free."""
         return self._owners.owner_of(slot)
 
     def owner_of_running(self, slot: SlotId) -> SlotOwner:
-        """Return what a slot is used for that live and draft states can have."""
+        """Return the use of a slot that live and draft states can have."""
         return self._running.owner_of(slot)
 
     def count_by_owner(self) -> dict[str, int]:
@@ -228,15 +225,12 @@ class SlotPool:
             self.drop(block)
 
     def hold(self, block: BlockId, until: int) -> None:
-        """Raise what the block's state is worth until a time; nothing happens if it has none, or the time is past.
-
-        It can still be evicted. `pass_time` sets the time.
-        """
+        """Raise the priority of the block's state until a time, as set by `pass_time`; it can still be evicted."""
         if block in self.slot_by_block and self._held.hold(block, until) and block in self._evictable:
             self._file_again(block)
 
     def pass_time(self, now: int) -> None:
-        """Tell the time that `hold` refers to; an earlier one than before changes nothing."""
+        """Set the time that `hold` refers to; an earlier one than before changes nothing."""
         for block in self._held.pass_time(now):
             if block in self._evictable:
                 self._file_again(block)
@@ -246,14 +240,14 @@ class SlotPool:
         self._saver = saver
 
     def stop_saving(self, block: BlockId) -> None:
-        """Let the block's state be evicted by its priority again; see `StateSaver.saves`."""
+        """Let the block's state be evicted by its priority again."""
         if block in self._saved:
             self._saved.remove(block)
             if block in self._evictable:
                 self._file_again(block)
 
     def priority_of(self, block: BlockId) -> float:
-        """Return what the block's state is worth now; infinite if it cannot be evicted."""
+        """Return the present priority of the block's state; infinite if it cannot be evicted."""
         if block not in self._evictable:
             return inf
         return self._evictable.priority_of(block, self._clock, self._rule.likelihood)
@@ -263,7 +257,7 @@ class SlotPool:
         return self._rule.likelihood(self._weigh(block).kind)
 
     def min_priority(self) -> float:
-        """Return what the state is worth that is evicted next; infinite if there is none."""
+        """Return the priority of the state that is evicted next; infinite if there is none."""
         return self.priority_of(self._next_evicted()) if len(self._evictable) else inf
 
     def pin(self, block: BlockId, *, is_hit: bool = True) -> None:
@@ -360,10 +354,7 @@ class SlotPool:
             self._count_kind(block, weight.kind)
 
     def flush(self) -> None:
-        """Forget every cached state. The slot of a pinned one becomes free at its last unpin, the others now.
-
-        Flush this pool before a block pool that drops states as its own blocks are flushed.
-        """
+        """Forget every cached state; a pinned one's slot becomes free at its last unpin. Flush KV blocks afterwards."""
         for block in sorted(self.slot_by_block):
             if block in self._pins:
                 self._orphans.setdefault(block, []).append(self.slot_by_block.pop(block))
@@ -389,10 +380,8 @@ class SlotPool:
             self._running_indices.check_integrity()
         orphans = [slot for slots in self._orphans.values() for slot in slots]
         self._owners.check_owned(SlotOwner.CACHED, [*self.slot_by_block.values(), *orphans])
-        if (
-            self._pins.keys() - self.slot_by_block.keys() - self._orphans.keys()
-            or self._orphans.keys() - self._pins.keys()
-        ):
+        pinned, orphaned = self._pins.keys(), self._orphans.keys()
+        if pinned - self.slot_by_block.keys() - orphaned or orphaned - pinned:
             raise CacheIntegrityError(
                 f"pins {self._pins} != pins of states {self.slot_by_block} and orphans {self._orphans}"
             )
@@ -409,23 +398,24 @@ class SlotPool:
     def _take(self, num_slots: int, owner: SlotOwner, owners: SlotOwners) -> list[SlotId]:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
-        if owners.num_free < num_slots:
+        if owners.indices.num_free < num_slots:
             self._make_room(num_slots, owners)
         return owners.take(num_slots, owner)
 
     def _make_room(self, num_slots: int, owners: SlotOwners) -> None:
         """Evict until as many slots are free; raises as `take_live` does."""
-        if num_slots > owners.num_available:
+        indices = owners.indices
+        if num_slots > indices.num_available:
             raise CacheCapacityError(
-                f"need {num_slots} state slots, {owners.num_free} free and {owners.num_available - owners.num_free} "
-                f"evictable of {owners.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-"
+                f"need {num_slots} state slots, {indices.num_free} free and {indices.num_available - indices.num_free} "
+                f"evictable of {indices.num_indices}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-"
                 "mamba-gb where that is given, or lower max requests"
             )
-        while owners.num_free < num_slots:
+        while indices.num_free < num_slots:
             self.evict()
 
     def _next_evicted(self, kinds: Container[int] | None = None) -> BlockId:
-        """Return the block whose state is worth least, of some kinds or of any."""
+        """Return the block whose state has the least priority, of some kinds or of any."""
         first, likelihood = self._evictable.first, self._rule.likelihood
         block = first(self._clock, likelihood, kinds)
         while self._has_changed(block):

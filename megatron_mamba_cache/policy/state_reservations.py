@@ -1,7 +1,5 @@
 """The slots that the step in preparation writes boundary states to: reserved, then published or cancelled."""
 
-from collections.abc import Container
-
 from ..metrics import CacheCounters
 from .identifiers import BlockId, BlockKey
 from .kv_block_pool import KVBlockPool
@@ -13,7 +11,7 @@ class StateReservations:
     """Reserves, publishes and cancels the boundary states of running requests.
 
     Args:
-        is_rolling: A request keeps only its newest decode checkpoint, besides those that other requests use.
+        is_rolling: True if a request keeps only its newest decode checkpoint and those that other requests use.
     """
 
     def __init__(
@@ -24,12 +22,8 @@ class StateReservations:
         self._counters = counters
         self._block_size = block_size
         self._is_rolling = is_rolling
-        self._keys: dict[BlockKey, int] = {}  # of prompt boundaries -> request id
-
-    @property
-    def keys(self) -> Container[BlockKey]:
-        """Keys of the reserved prompt boundaries: requests that share them may wait for the publish."""
-        return self._keys
+        self.keys: dict[BlockKey, int] = {}
+        """Keys of the reserved prompt boundaries, each with its request's id; others may wait for the publish."""
 
     def reserve_in_prompt(self, request: RunningRequest, position: int) -> None:
         """Reserve a boundary of the request's prompt, unless its state is cached or reserved, or no slot is left."""
@@ -38,8 +32,8 @@ class StateReservations:
         if known is not None and self._slots.slot_of(known) is not None:
             self._slots.keep(known)
             return
-        if key not in self._keys and self._reserve(request, position):
-            self._keys[key] = request.request_id
+        if key not in self.keys and self._reserve(request, position):
+            self.keys[key] = request.request_id
 
     def reserve_in_decode(self, request: RunningRequest, position: int) -> None:
         """Reserve a boundary that decoding may reach in this step; its key is known once its tokens are."""
@@ -69,10 +63,6 @@ class StateReservations:
             self._slots.cancel(state.slot)
             request.unreserve(state)
             self._forget_key(request, state)
-
-    def clear_keys(self) -> None:
-        """Forget the keys of reserved prompt boundaries: no request can match them any more."""
-        self._keys.clear()
 
     def _reserve(self, request: RunningRequest, position: int) -> bool:
         if not self._slots.num_available:
@@ -109,5 +99,5 @@ class StateReservations:
     def _forget_key(self, request: RunningRequest, state: ReservedState) -> None:
         if request.is_prefilling:
             key = request.chain.keys[state.position // self._block_size - 1]
-            if self._keys.get(key) == request.request_id:
-                del self._keys[key]
+            if self.keys.get(key) == request.request_id:
+                del self.keys[key]

@@ -114,16 +114,10 @@ def _at(recent: RecentDecisions, number: int) -> Decision | None:
 class NoDigest:
     """Compares nothing."""
 
-    def note_plan(self, requests: RunningRequests, step_requests: Sequence[RunningRequest]) -> None:
+    def note_plan(self, *_: object) -> None:
         """Do nothing."""
 
-    def note_idle_step(self) -> None:
-        """Do nothing."""
-
-    def note_outcome(
-        self, requests: RunningRequests, step_requests: Sequence[RunningRequest], kept: StepTokens
-    ) -> None:
-        """Do nothing."""
+    note_idle_step = note_outcome = note_plan
 
 
 @dataclass(slots=True)

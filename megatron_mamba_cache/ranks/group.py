@@ -183,19 +183,15 @@ class OneRank:
     num_stages = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the one value."""
         return [value]
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Return the values."""
         return list(values)
 
     def all_hold(self, holds: bool) -> bool:
-        """Return whether it holds here."""
         return holds
 
     def from_source(self, tensor: Tensor) -> Tensor:
-        """Return the tensor as it is."""
         return tensor
 
 
@@ -258,5 +254,4 @@ class NoPeers:
     num_ranks = 1
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """Return the values."""
         return list(values)

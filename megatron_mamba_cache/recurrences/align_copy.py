@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel
+from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, resident_programs
 from .batches import PAD_SLOT, AlignBatch
 from .draft_inputs import DraftInputs
 from .moves import StateMove, align_copy_ref, check_moves, check_rows
@@ -218,7 +218,7 @@ def align_copy(moves: Sequence[StateMove], rows: AlignBatch, block_size: int, ti
         return
     tiling = tiling or (QUANTIZING if quantizes else TILING)
     cut = [_cut(move, tiling) for move in sorted(moves, key=lambda move: move.window_len > 0)]
-    _align_copy_kernel[(tiling.num_programs(rows.targets.device),)](
+    _align_copy_kernel[(resident_programs(rows.targets.device, tiling.programs_per_sm),)](
         rows=_view(rows, next((move.tail for move in moves if move.tail is not None), None)),
         sources=tuple(tensor.source for tensor in cut),
         targets=tuple(tensor.target for tensor in cut),

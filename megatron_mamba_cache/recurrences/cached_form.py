@@ -49,11 +49,7 @@ class CachedForm:
         return values, SlotPart(num_layers, (heads, channels), torch.float32)
 
 
-CACHED_FORMS = {
-    "live": CachedForm(),
-    "int8": CachedForm(torch.int8),
-    "fp8": CachedForm(torch.float8_e4m3fn),
-}
+CACHED_FORMS = {"live": CachedForm(), "int8": CachedForm(torch.int8), "fp8": CachedForm(torch.float8_e4m3fn)}
 """All forms by name; `CacheConfig.RULES` lists those that settings offer."""
 
 

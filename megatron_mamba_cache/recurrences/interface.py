@@ -95,6 +95,9 @@ class Recurrence(Protocol):
     def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
         """Return the tensors of a layer's state."""
 
+    def chunk_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that the scan allocates for a chunk of any length, besides those of its tokens."""
+
 
 class BufferLayout(Protocol):
     """The layout of the draft storage of each running request."""

@@ -87,6 +87,15 @@ class HybridModelShape:
         per_token = 2 * self.num_attention_layers * self.num_kv_heads * self.kv_channels
         return block_size * per_token * self.params_dtype.itemsize
 
+    def scan_bytes(self, num_tokens: int, num_requests: int) -> int:
+        """Return the most bytes that a prefill scan of a layer allocates, besides those of its tokens.
+
+        A request cuts one chunk short, its last; only one request of a step continues within a chunk.
+        """
+        num_chunks = min(num_tokens // self.grain + num_requests + 1, num_tokens)
+        used = (layers.recurrence for layers in self.recurrent if layers.layers)
+        return num_chunks * max((recurrence.chunk_bytes(self.params_dtype) for recurrence in used), default=0)
+
     def state_groups(self, config: CacheConfig) -> tuple[StateGroup, ...]:
         """Return the groups of recurrent layers, with their tensors in the configured dtypes."""
         dtypes = self._dtypes(config)

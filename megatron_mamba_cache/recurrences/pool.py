@@ -1,7 +1,6 @@
 """The pool of states: all slots of all layers; quantized ones have separate tensors."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,35 +11,25 @@ from .layout import SlotLayout, state_tensors
 from .window import WindowStorage
 
 
-class _LayerTensors(NamedTuple):
-    """A recurrent layer's tensors: indices over all tensors, and the layer within each."""
-
-    name: str
-    tensor: int
-    layer: int
-
-
 class StatePool:
     """State tensors of all slots and layers, at fixed addresses for the pool's life.
 
-    Attributes: tensors: A tensor for each tensor of the groups, [layers, slots, ...]. live: The same, as storage for
-    copies within the pool. cached: Storage of cached states. drafts: Storage of draft states.
+    Args:
+        groups: The recurrent layers of this rank.
+        tensors: A tensor for each tensor of the groups, [layers, slots, ...]; slots and layers contiguous.
+        cached: The tensors of cached states, if their form differs.
+
+    Attributes:
+        live, cached, drafts: Storage of live, cached and draft states.
     """
 
     def __init__(
         self, groups: Sequence[StateGroup], tensors: Sequence[Tensor], cached: Sequence[Tensor] | None = None
     ) -> None:
-        """Take over tensors with contiguous slots and layers; see `layout.py`.
-
-        Args:
-            groups: The recurrent layers of this rank.
-            cached: The tensors of cached states, if their form differs.
-        """
         self.groups = tuple(groups)
         self.tensors = tuple(tensors)
         self.live = StoredStates(self.groups, self.tensors, None)
         self.cached = self.live if cached is None else StoredStates(self.groups, self.tensors, cached)
-        self._layer_tensors = _layer_tensors(self.groups)
         self.drafts: DraftStorage = WindowStorage(self.live)
         self._layers = self._views()
 
@@ -75,25 +64,16 @@ class StatePool:
         return self.tensors[sum(len(before.tensors) for before in self.groups[:group]) + names.index(name)]
 
     def _views(self) -> list[LayerStates]:
-        return [self._view(layer, layers) for layer, layers in enumerate(self._layer_tensors)]
-
-    def _view(self, layer: int, layers: Sequence[_LayerTensors]) -> LayerStates:
-        live = {of_layer.name: self.tensors[of_layer.tensor][of_layer.layer] for of_layer in layers}
-        if self.cached.is_live:
-            return LayerStates(live, live, self.drafts.layer(layer))
-        cached = {of_layer.name: self.cached.layer(of_layer.tensor, of_layer.layer) for of_layer in layers}
-        return LayerStates(live, cached, self.drafts.layer(layer))
-
-
-def _layer_tensors(groups: Sequence[StateGroup]) -> list[list[_LayerTensors]]:
-    """Return the tensor indices of each recurrent layer."""
-    found: dict[int, list[_LayerTensors]] = {}
-    first = 0
-    for group in groups:
-        for number, layer in enumerate(group.layers):
-            found[layer] = [
-                _LayerTensors(tensor.name, first + index, number if tensor.per == "layer" else 0)
-                for index, tensor in enumerate(group.tensors)
-            ]
-        first += len(group.tensors)
-    return [found[layer] for layer in range(len(found))]
+        found: dict[int, LayerStates] = {}
+        first = 0  # the index of the group's first tensor among all
+        for group in self.groups:
+            for number, layer in enumerate(group.layers):
+                indices = [
+                    (tensor.name, first + index, number if tensor.per == "layer" else 0)
+                    for index, tensor in enumerate(group.tensors)
+                ]
+                live = {name: self.tensors[index][at] for name, index, at in indices}
+                cached = live if self.cached.is_live else {name: self.cached.layer(*at) for name, *at in indices}
+                found[layer] = LayerStates(live, cached, self.drafts.layer(layer))
+            first += len(group.tensors)
+        return [found[layer] for layer in range(len(found))]

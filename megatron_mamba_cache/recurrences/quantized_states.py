@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
+from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, resident_programs
 from .batches import PAD_SLOT
 from .slot_copies import copy_slots_ref, store_slots
 from .slot_tiles import next_turn, numbered, of_number
@@ -32,7 +32,6 @@ SLOTS_AT_A_TIME = 256
 MOST_VALUES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The dtypes of quantized values, and the largest value of each."""
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
-_INTERPRETED_PROGRAMS = 2
 _PAD = tl.constexpr(PAD_SLOT)
 MOST_INT8, MOST_FP8 = tl.constexpr(MOST_VALUES[torch.int8]), tl.constexpr(MOST_VALUES[torch.float8_e4m3fn])
 LEAST = tl.constexpr(_LEAST_SCALE)
@@ -174,7 +173,7 @@ def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tens
         restore_states_ref(states, pool, src, dst)
         return
     num_layers, _, heads, d_state, head_dim = pool.shape
-    _restore_kernel[(_num_programs(pool.device),)](
+    _restore_kernel[(resident_programs(pool.device, PROGRAMS_PER_SM),)](
         pointers=quantized_pointers(states),
         pool=pool,
         layer_stride=pool.stride(0),
@@ -191,10 +190,6 @@ def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tens
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
-
-
-def _num_programs(device: torch.device) -> int:
-    return PROGRAMS_PER_SM * num_multiprocessors(device) if device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 
 def _check(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:

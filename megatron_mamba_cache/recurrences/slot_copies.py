@@ -12,20 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.kernel_launches import launches_kernel
+from ..kernels.kernel_launches import launches_kernel, resident_programs
 from ..kernels.reference import along_first_dim, redirect_padding
 from .batches import PAD_SLOT, PrefillBatch
-from .slot_tiles import (
-    CopyTiling,
-    SlotTiles,
-    access_bytes,
-    copy_tiles,
-    cut_slots,
-    next_turn,
-    numbered,
-    of_number,
-    one_time,
-)
+from .slot_tiles import CopyTiling, access_bytes, copy_tiles, cut_slots, next_turn, numbered, of_number, one_time
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 SLOTS_AT_A_TIME = 256
@@ -89,26 +79,20 @@ def copy_slots(
         access = access_bytes(from_times, to_times)
         from_tiles.append(cut_slots(from_times, tiling, access))
         to_tiles.append(cut_slots(to_times, tiling, access))
-    _copy_slots_kernel[(tiling.num_programs(src.device),)](
+    _copy_slots_kernel[(resident_programs(src.device, tiling.programs_per_sm),)](
         sources=tuple(tiles.states for tiles in from_tiles),
         pools=tuple(tiles.states for tiles in to_tiles),
         src=src,
         dst=dst,
         num_slots=src.shape[0],
-        **_sizes([pool for _, pool in moved], to_tiles),
+        SLOTS=SLOTS_AT_A_TIME,
+        LAYERS=tuple(pool.shape[0] for _, pool in moved),
+        LENGTHS=tuple(tiles.length for tiles in to_tiles),
+        LANES=tuple(tiles.lanes for tiles in to_tiles),
+        WIDTHS=tuple(tiles.width for tiles in to_tiles),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
-
-
-def _sizes(pools: Sequence[Tensor], tiles: Sequence[SlotTiles]) -> dict[str, object]:
-    return {
-        "SLOTS": SLOTS_AT_A_TIME,
-        "LAYERS": tuple(pool.shape[0] for pool in pools),
-        "LENGTHS": tuple(cut.length for cut in tiles),
-        "LANES": tuple(cut.lanes for cut in tiles),
-        "WIDTHS": tuple(cut.width for cut in tiles),
-    }
 
 
 def _check(pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:

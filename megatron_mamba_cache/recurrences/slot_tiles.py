@@ -14,10 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.kernel_launches import num_multiprocessors
-
 _ELEMENT_DTYPES = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_INTERPRETED_PROGRAMS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +30,6 @@ class CopyTiling:
     tile_len: int
     num_warps: int
     programs_per_sm: int
-
-    def num_programs(self, device: torch.device) -> int:
-        """Return the number of resident programs on `device`."""
-        if device.type != "cuda":
-            return _INTERPRETED_PROGRAMS
-        return self.programs_per_sm * num_multiprocessors(device)
 
 
 class SlotStates(NamedTuple):

@@ -9,16 +9,8 @@ if TYPE_CHECKING:
     from .keyed_client import KeyedInferenceClient
     from .settings import RoutingSettings
 
-_HOMES = {
-    "KeyedInferenceClient": "keyed_client",
-    "ReplicaEngine": "engine",
-    "RoutingSettings": "settings",
-}
+_HOMES = {"KeyedInferenceClient": "keyed_client", "ReplicaEngine": "engine", "RoutingSettings": "settings"}
 
-__all__ = [
-    "KeyedInferenceClient",
-    "ReplicaEngine",
-    "RoutingSettings",
-]
+__all__ = ["KeyedInferenceClient", "ReplicaEngine", "RoutingSettings"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

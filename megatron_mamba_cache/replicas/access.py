@@ -4,11 +4,10 @@ import hashlib
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 
-from .channels import Channel, CurveChannel, PlainChannel
+from .channels import Channel, CurveChannel
 from .coordinator_secrets import JoiningSecret
 
 _LOOPBACK = "127.0.0.1"
@@ -31,31 +30,6 @@ class Admission:
     end: Callable[[], None]
 
 
-class Access(Protocol):
-    """Access rules for the sockets of a coordinator, its replicas and its front end.
-
-    Args:
-        host: Name or address of the interface on which sockets listen.
-        fingerprint: Equal in processes that can talk to each other; it does not reveal the secret.
-    """
-
-    host: str
-    channel: Channel
-    fingerprint: str
-
-    def check_hosts(self, hosts: Collection[str]) -> None:
-        """Raise `ValueError` if ranks on these hosts cannot reach each other's sockets."""
-
-    def check_address(self, address: str) -> None:
-        """Raise `ValueError` if no coordinator under these rules can have this address."""
-
-    def open_for_replicas(self, port: int) -> Admission:
-        """Let replicas join the coordinator that listens on a port."""
-
-    def joining(self, port: int) -> "Joining":
-        """Return what a replica needs to join the coordinator on a port; raises `ConnectionError` if unavailable."""
-
-
 @dataclass(frozen=True, slots=True)
 class Joining:
     """Proof and channel with which a replica joins.
@@ -69,14 +43,41 @@ class Joining:
     channel: Channel
 
 
-class LoopbackAccess:
+class Access:
+    """Access rules for the sockets of a coordinator, its replicas and its front end.
+
+    This class admits every peer that the channel admits, from any host.
+
+    Args:
+        host: Name or address of the interface on which sockets listen.
+        fingerprint: Equal in processes that can talk to each other; it does not reveal the secret.
+    """
+
+    def __init__(self, host: str, channel: Channel, fingerprint: str) -> None:
+        self.host = host
+        self.channel = channel
+        self.fingerprint = fingerprint
+
+    def check_hosts(self, hosts: Collection[str]) -> None:
+        """Raise `ValueError` if ranks on these hosts cannot reach each other's sockets."""
+
+    def check_address(self, address: str) -> None:
+        """Raise `ValueError` if no coordinator under these rules can have this address."""
+
+    def open_for_replicas(self, port: int) -> Admission:
+        """Let replicas join the coordinator that listens on a port."""
+        return Admission("", lambda: None)  # the channel is proof enough
+
+    def joining(self, port: int) -> Joining:
+        """Return what a replica needs to join the coordinator on a port; raises `ConnectionError` if unavailable."""
+        return Joining("", self.channel)
+
+
+class LoopbackAccess(Access):
     """Loopback only: any local process may be a client, the user's processes replicas."""
 
-    host = _LOOPBACK
-    fingerprint = "loopback"
-
     def __init__(self) -> None:
-        self.channel: Channel = PlainChannel()
+        super().__init__(_LOOPBACK, Channel(), "loopback")
 
     def check_hosts(self, hosts: Collection[str]) -> None:
         if len(set(hosts)) > 1:
@@ -99,45 +100,22 @@ class LoopbackAccess:
 
     def joining(self, port: int) -> Joining:
         secret = JoiningSecret.read(port).value
-        return Joining(_proof_of(secret), CurveChannel(secret) if zmq.has("curve") else PlainChannel())
+        return Joining(_proof_of(secret), CurveChannel(secret) if zmq.has("curve") else Channel())
 
 
-class _NetworkAccess:
-    """Listens on the hostname's interface for every peer that the channel admits."""
-
-    def __init__(self, channel: Channel, fingerprint: str) -> None:
-        self.host = socket.gethostname()
-        self.channel = channel
-        self.fingerprint = fingerprint
-
-    def check_hosts(self, hosts: Collection[str]) -> None:
-        """Do nothing."""
-
-    def check_address(self, address: str) -> None:
-        """Do nothing."""
-
-    def open_for_replicas(self, port: int) -> Admission:
-        """Require no proof: the channel is proof enough."""
-        return Admission("", lambda: None)
-
-    def joining(self, port: int) -> Joining:
-        """Return the channel alone."""
-        return Joining("", self.channel)
-
-
-class KeyedAccess(_NetworkAccess):
+class KeyedAccess(Access):
     """Holders of a secret may do everything, from any host; all others fail the handshake."""
 
     def __init__(self, secret: bytes) -> None:
         digest = hashlib.blake2b(secret, digest_size=8, person=b"fingerprint")
-        super().__init__(CurveChannel(secret), digest.hexdigest())
+        super().__init__(socket.gethostname(), CurveChannel(secret), digest.hexdigest())
 
 
-class InsecureAccess(_NetworkAccess):
+class InsecureAccess(Access):
     """Any process that can reach the ports may do everything."""
 
     def __init__(self) -> None:
-        super().__init__(PlainChannel(), "insecure")
+        super().__init__(socket.gethostname(), Channel(), "insecure")
 
 
 def port_of(address: str) -> int:

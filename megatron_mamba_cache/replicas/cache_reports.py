@@ -52,16 +52,9 @@ class CacheReports:
 
 
 class NoReports:
-    """Stand-in for `CacheReports` and `ProgressReports` without a coordinator."""
+    """Stand-in for `CacheReports` and `ProgressReports` without a coordinator: reports nothing."""
 
     def send(self, *_: object) -> None:
         """Do nothing."""
 
-    def note_freed(self) -> None:
-        """Do nothing."""
-
-    def watch(self) -> None:
-        """Do nothing."""
-
-    def send_state(self) -> None:
-        """Do nothing."""
+    note_freed = watch = send_state = send

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -13,8 +13,8 @@ _HEARTBEAT_MS = 1000
 _SILENCE_MS = 5000
 
 
-class Channel(Protocol):
-    """Prepares the two ends of a connection before they bind or connect."""
+class Channel:
+    """Prepares the two ends of a connection. This one admits every connection, without checks or encryption."""
 
     def secure_listener(self, socket: zmq.Socket[Any]) -> None:
         """Prepare a socket that will bind."""
@@ -24,19 +24,6 @@ class Channel(Protocol):
 
     def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
         """Start checking the keys of this context's clients; return a function that stops it."""
-
-
-class PlainChannel:
-    """Serves every connection, without checks or encryption."""
-
-    def secure_listener(self, socket: zmq.Socket[Any]) -> None:
-        """Do nothing."""
-
-    def secure_connection(self, socket: zmq.Socket[Any]) -> None:
-        """Do nothing."""
-
-    def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
-        """Do nothing."""
         return lambda: None
 
 
@@ -54,7 +41,7 @@ class KeyPair:
         return cls(zmq.curve_public(encoded), encoded)
 
 
-class CurveChannel:
+class CurveChannel(Channel):
     """CURVE with one secret; a client or server without it fails the handshake.
 
     Raises:
@@ -80,7 +67,6 @@ class CurveChannel:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._client.secret)
 
     def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
-        """Refuse all other keys; return a function that stops it."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve_callback(credentials_provider=self)

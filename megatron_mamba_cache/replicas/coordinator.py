@@ -24,13 +24,7 @@ from .front_end import pack_cancel
 from .mailbox import Mailbox
 from .membership import Membership, Replica
 from .prompt_keys import PromptKeys, prompt_tokens
-from .requests_in_flight import (
-    PendingLimitError,
-    RequestInFlight,
-    RequestsInFlight,
-    failed_record,
-    readable_sampling,
-)
+from .requests_in_flight import PendingLimitError, RequestInFlight, RequestsInFlight, failed_record, readable_sampling
 from .settings import RoutingSettings
 from .wire import FENCED, HELLO, KEYS, PROBE, UNSENT, WELCOME, WireError, hello_of, opening_of, report_of, unsent_of
 

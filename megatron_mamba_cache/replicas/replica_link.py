@@ -12,7 +12,7 @@ import zmq
 from megatron.core.inference.headers import Headers
 
 from ..policy.boundary_journal import BoundaryChanges
-from .channels import Channel, PlainChannel, set_heartbeats
+from .channels import Channel, set_heartbeats
 from .front_end import PROGRESS
 from .prompt_keys import KeySalt
 from .wire import FENCED, KEY_BYTES, PROBE, WELCOME, Hello, KeyReport, Unsent, pack_hello, pack_report, pack_unsent
@@ -54,7 +54,7 @@ class ReplicaLink:
         self._last_heard = time.monotonic()
         self._socket = context.socket(zmq.DEALER, zmq.Socket)
         self._socket.setsockopt(zmq.IDENTITY, _identity_of(hello))
-        (channel or PlainChannel()).secure_connection(self._socket)
+        (channel or Channel()).secure_connection(self._socket)
         set_heartbeats(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited: the I/O thread keeps receiving during a long step
         self._socket.setsockopt(zmq.SNDHWM, 0)

@@ -24,10 +24,8 @@ _NOT_SERVED = ("refused", "failed", "left by clients", "cut off")
 class Entrance:
     """Outermost ASGI middleware; stores the exchange as `scope["exchange"]`.
 
-    A request ends when the client's socket has the last byte of its response, or when the client has left.
-
-    Args:
-        on_end: Called with each exchange that has ended, probes included.
+    A request ends when the client's socket has the last byte of its response, or when the client has left. Then
+    `on_end` is called with its exchange, also for probes.
     """
 
     def __init__(self, app: ASGIApp, log: AccessLog, on_end: Callable[[Exchange], None]) -> None:
@@ -88,8 +86,7 @@ class Entrance:
 class _Response:
     """A response being sent; updates the status of its exchange.
 
-    Args:
-        connection: Where it is sent; None outside of our server, where each complete response counts as delivered.
+    Without a `connection`, outside of our server, each complete response counts as delivered.
     """
 
     def __init__(self, exchange: Exchange, connection: Connection | None, send: Send) -> None:
@@ -148,11 +145,7 @@ _EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
 
 class AccessControl:
-    """ASGI middleware that checks the API key and readiness and reads the body.
-
-    Args:
-        is_draining: Returns whether the server refuses new requests.
-    """
+    """ASGI middleware that checks the API key and readiness, reads the body, and refuses requests while draining."""
 
     def __init__(
         self,
@@ -220,10 +213,7 @@ class AccessControl:
 class CrossOrigin:
     """ASGI middleware for CORS, before the API key check: preflight requests carry no key.
 
-    Admin paths are never open to other origins.
-
-    Args:
-        origins: Allowed origins, such as "https://chat.example"; "*" allows all. If empty, none is allowed.
+    Admin paths are never open to other origins. `origins` are such as "https://chat.example"; "*" allows all.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
@@ -231,11 +221,7 @@ class CrossOrigin:
         self._open: ASGIApp = app
         if origins:
             self._open = CORSMiddleware(
-                app,
-                allow_origins=list(origins),
-                allow_methods=_METHODS,
-                allow_headers=["*"],
-                expose_headers=_EXPOSED,
+                app, allow_origins=list(origins), allow_methods=_METHODS, allow_headers=["*"], expose_headers=_EXPOSED
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,31 +49,21 @@ _NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a CPU core
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """A server's settings, apart from its engines.
+    """A server's settings, apart from its engines."""
 
-    Args:
-        model_name: Name of the model for clients, used in replies.
-        other_names: Further names that clients may use.
-        end_ids: Tokens that end replies.
-        cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
-        versions: Versions that `/version` reports, by name.
-        syntax: How the model writes replies to messages.
-        describes_tokenizer: True if `/tokenizer_info` is served.
-    """
-
-    model_name: str
+    model_name: str  # name of the model for clients, used in replies
     tokenizer: Any
-    end_ids: frozenset[int]
+    end_ids: frozenset[int]  # tokens that end replies
     keys: ApiKeys = field(default_factory=ApiKeys)
     limits: ServerLimits = field(default_factory=ServerLimits)
     access_log: AccessLog = field(default_factory=AccessLog)
-    cors_origins: tuple[str, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    syntax: ReplySyntax = field(default_factory=ReplySyntax)
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the server from a browser
+    versions: Mapping[str, str] = field(default_factory=dict)  # versions that `/version` reports, by name
+    syntax: ReplySyntax = field(default_factory=ReplySyntax)  # how the model writes replies to messages
     load_record: LoadRecord = field(default_factory=LoadRecord)
-    describes_tokenizer: bool = False
+    describes_tokenizer: bool = False  # True if `/tokenizer_info` is served
     traces: Traces = field(default_factory=Traces)
-    other_names: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()  # further names that clients may use
 
 
 class Server:
@@ -135,12 +125,29 @@ class Server:
         if same is not None:
             self._reader.remember(tenant, prompt, same, reply.exact()[1])
 
+    @asynccontextmanager
+    async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
+        await self.backend.start()
+        self.settings.load_record.start()
+        self.settings.traces.start()
+        preparing = asyncio.create_task(asyncio.to_thread(self.backend.grammars.prepare))
+        sampling = asyncio.create_task(self.history.keep())
+        try:
+            yield
+        finally:
+            sampling.cancel()
+            await preparing
+            await self.backend.stop()
+            self.rules.threads.close()
+            await asyncio.to_thread(self.settings.load_record.close)
+            await asyncio.to_thread(self.settings.traces.close)
+
     def _build(self) -> FastAPI:
         settings = self.settings
         app = FastAPI(
             title="megatron-mamba-cache",
             description="OpenAI-compatible inference of hybrid recurrent and attention models with prefix caching.",
-            lifespan=_lifespan(self),
+            lifespan=self._lifespan,
             docs_url=None,
             redoc_url=None,
         )
@@ -168,27 +175,6 @@ class Server:
         )
         app.openapi()  # caches it; building it for the first client would block all others
         return app
-
-
-def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await server.backend.start()
-        server.settings.load_record.start()
-        server.settings.traces.start()
-        preparing = asyncio.create_task(asyncio.to_thread(server.backend.grammars.prepare))
-        sampling = asyncio.create_task(server.history.keep())
-        try:
-            yield
-        finally:
-            sampling.cancel()
-            await preparing
-            await server.backend.stop()
-            server.rules.threads.close()
-            await asyncio.to_thread(server.settings.load_record.close)
-            await asyncio.to_thread(server.settings.traces.close)
-
-    return lifespan
 
 
 def _add_own_routes(app: FastAPI, server: Server) -> None:

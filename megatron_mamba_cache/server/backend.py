@@ -16,52 +16,32 @@ EndReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of one reply in one step.
-
-    Args:
-        log_probs: One for each new token, if requested.
-        alternatives: The most probable tokens for each new token, id to log-prob, if requested.
-        prompt_log_probs, prompt_alternatives: Of the prompt from its second token on, with the first new token.
-        prompt_scores: The same with ranks and ids, if requested.
-        cached_tokens: Prompt tokens that were skipped at the request's first admission.
-        cached_tokens_from_host, cached_tokens_from_disk: Of these, the ones restored from that tier.
-        written_tokens: Prompt tokens that the request has newly written to the cache.
-        draft_tokens, accepted_tokens: Drafts verified so far, and those accepted.
-        running_s: Seconds since the start of the first step that ran the request.
-        end: Why the reply ends here; None while it continues.
-        error: What went wrong, if `end` is "error".
-    """
+    """Progress of one reply in one step."""
 
     tokens: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()
-    alternatives: tuple[Mapping[int, float], ...] = ()
-    prompt_log_probs: tuple[float, ...] = ()
+    log_probs: tuple[float, ...] = ()  # one for each new token, if requested
+    alternatives: tuple[Mapping[int, float], ...] = ()  # likewise, the best tokens, id to log-prob
+    prompt_log_probs: tuple[float, ...] = ()  # from the second token on; comes with the first new token
     prompt_alternatives: tuple[Mapping[int, float], ...] = ()
-    prompt_scores: tuple[ScoredToken, ...] = ()
-    cached_tokens: int = 0
-    cached_tokens_from_host: int = 0
-    cached_tokens_from_disk: int = 0
-    written_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    running_s: float = 0.0
-    end: EndReason | None = None
-    error: str | None = None
+    prompt_scores: tuple[ScoredToken, ...] = ()  # likewise with ranks and ids
+    cached_tokens: int = 0  # prompt tokens skipped at the request's first admission
+    cached_tokens_from_host: int = 0  # of these, restored from host memory
+    cached_tokens_from_disk: int = 0  # of these, restored from disk
+    written_tokens: int = 0  # prompt tokens that the request has newly written to the cache
+    draft_tokens: int = 0  # drafts verified so far
+    accepted_tokens: int = 0  # of these, accepted
+    running_s: float = 0.0  # seconds since the start of the first step that ran the request
+    end: EndReason | None = None  # why the reply ends here; None while it continues
+    error: str | None = None  # what went wrong, if `end` is "error"
 
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A snapshot of the engines.
+    """A snapshot of the engines."""
 
-    Args:
-        is_ready: True if warmup is over.
-        failure: Why the engines no longer serve requests; None while they do.
-        cache: Counters and owners, summed over all engines; None before the first report.
-    """
-
-    is_ready: bool = False
-    failure: str | None = None
-    cache: CacheSnapshot | None = None
+    is_ready: bool = False  # True if warmup is over
+    failure: str | None = None  # why the engines no longer serve requests; None while they do
+    cache: CacheSnapshot | None = None  # counters and owners, summed over all engines; None before the first report
     num_running: int = 0
     num_waiting: int = 0
     generated_tokens: int = 0
@@ -107,16 +87,11 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Listener:
-    """The receiver of a request's progress.
-
-    Args:
-        end_ids: Tokens that end it before its length limit.
-        num_tokens: Generated tokens that have been delivered.
-    """
+    """The receiver of a request's progress."""
 
     deliver: Callable[[Progress], None]
-    end_ids: frozenset[int]
-    num_tokens: int = 0
+    end_ids: frozenset[int]  # tokens that end it before its length limit
+    num_tokens: int = 0  # generated tokens that have been delivered
 
     @staticmethod
     def of(spec: RequestSpec, deliver: Callable[[Progress], None], end_ids: frozenset[int]) -> "Listener":

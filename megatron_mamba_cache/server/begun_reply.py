@@ -6,52 +6,41 @@ from typing import Any
 
 from .conversation import Conversation
 from .errors import ApiError
-from .parsers.reasoning import ReasoningForm
+from .parsers.reasoning import PromptReasoning, ReasoningForm
 
 _MARK = "\u2400"
 
 
 @dataclass(frozen=True, slots=True)
 class BegunReply:
-    """The end of a prompt, after the last complete message.
+    """The end of a prompt, after the last complete message."""
 
-    Args:
-        text: Text of the template, with the reasoning of a continued message.
-        prefill: Content of a continued message.
-        token_ids: Of the whole prompt.
-    """
+    text: str  # text of the template, with the reasoning of a continued message
+    prefill: str  # content of a continued message
+    token_ids: Sequence[int]  # those of the whole prompt
 
-    text: str
-    prefill: str
-    token_ids: Sequence[int]
-
-    def opens_reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> bool:
-        """Return True if a reply begins within reasoning.
+    def reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> PromptReasoning:
+        """Return the reasoning at the end of the prompt.
 
         Args:
             tag_ids: Tags that are tokens of the model.
         """
         ids = {tag_ids.get(form.open), tag_ids.get(form.close)}
         if None in ids:
-            return form.is_open_after(self.text, self.prefill)
+            return form.after(self.text, self.prefill)
         at = next((at for at in reversed(range(len(self.token_ids))) if self.token_ids[at] in ids), None)
         if at is None:
-            return form.begins_open
+            return form.without_tags(self.prefill)
         rest = tokenizer.detokenize(list(self.token_ids[at:]), skip_special_tokens=False)
         if len(rest) > len(self.text) + len(self.prefill):
-            return form.begins_open  # it is in a message
-        return self.token_ids[at] == tag_ids[form.open]
+            return form.without_tags(self.prefill)  # the tag is in a message
+        return PromptReasoning.OPEN if self.token_ids[at] == tag_ids[form.open] else PromptReasoning.DONE
 
 
 def begun_reply(
     conversation: Conversation, text: str, token_ids: Sequence[int], rendered: Callable[[Conversation], str]
 ) -> BegunReply:
-    """Return the beginning of the reply in a prompt.
-
-    Args:
-        text: The conversation's, as it was rendered.
-        token_ids: Of the text.
-    """
+    """Return the beginning of the reply in a prompt, from the rendered conversation and its tokens."""
     end = _after_last_message(conversation, text, rendered)
     prefill = conversation.messages[-1].get("content") if conversation.continues else None
     prefill = prefill.strip() if isinstance(prefill, str) else ""

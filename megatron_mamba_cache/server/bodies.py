@@ -19,9 +19,7 @@ class ClientLeftError(Exception):
 class Bodies:
     """Reads bodies; a body's bytes count against its owner until its request is answered.
 
-    Args:
-        num_owners: Owners that share `max_buffered_bytes` equally. Each share holds at least one body, and no owner can
-            use another's share.
+    Owners share `max_buffered_bytes` equally. A share holds at least one body; no owner can use another's share.
     """
 
     def __init__(self, limits: ServerLimits, num_owners: int) -> None:
@@ -52,7 +50,10 @@ class Bodies:
             ClientLeftError: If the client disconnects.
         """
         headers = Headers(scope=scope)
-        _check_coding(headers.get("content-encoding", ""))
+        coding = headers.get("content-encoding", "")
+        if coding.lower() not in ("", "identity"):
+            sentence = f"Content-Encoding is {coding}; send the body as it is, without compression"
+            raise ApiError(415, sentence, "unsupported_encoding")
         declared = headers.get("content-length", "")
         self._check_size(int(declared[:20]) if declared.isascii() and declared.isdigit() else 0)
         body = bytearray()
@@ -97,12 +98,3 @@ class Bodies:
     def _check_size(self, size: int) -> None:
         if size > self._limits.max_body_bytes:
             raise ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", "body_too_large")
-
-
-def _check_coding(declared: str) -> None:
-    if declared.lower() not in ("", "identity"):
-        raise ApiError(
-            415,
-            f"Content-Encoding is {declared}; send the body as it is, without compression",
-            "unsupported_encoding",
-        )

@@ -11,48 +11,29 @@ _MARK = "\u2400"
 DEVELOPER = "developer"
 INSTRUCTING = ("system", DEVELOPER)
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-MARKING_TOOL = {
-    "type": "function",
-    "function": {"name": _MARK, "description": _MARK, "parameters": _NO_PARAMETERS},
-}
+MARKING_TOOL = {"type": "function", "function": {"name": _MARK, "description": _MARK, "parameters": _NO_PARAMETERS}}
 
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A position in a conversation: other conversations may share the text before it.
+    """A position in a conversation: other conversations may share the text before it."""
 
-    Args:
-        message: Index of its message; None: it is after the tools.
-        end: Characters of the message's content before it.
-        call: Index of the tool call that it follows; None: it is in the content.
-        keep_s: Seconds for which the cached prefix has more priority.
-    """
-
-    message: int | None = None
-    end: int = 0
-    keep_s: int = 0
-    call: int | None = None
+    message: int | None = None  # index of its message; None: it is after the tools
+    end: int = 0  # characters of the message's content before it
+    keep_s: int = 0  # seconds for which the cached prefix has more priority
+    call: int | None = None  # index of the tool call that it follows; None: it is in the content
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and the other inputs of a chat template.
+    """Messages and the other inputs of a chat template."""
 
-    Args:
-        messages: In OpenAI's form, oldest first; arguments of tool calls are objects.
-        tools: Definitions of functions in OpenAI's form.
-        values: Further variables of the template.
-        adds_prompt: True if the text goes on to where the assistant's reply begins.
-        continues: True if the last message is left open, to be continued.
-        breakpoints: In order.
-    """
-
-    messages: Sequence[dict[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-    adds_prompt: bool = True
-    continues: bool = False
-    breakpoints: tuple[Breakpoint, ...] = ()
+    messages: Sequence[dict[str, Any]]  # in OpenAI's form, oldest first; arguments of tool calls are objects
+    tools: Sequence[Mapping[str, Any]] = ()  # definitions of functions in OpenAI's form
+    values: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+    adds_prompt: bool = True  # True if the text goes on to where the assistant's reply begins
+    continues: bool = False  # True if the last message is left open, to be continued
+    breakpoints: tuple[Breakpoint, ...] = ()  # in order
 
     @property
     def has_calls(self) -> bool:
@@ -74,11 +55,7 @@ class Conversation:
         return tuple(replace(end, keep_s=max(keep_s)) for end in ends) if keep_s else ()
 
     def text(self, tokenizer: Any) -> str:
-        """Return the conversation as the tokenizer's template renders it.
-
-        Raises:
-            ValueError: If the template is missing or refuses it.
-        """
+        """Return the conversation as the tokenizer's template renders it; raise `ValueError` if it cannot."""
         return str(
             tokenizer.render_chat(
                 self.messages, self.tools, self.values, adds_prompt=self.adds_prompt, continues=self.continues
@@ -120,10 +97,7 @@ def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, A
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; text that is not a JSON object becomes `malformed_input`.
-
-    Some clients send no text for a call without arguments.
-    """
+    """Return a call's arguments: {} for no text; text that is not a JSON object becomes `malformed_input`."""
     if not arguments.strip():
         return {}
     try:

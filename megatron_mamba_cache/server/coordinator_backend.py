@@ -82,9 +82,8 @@ class CoordinatorBackend:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         set_heartbeats(self._socket)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        for option, value in ((zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            self._socket.setsockopt(option, value)
         self._access.channel.secure_connection(self._socket)
         self._socket.connect(self._address)
         self._send(Headers.CONNECT.value)

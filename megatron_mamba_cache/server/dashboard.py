@@ -33,16 +33,9 @@ _STATUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One interval: the load at its end and the counts within it.
+    """One interval: the load at its end and the counts within it."""
 
-    Args:
-        time: End of the interval, in seconds since the epoch.
-        first_token_p50, inter_token_p50 and so on: Quantiles in seconds; None if there was no token.
-        client_errors: Responses with other statuses from 400 to 498.
-        left: Responses whose client left (499).
-    """
-
-    time: float
+    time: float  # end of the interval, in seconds since the epoch
     seconds: float
     running: int
     waiting: int
@@ -52,15 +45,15 @@ class Sample:
     prompt_tokens_from_host: int
     prompt_tokens_from_disk: int
     prompt_tokens_computed: int
-    first_token_p50: float | None
+    first_token_p50: float | None  # quantiles in seconds, here and below; None if there was no token
     first_token_p95: float | None
     first_token_p99: float | None
     inter_token_p50: float | None
     inter_token_p95: float | None
     inter_token_p99: float | None
-    refused: int
-    client_errors: int
-    left: int
+    refused: int  # responses of status 429
+    client_errors: int  # responses of status 400 to 498, except 429
+    left: int  # responses whose client left (499)
     server_errors: int
 
 
@@ -68,11 +61,7 @@ class History:
     """A ring of samples, and the quantiles of the last minute."""
 
     def __init__(
-        self,
-        backend: Backend,
-        gate: QueueGate,
-        metrics: ServerMetrics,
-        clock: Callable[[], float] = time.monotonic,
+        self, backend: Backend, gate: QueueGate, metrics: ServerMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._backend = backend
         self._gate = gate
@@ -113,10 +102,7 @@ class History:
         self._sampled, self._totals = now, totals
 
     def body(self, after: float = -math.inf) -> dict[str, Any]:
-        """Return the samples after a time and the last minute's quantiles as JSON.
-
-        A sample is a list in the order of `fields`.
-        """
+        """Return samples after a time, as lists in the order of `fields`, and the last minute's quantiles as JSON."""
         first_token = Durations.together([*(one for one, _ in self._recent), self._metrics.recent_first_token])
         inter_token = Durations.together([*(one for _, one in self._recent), self._metrics.recent_inter_token])
         names = [entry.name for entry in fields(Sample)]

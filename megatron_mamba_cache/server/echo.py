@@ -12,18 +12,12 @@ from .text_stream import IncrementalText
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """An echoed prompt.
+    """An echoed prompt."""
 
-    Args:
-        text: As the client sent it, or the text of its token ids.
-        tokens: Empty unless log-probs are requested.
-        offsets: For each token, the characters before it.
-    """
-
-    text: str
+    text: str  # as the client sent it, or the text of its token ids
     reader: TokenReader
-    tokens: Sequence[int] = ()
-    offsets: Sequence[int] = ()
+    tokens: Sequence[int] = ()  # empty unless log-probs are requested
+    offsets: Sequence[int] = ()  # for each token, the characters before it
 
     def piece(self, progress: Progress) -> Piece:
         """Return the piece before a reply from the reply's first progress."""
@@ -41,9 +35,7 @@ class Echo:
 def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_tokens: bool) -> Echo:
     """Return the echo of a prompt; as slow as tokenizing.
 
-    Args:
-        text: The prompt's text; None uses the text of the token ids.
-        has_tokens: True if the echo has the prompt's tokens.
+    `text` is the prompt's; None uses the text of the token ids. With `has_tokens`, the echo has the prompt's tokens.
     """
     reader = TokenReader(tokenizer)
     if not has_tokens:

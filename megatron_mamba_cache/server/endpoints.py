@@ -69,11 +69,7 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 
 
 def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
-    """Add `/docs` and its assets; call this before the schema is built.
-
-    Args:
-        needs_key: True if requests need an API key; if so, the page has a button to enter one.
-    """
+    """Add `/docs`, with a button for an API key if it is needed; call this before the schema is built."""
     _describe(app, needs_key=needs_key)
     folder = _asset_folder()
     if folder is not None:
@@ -121,17 +117,12 @@ def _describe(app: FastAPI, *, needs_key: bool) -> None:
 
 
 class TokenizeReply(BaseModel):
-    """The tokens of a text.
-
-    Args:
-        max_model_len: Maximum prompt and generated tokens of a request.
-        token_strs: The tokens as the tokenizer's files spell them, if requested.
-    """
+    """The tokens of a text."""
 
     count: int
-    max_model_len: int
+    max_model_len: int  # maximum prompt and generated tokens of a request
     tokens: list[int]
-    token_strs: list[str] | None = None
+    token_strs: list[str] | None = None  # the tokens as the tokenizer's files spell them, if requested
 
 
 class DetokenizeReply(BaseModel):
@@ -142,17 +133,13 @@ class DetokenizeReply(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenizingRoutes:
-    """Routes that tokenize and detokenize.
-
-    Args:
-        describes_tokenizer: True if clients may read the tokenizer's settings and chat template.
-    """
+    """Routes that tokenize and detokenize."""
 
     model: ServedModel
     tokenizer: Any
     threads: FairThreads
     max_model_len: int
-    describes_tokenizer: bool = False
+    describes_tokenizer: bool = False  # True if clients may read the tokenizer's settings and chat template
 
     def router(self) -> APIRouter:
         router = APIRouter()

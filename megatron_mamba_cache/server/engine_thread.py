@@ -28,17 +28,11 @@ logger = logging.getLogger(__name__)
 
 _STATE_INTERVAL_S = 0.1
 _Answer = TypeVar("_Answer")
-
-
 _Mail = list[tuple[Callable[[Progress], None], Progress]]
 
 
 class EngineThread:
-    """A `Backend` over one engine.
-
-    Args:
-        end_ids: Tokens that end a reply.
-    """
+    """A `Backend` over one engine; `end_ids` are the tokens that end a reply."""
 
     def __init__(self, engine: MambaCacheEngine, end_ids: frozenset[int]) -> None:
         self._engine = engine
@@ -88,16 +82,12 @@ class EngineThread:
 
         def act(engine: MambaCacheEngine) -> None:
             engine.flush(weights_version)
-            self._look(is_final=True)
+            self._look(at_once=True)
 
         await self.between_steps(act)
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
-        """Run `act` with the engine between two steps and return its result.
-
-        Raises:
-            ApiError: 503 if the engine has failed.
-        """
+        """Run `act` with the engine between two steps and return its result; raise `ApiError` 503 if it has failed."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Answer] = loop.create_future()
 
@@ -126,7 +116,7 @@ class EngineThread:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             self._engine.warmup()
-            self._look(is_ready=True)
+            self._look(at_once=True)
             while not self._is_stopping:
                 self._obey()
                 if self._engine.has_unfinished_requests():
@@ -139,7 +129,7 @@ class EngineThread:
     def _obey(self) -> None:
         """Run the queued commands; without requests, wait for one."""
         if not self._engine.has_unfinished_requests():
-            self._look(is_final=True)
+            self._look(at_once=True)
             self._next_command()()
         while not self._commands.empty():
             self._commands.get()()
@@ -150,7 +140,7 @@ class EngineThread:
             with contextlib.suppress(queue.Empty):
                 return self._commands.get(timeout=LANDING_INTERVAL_S)
             self._engine.land_idle_copies()
-            self._look(is_final=True)
+            self._look(at_once=True)
         return self._commands.get()
 
     def _step(self) -> None:
@@ -238,17 +228,17 @@ class EngineThread:
         while not self._is_stopping:
             self._commands.get()()
 
-    def _look(self, *, is_ready: bool | None = None, is_final: bool = False) -> None:
+    def _look(self, *, at_once: bool = False) -> None:
         """Update the visible state, only at intervals while steps run."""
         now = time.monotonic()
-        if is_ready is None and not is_final and now - self._state_at < _STATE_INTERVAL_S:
+        if not at_once and now - self._state_at < _STATE_INTERVAL_S:
             return
         engine, self._state_at = self._engine, now
         running = len(engine.context.running_requests)
         self._state = replace(
             self._state,
             is_ready=True,
-            cache=_copied(engine.context.snapshot()),
+            cache=CacheSnapshot.summed([engine.context.snapshot()]),  # a copy
             num_running=running,
             num_waiting=len(engine.requests) - running,
             generated_tokens=self._generated,
@@ -258,11 +248,6 @@ class EngineThread:
     def _post(self, mail: _Mail) -> None:
         if mail and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_hand_out, mail)
-
-
-def _copied(snapshot: CacheSnapshot) -> CacheSnapshot:
-    """Return a deep copy of a snapshot."""
-    return CacheSnapshot.summed([snapshot])
 
 
 def _hand_out(mail: _Mail) -> None:

@@ -31,19 +31,13 @@ _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 @dataclass
 class ApiError(Exception):
-    """An error response.
-
-    Args:
-        message: The found value and the allowed ones.
-        code: Error code for programs.
-        retry_after_s: Whole seconds after which the same request may succeed.
-    """
+    """An error response."""
 
     status: int
-    message: str
-    code: str | None = None
+    message: str  # the found value and the allowed ones
+    code: str | None = None  # error code for programs
     param: str | None = None
-    retry_after_s: int | None = None
+    retry_after_s: int | None = None  # whole seconds after which the same request may succeed
 
     @property
     def type(self) -> str:
@@ -100,11 +94,7 @@ def engine_failed(reason: str) -> ApiError:
 
 
 def schema_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
-    """Return one error for all of pydantic's: that of the union member that matches furthest.
-
-    Args:
-        content_type: The request's; None if it has none.
-    """
+    """Return one error for all of pydantic's: that of the union member that matches furthest."""
     found = max((error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]), key=_reach)
     return _body_error(found, content_type) or _field_error(found)
 

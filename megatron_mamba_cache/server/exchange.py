@@ -27,35 +27,23 @@ Write = Callable[[str], object]
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its response.
+    """A request and its response."""
 
-    Args:
-        request_id: The client's, or a generated one.
-        path: As received, without the query; percent-encoded bytes stay encoded.
-        arrived: Time of arrival, in seconds of the monotonic clock.
-        key_name: Name of the API key; "" before it is known, or if no key is needed.
-        status: The response's, or 499 if the client left before its last byte; 0 before the response begins.
-        prompt_tokens, cached_tokens, completion_tokens: None for a request without replies of the model.
-        queue_seconds: Wait of its first reply, from its arrival at the gate to its first step.
-        error: Code or type of the error in its response.
-        is_cut_off: True if the server's end cut it off.
-    """
-
-    request_id: str
+    request_id: str  # the client's, or a generated one
     method: str
-    path: str
-    arrived: float = field(default_factory=time.monotonic)
-    key_name: str = ""
-    status: int = 0
-    prompt_tokens: int | None = None
+    path: str  # as received, without the query; percent-encoded bytes stay encoded
+    arrived: float = field(default_factory=time.monotonic)  # time of arrival, in seconds of the monotonic clock
+    key_name: str = ""  # name of the API key; "" before it is known, or if no key is needed
+    status: int = 0  # the response's, or 499 if the client left before its last byte; 0 before the response begins
+    prompt_tokens: int | None = None  # token counts: None for a request without replies
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     first_token: float | None = None
-    queue_seconds: float | None = None
+    queue_seconds: float | None = None  # wait of its first reply, from its arrival at the gate to its first step
     finish_reasons: tuple[str, ...] = ()
     ended: float | None = None
-    error: str | None = None
-    is_cut_off: bool = False
+    error: str | None = None  # code or type of the error in its response
+    is_cut_off: bool = False  # True if the server's end cut it off
     headers: Sequence[tuple[bytes, bytes]] = ()
 
     @staticmethod
@@ -102,11 +90,7 @@ def write_line(line: str) -> None:
 
 
 class AccessLog:
-    """Writes one line for each exchange.
-
-    Args:
-        write: Called with each line, without its newline.
-    """
+    """Writes one line for each exchange; `write` gets it without its newline."""
 
     def __init__(
         self,

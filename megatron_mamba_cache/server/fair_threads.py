@@ -10,9 +10,9 @@ _Found = TypeVar("_Found")
 
 
 class FairThreads:
-    """Runs work in threads, round-robin over owners.
+    """Runs work in threads, round-robin over owners; the callers limit how much work waits.
 
-    Call every method in one event loop. The callers limit how much work waits.
+    Call every method in one event loop.
     """
 
     def __init__(self, num_threads: int) -> None:

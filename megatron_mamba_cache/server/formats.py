@@ -42,18 +42,12 @@ class Format(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Options of OpenAI's formats.
+    """Options of OpenAI's formats."""
 
-    Args:
-        includes_usage: True if a stream's last chunk has the usage.
-        usage_in_every_event: True if every other chunk has the usage so far.
-        request_id: The end of the reply's id; None generates one.
-    """
-
-    includes_usage: bool = False
-    usage_in_every_event: bool = False
+    includes_usage: bool = False  # True if a stream's last chunk has the usage
+    usage_in_every_event: bool = False  # True if every other chunk has the usage so far
     returns_token_ids: bool = False
-    request_id: str | None = None
+    request_id: str | None = None  # the end of the reply's id; None generates one
 
 
 class _Envelope:
@@ -119,7 +113,7 @@ class CompletionFormat(_Envelope):
         return self._body(job, choices)
 
     def _choice(self, choice: Choice, text: str, tokens: Sequence[TokenInfo], finish: str | None) -> dict[str, Any]:
-        log_probs = self._log_probs(choice, tokens) if _wants_log_probs(choice) else None
+        log_probs = None if choice.num_log_probs is None else self._log_probs(choice, tokens)
         return {"index": choice.index, "text": text, "logprobs": log_probs, "finish_reason": finish}
 
     def _log_probs(self, choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
@@ -165,11 +159,7 @@ class _ChatDeltas:
 
 
 class ChatFormat(_Envelope):
-    """`Format` of `/v1/chat/completions`.
-
-    Args:
-        includes_reasoning: True if replies include their reasoning, where the server separates it.
-    """
+    """`Format` of `/v1/chat/completions`; without `includes_reasoning`, replies lack separated reasoning."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -215,15 +205,11 @@ def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, 
     return message
 
 
-def _wants_log_probs(choice: Choice) -> bool:
-    return choice.num_log_probs is not None
-
-
 def _best(token: TokenInfo) -> dict[str, float] | None:
     """Return the best log-probs and the token's own, by text; None for a prompt's first token.
 
-    Tokens may have the same text, for instance parts of characters: then the token itself is named by its text, else
-    the best one, and each other one by its id, as `token_id:5`.
+    Tokens may have the same text, such as parts of characters. Then only one has its text as key, the token itself if
+    it is among them; the others have their ids, as `token_id:5`.
     """
     if token.log_prob is None:
         return None
@@ -243,7 +229,7 @@ def _tokens(pieces: Sequence[Piece]) -> list[TokenInfo]:
 
 
 def _chat_log_probs(choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:
-    if not _wants_log_probs(choice):
+    if choice.num_log_probs is None:
         return None
     content = [{**_named(token), "top_logprobs": [_named(other) for other in token.alternatives]} for token in tokens]
     return {"content": content, "refusal": None}

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ..policy.request_settings import RequestSpec, ScoredToken
@@ -16,6 +15,7 @@ from .fair_threads import FairThreads
 from .job_progress import JobTimes, Mail, TokenTimes, Usage, prompt_usage
 from .limits import QueueGate, QueuePermits
 from .orders import Order
+from .parsers.reasoning import PromptReasoning
 from .prompt_scores import Entries
 from .prompts import Prompt
 from .reply import EmptyReply, Piece, Reply, ReplyPrompt
@@ -23,24 +23,16 @@ from .reply import EmptyReply, Piece, Reply, ReplyPrompt
 
 @dataclass(slots=True)
 class Choice:
-    """A reply in progress.
+    """A reply in progress."""
 
-    Args:
-        index: Among the choices of all prompts.
-        ticket: Set while the engine has the request.
-        echo: The prompt's echo until it is sent.
-        num_log_probs: Alternatives per token, as in `Order`.
-        prompt_scores: Of the prompt's tokens from the second on, if this choice scores them.
-    """
-
-    index: int
+    index: int  # among the choices of all prompts
     prompt_index: int
     spec: RequestSpec
     reply: Reply
-    ticket: Ticket | None = None
-    echo: Echo | None = None
-    num_log_probs: int | None = None
-    prompt_scores: tuple[ScoredToken, ...] = ()
+    ticket: Ticket | None = None  # set while the engine has the request
+    echo: Echo | None = None  # the prompt's echo until it is sent
+    num_log_probs: int | None = None  # alternatives per token, as in `Order`
+    prompt_scores: tuple[ScoredToken, ...] = ()  # of the prompt's tokens from the second on, if this choice scores them
 
 
 async def _ignore(_job: "Job", _choice: Choice) -> None: ...
@@ -48,25 +40,19 @@ async def _ignore(_job: "Job", _choice: Choice) -> None: ...
 
 @dataclass(slots=True)
 class JobRules:
-    """Collaborators and hooks of all jobs of a server.
-
-    Args:
-        on_reply: Awaited with each reply that is complete, before its client has the end of it.
-        on_end: Called with each job that has ended, complete or not.
-        token_times: Notified of tokens when the engine reports them, whether or not their client reads them.
-        is_over: True once accepted requests are not started either.
-    """
+    """Collaborators and hooks of all jobs of a server."""
 
     backend: Backend
     gate: QueueGate
     tokenizer: Any
     end_ids: frozenset[int]
     threads: FairThreads
+    # Awaited with each complete reply, before its client has the end of it.
     on_reply: Callable[["Job", Choice], Awaitable[None]] = field(default=_ignore)
-    on_end: Callable[["Job"], None] = field(default=lambda _job: None)
-    token_times: TokenTimes = field(default_factory=TokenTimes)
+    on_end: Callable[["Job"], None] = field(default=lambda _job: None)  # called with each ended job, complete or not
+    token_times: TokenTimes = field(default_factory=TokenTimes)  # notified when the engine reports tokens
     is_draining: bool = False
-    is_over: bool = False
+    is_over: bool = False  # True once accepted requests are not started either
 
 
 @asynccontextmanager
@@ -130,9 +116,7 @@ class Job:
             choice.ticket = self._rules.backend.submit(choice.spec, self._listener(choice))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         for choice in self.choices:
             self._cancel(choice)
         self.times.ended = time.monotonic()
@@ -233,7 +217,7 @@ class Job:
 def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
     kind = EmptyReply if order.is_empty else Reply
     num_echoed = 0 if prompt.echo is None else len(prompt.echo.text)
-    before = ReplyPrompt(prompt.token_ids, prompt.opens_reasoning, num_echoed)
+    before = ReplyPrompt(prompt.token_ids, prompt.reasoning is PromptReasoning.OPEN, num_echoed)
     special = frozenset(getattr(rules.tokenizer, "special_ids", ()))
     end_ids = rules.end_ids | special.intersection(order.sampling.stop_token_ids)
     return kind(rules.tokenizer, order.stops, end_ids, prompt=before, reading=order.reading)

@@ -13,27 +13,18 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of an HTTP request.
-
-    Args:
-        cached_tokens: Prompt tokens that were skipped, by each prompt's first choice.
-        cached_tokens_from_host, cached_tokens_from_disk: Of these, the ones restored from that tier.
-        written_tokens: Prompt tokens newly written to the cache.
-        hour_tokens: Of these, the ones before a breakpoint with a TTL of an hour.
-        draft_tokens, accepted_tokens: Drafts verified for all choices, and those accepted.
-        reasoning_tokens: Completion tokens that were parsed as reasoning.
-    """
+    """Token counts of an HTTP request."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-    reasoning_tokens: int = 0
-    written_tokens: int = 0
-    hour_tokens: int = 0
-    cached_tokens_from_host: int = 0
-    cached_tokens_from_disk: int = 0
+    cached_tokens: int  # prompt tokens that were skipped, by each prompt's first choice
+    draft_tokens: int  # drafts verified for all choices
+    accepted_tokens: int  # of these, accepted
+    reasoning_tokens: int = 0  # completion tokens that were parsed as reasoning
+    written_tokens: int = 0  # prompt tokens newly written to the cache
+    hour_tokens: int = 0  # of these, the ones before a breakpoint with a TTL of an hour
+    cached_tokens_from_host: int = 0  # of these, restored from host memory
+    cached_tokens_from_disk: int = 0  # of these, restored from disk
 
     @property
     def by_tier(self) -> dict[str, int]:
@@ -105,11 +96,11 @@ class JobTimes:
     """Times of a job's events, in seconds of the monotonic clock; None until they happen.
 
     Args:
-        hears: Notified of tokens when the engine reports them, whether or not their client reads them.
+        hears: Notified of tokens when the engine reports them, even if their client does not read them yet.
 
     Attributes:
         started: When its prompts were read, just before they go to the engine.
-        queue_seconds: Wait of its first reply to begin, from its arrival to the first step that ran it.
+        queue_seconds: Wait of its first reply, from the request's arrival to the first step that ran it.
     """
 
     def __init__(self, arrived: float, hears: TokenTimes) -> None:

@@ -4,8 +4,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
 from .errors import ApiError
 
@@ -15,34 +13,18 @@ _REMEMBERED_ENDS = 64
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits of a server; every value is checked on construction.
+    """Limits of a server; a `ValueError` on construction names a setting that is out of range."""
 
-    Args:
-        max_running: Requests that the engine runs at once.
-        max_queued: Requests that may wait to run; each choice of each prompt counts as one.
-        max_choices: Choices times prompts of one HTTP request.
-        max_body_bytes: Size of one HTTP request's body.
-        max_buffered_bytes: Size of the bodies of all unanswered HTTP requests; API keys share it equally.
-        body_timeout_s: Time for the head of an HTTP request to arrive, and again for its body.
-        send_timeout_s: Time for a client to read a part of the pending output.
-        drain_s: How long accepted requests may take to finish after SIGTERM.
-        transcript_bytes: Memory for each API key's exact tokens of rendered prompts and replies.
-        response_bytes: Memory for each API key's latest responses, which `previous_response_id` continues.
-
-    Raises:
-        ValueError: Naming the setting, the value and what is allowed.
-    """
-
-    max_running: int = 16
-    max_queued: int = 1024
-    max_choices: int = 1024
-    max_body_bytes: int = 4 * 2**20
-    max_buffered_bytes: int = 64 * 2**20
-    body_timeout_s: float = 30.0
-    send_timeout_s: float = 30.0
-    drain_s: float = 25.0
-    transcript_bytes: int = 16 * 2**20
-    response_bytes: int = 16 * 2**20
+    max_running: int = 16  # requests that the engine runs at once
+    max_queued: int = 1024  # requests that may wait to run; each choice of each prompt counts as one
+    max_choices: int = 1024  # choices times prompts of one HTTP request
+    max_body_bytes: int = 4 * 2**20  # size of one HTTP request's body
+    max_buffered_bytes: int = 64 * 2**20  # size of all unanswered bodies; API keys share it equally
+    body_timeout_s: float = 30.0  # time for the head of an HTTP request to arrive, and again for its body
+    send_timeout_s: float = 30.0  # time for a client to read a part of the pending output
+    drain_s: float = 25.0  # how long accepted requests may take to finish after SIGTERM
+    transcript_bytes: int = 16 * 2**20  # memory for each API key's exact tokens of rendered prompts and replies
+    response_bytes: int = 16 * 2**20  # memory for each API key's stored responses
 
     def __post_init__(self) -> None:
         for name, least in (("max_running", 1), ("max_choices", 1), ("max_body_bytes", 1024), ("max_queued", 0)):
@@ -72,7 +54,7 @@ class QueueGate:
         """Let `count` requests in.
 
         Raises:
-            ApiError: 429 if there is no room for them now, in which case nothing changes; 400 if there never is.
+            ApiError: 429 if there is no room for them now, 400 if there never is; nothing changes.
         """
         if count > self._most:
             raise ApiError(
@@ -104,10 +86,6 @@ class QueueGate:
         rate = len(self._ends) / (self._clock() - self._ends[0])
         return max(1, min(math.ceil(self.num_inside / 10 / rate), _MOST_RETRY_AFTER_S))
 
-    def describe(self) -> dict[str, Any]:
-        """Return the counts by name."""
-        return {"inside": self.num_inside, "refused": self.num_refused}
-
 
 class QueuePermits:
     """The queue permits of one HTTP request; a context manager that releases them on exit."""
@@ -124,8 +102,6 @@ class QueuePermits:
     def __enter__(self) -> "QueuePermits":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         while self._count:
             self.leave()

@@ -28,15 +28,10 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request of the engine.
+    """A request of the engine."""
 
-    Args:
-        arrived: In seconds since the epoch.
-        tenant: Name of the tenant whose prefixes it shares.
-    """
-
-    arrived: float
-    tenant: str
+    arrived: float  # in seconds since the epoch
+    tenant: str  # name of the tenant whose prefixes it shares
     prompt: TokenIds
     reply_len: int
 
@@ -57,10 +52,7 @@ class LoadRecord:
 class LoadFile(LoadRecord):
     """Appends a line for each request to a file, in its own thread.
 
-    After an error of the file system a warning is logged and nothing more is recorded. Only whole lines are left.
-
-    Args:
-        block_size: Tokens of a KV block of the engine.
+    After an error of the file system, a warning is logged and nothing more is recorded. All lines are whole.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
@@ -95,12 +87,9 @@ class LoadFile(LoadRecord):
 
 
 class LoadLines:
-    """Encodes requests as lines; hashes are equal exactly for equal prefixes.
+    """Encodes requests as lines, with a hash for each run of `run_tokens`; only equal prefixes have equal hashes.
 
-    The hashes are salted with random bytes that are not kept, so that no text can be tried against them.
-
-    Args:
-        run_tokens: Tokens of a hash.
+    The salt of the hashes is random and not stored, so that guessed texts cannot be compared with them.
     """
 
     def __init__(self, run_tokens: int) -> None:

@@ -142,10 +142,7 @@ class Templated(BaseModel):
         return self
 
     def conversation_of(self, messages: list[Message], **values: Any) -> Conversation:
-        """Return the conversation of messages for the template.
-
-        Args:
-            values: Further variables of the template; None leaves one out.
+        """Return the conversation of messages for the template, with further variables, except those that are None.
 
         Raises:
             ApiError: 400 if there are too many breakpoints.

@@ -140,9 +140,7 @@ class ServerMetrics(TokenTimes):
             ["status"],
         )
         self.probe_responses = self._counter(
-            "probe_responses",
-            "HTTP responses to health checks, scrapes and the polling dashboard",
-            ["path", "status"],
+            "probe_responses", "HTTP responses to health checks, scrapes and the polling dashboard", ["path", "status"]
         )
         self.replies = self._counter(
             "replies", "Replies by finish reason; cut: ended by an error or because the client left", ["finish_reason"]
@@ -212,7 +210,7 @@ def _cache_metrics(cache: CacheSnapshot) -> Iterable[Metric]:
     for entry in fields(CacheCounters):
         value = getattr(cache.counters, entry.name)
         if isinstance(value, int):
-            yield _counter(entry.name, _counter_text(entry.name), value)
+            yield _counter(entry.name, COUNTER_TEXTS[entry.name], value)
     reasons = CounterMetricFamily(
         f"{PREFIX}requests_without_hit", "Requests that skipped no prompt tokens, by reason", labels=["reason"]
     )
@@ -239,8 +237,3 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"{PREFIX}{name}", text, value=value)
-
-
-def _counter_text(name: str) -> str:
-    """Return the help text of a field of `CacheCounters`."""
-    return COUNTER_TEXTS.get(name, name.replace("_", " ").capitalize())

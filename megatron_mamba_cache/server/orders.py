@@ -29,35 +29,21 @@ _UINT63 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The work of an HTTP request: prompts, sampling and format.
-
-    Args:
-        readings: One for each prompt; tokenizes it, which may take seconds; raises `ApiError`.
-        num_choices: Replies to generate for each prompt.
-        sampling: Of every choice, without a grammar; each choice of a prompt has its own seed.
-        max_tokens: Maximum tokens of a reply, at least 1; None: as many as fit after the prompt.
-        fits_room: True cuts `max_tokens` to what fits after the prompt.
-        is_empty: True if replies have no tokens: prompts are computed, and scored if requested.
-        reading: How replies are read; None: all text is content.
-        form: Grammar of the replies; None: any text.
-        num_log_probs: Alternatives with log-probs for each token; 0 gives only the sampled token's, None gives none.
-        scores_prompt: True returns log-probs of the prompt too, which computes the whole prompt.
-        scoring: Scores of prompt tokens to report, computed by each prompt's first choice; None: none.
-    """
+    """The work of an HTTP request: prompts, sampling and format."""
 
     tenant: Tenant
-    readings: tuple[Callable[[], Prompt], ...]
-    num_choices: int
-    sampling: SamplingSettings
-    max_tokens: int | None
+    readings: tuple[Callable[[], Prompt], ...]  # each tokenizes a prompt, in up to seconds; raises `ApiError`
+    num_choices: int  # replies to generate for each prompt
+    sampling: SamplingSettings  # without a grammar; each choice has its own seed
+    max_tokens: int | None  # maximum tokens of a reply, at least 1; None: as many as fit after the prompt
     stops: tuple[str, ...]
-    fits_room: bool = False
-    is_empty: bool = False
-    reading: ReplyReading | None = None
-    form: ReplyForm | None = None
-    num_log_probs: int | None = None
-    scores_prompt: bool = False
-    scoring: PromptScoring | None = None
+    fits_room: bool = False  # True cuts `max_tokens` to what fits after the prompt
+    is_empty: bool = False  # True if replies have no tokens: prompts are computed, and scored if requested
+    reading: ReplyReading | None = None  # how replies are read; None: all text is content
+    form: ReplyForm | None = None  # grammar of the replies; None: any text
+    num_log_probs: int | None = None  # alternatives of each token; 0: only the sampled one; None: no log-probs
+    scores_prompt: bool = False  # True: log-probs of the prompt too, which skips no prompt tokens
+    scoring: PromptScoring | None = None  # of prompt tokens, by each prompt's first choice; None: no scores
 
     def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
         """Yield the request of each choice of a prompt, without an id."""
@@ -91,19 +77,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model and the reader that turns requests into its tokens.
+    """A model and the reader that turns requests into its tokens."""
 
-    Args:
-        name: Name of the model for clients, used in replies.
-        created: Seconds since the epoch, as `/v1/models` reports it.
-        other_names: Further names that clients may use.
-    """
-
-    name: str
+    name: str  # name of the model for clients, used in replies
     reader: PromptReader
-    created: int
+    created: int  # seconds since the epoch, as `/v1/models` reports it
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
-    other_names: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()  # further names that clients may use
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,11 +106,7 @@ def tenant_of(request: Request, body: GenerationFields) -> Tenant:
 
 
 class OrderMaker:
-    """Makes orders for one model.
-
-    Raises:
-        ApiError: From each method: if the model is not served, or there are too many choices.
-    """
+    """Makes orders for one model; raises `ApiError` if a request names another model, or has too many choices."""
 
     def __init__(self, model: ServedModel, limits: ServerLimits, tokenizer: Any) -> None:
         self._model = model
@@ -156,8 +132,7 @@ class OrderMaker:
     def chat(self, body: ChatRequest, tenant: Tenant, answer_field: str | None = None) -> Order:
         """Return the order of a chat completion, or of another route translated to one.
 
-        Args:
-            answer_field: Name of the other route's field for the answer's format.
+        `answer_field` is the other route's name of the field for the answer's format.
         """
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -183,7 +158,7 @@ class OrderMaker:
         if form is None:
             return prompt
         begun = self._model.reader.begun_reply(prompt)
-        return replace(prompt, opens_reasoning=begun.opens_reasoning(form, self._tag_ids, self._tokenizer))
+        return replace(prompt, reasoning=begun.reasoning(form, self._tag_ids, self._tokenizer))
 
     def _order(
         self,
@@ -193,11 +168,7 @@ class OrderMaker:
         max_tokens: int | None,
         num_log_probs: int | None,
     ) -> Order:
-        """Return a request's order.
-
-        Args:
-            max_tokens: None generates as many as fit; 0 computes the prompts and generates nothing.
-        """
+        """Return a request's order; a `max_tokens` of None generates as many as fit, 0 only computes the prompts."""
         self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:
@@ -206,13 +177,14 @@ class OrderMaker:
                 f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
                 "prompt" if num_choices == 1 else "n",
             )
+        stop_token_ids = dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)])
         sampling = SamplingSettings(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),  # top_p 0 takes the most probable token
             top_p=body.top_p or 0.0,
             seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
             termination_id=-1 if body.ignore_eos else None,
-            stop_words=tuple((token,) for token in self._stop_token_ids(body)),
+            stop_words=tuple((token,) for token in stop_token_ids),
             logits=body.logits,
         )
         scoring = None
@@ -229,10 +201,6 @@ class OrderMaker:
             num_log_probs=num_log_probs,
             scoring=scoring,
         )
-
-    def _stop_token_ids(self, body: GenerationFields) -> tuple[int, ...]:
-        """Return the distinct tokens that end a reply by the request's fields."""
-        return tuple(dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)]))
 
     def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_held: bool) -> ReplyReading | None:
         """Return the parsing of replies; None if all text is content."""

@@ -15,15 +15,10 @@ Entries = list[dict[str, dict[str, Any]] | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Scores of prompt tokens that a request asks for.
+    """Scores of prompt tokens that a request asks for."""
 
-    Args:
-        top_n: The best tokens that are returned for each position, besides the prompt's own.
-        text_of: Returns the text of a token, special or not.
-    """
-
-    top_n: int
-    text_of: Callable[[int], str]
+    top_n: int  # best tokens for each position, in addition to the prompt's own
+    text_of: Callable[[int], str]  # returns the text of a token, special or not
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise `ApiError` 400 if prompts of these lengths have too many tokens."""
@@ -36,11 +31,7 @@ class PromptScoring:
             )
 
     def entries(self, token_ids: Sequence[int], scores: Sequence[ScoredToken]) -> Entries:
-        """Return each prompt token with its alternatives, by id; None for the first.
-
-        Args:
-            scores: Of the tokens from the second on.
-        """
+        """Return each prompt token with its alternatives, by id; None for the first, which has no score."""
         texts: dict[int, str] = {}
         found: Entries = [None]
         for token_id, score in zip(token_ids[1:], scores, strict=True):

@@ -12,6 +12,7 @@ from .conversation import MARKING_TOOL, Breakpoint, Conversation
 from .echo import Echo, echo_of
 from .errors import ApiError, bad_request, too_long
 from .parsers.parts import ParsedReply
+from .parsers.reasoning import PromptReasoning
 from .template_fit import TemplateFit
 from .tenants import Tenant
 from .text_stream import common_length
@@ -24,35 +25,22 @@ _TokensAfter = Callable[[Transcript, str], list[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt.
+    """A tokenized prompt."""
 
-    Args:
-        token_ids: Input of the engine.
-        text: The text that was tokenized; None if the client sent token ids.
-        echo: What to send before the reply; None sends nothing.
-        conversation: Source of the rendered text; None for a text of the client.
-        breakpoints: The conversation's breakpoints whose position is known.
-        add_special_tokens: As in `PromptReader.read`.
-        opens_reasoning: True if a reply begins within reasoning.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str | None
-    echo: Echo | None = None
-    conversation: Conversation | None = None
-    breakpoints: tuple[PromptBreakpoint, ...] = ()
-    add_special_tokens: bool | None = None
-    opens_reasoning: bool = False
+    token_ids: tuple[int, ...]  # input of the engine
+    text: str | None  # the text that was tokenized; None if the client sent token ids
+    echo: Echo | None = None  # what to send before the reply; None sends nothing
+    conversation: Conversation | None = None  # source of the rendered text; None for a text of the client
+    breakpoints: tuple[PromptBreakpoint, ...] = ()  # the conversation's breakpoints whose position is known
+    add_special_tokens: bool | None = None  # as in `PromptReader.read`
+    reasoning: PromptReasoning = PromptReasoning.ALLOWED  # at the end of the prompt
 
 
 class PromptReader:
-    """Tokenizes prompts, reusing the exact tokens of known prefixes.
+    """Tokenizes prompts, reusing the exact tokens of known prefixes. Thread-safe.
 
-    Thread-safe. A prompt that is certain to have too many tokens is refused before it takes time and memory.
-
-    Args:
-        max_tokens: Limit of a prompt. A text may have at most `max_tokens` times the characters of the longest token,
-            although a tokenizer that drops characters might need fewer tokens.
+    A prompt that is certain to have more than `max_tokens` is refused before it takes time and memory: a text may have
+    that many times the characters of the longest token.
     """
 
     def __init__(self, tokenizer: Any, transcripts: Transcripts, max_tokens: int) -> None:
@@ -79,12 +67,7 @@ class PromptReader:
         return self._prompt(tenant, prompt, self._continuation, add_special_tokens)
 
     def read_to_echo(
-        self,
-        tenant: Tenant,
-        prompt: str | Sequence[int],
-        add_special_tokens: bool | None = None,
-        *,
-        has_tokens: bool,
+        self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None, *, has_tokens: bool
     ) -> Prompt:
         """Return a prompt with its echo, as `read` and `echo_of`."""
         found = self.read(tenant, prompt, add_special_tokens)
@@ -142,8 +125,7 @@ class PromptReader:
     def rewritten(self, prompt: Prompt, reply: ParsedReply) -> str | None:
         """Return the text of a reply in the next turn's prompt.
 
-        Returns:
-            None if the template does not write the prompt's text again before it, as where it drops reasoning.
+        None if the template does not write the prompt's text again before it, such as when it drops reasoning.
         """
         if prompt.conversation is None or prompt.text is None or self._turn_end is None:
             return None

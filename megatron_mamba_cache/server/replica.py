@@ -13,11 +13,7 @@ from ..replicas.settings import RoutingSettings
 
 
 class ReplicaThread:
-    """Starts a coordinator and serves it in its own thread.
-
-    Args:
-        engine: A `ReplicaEngine` that has no other user.
-    """
+    """Starts a coordinator and serves it in its own thread, with a `ReplicaEngine` that has no other user."""
 
     def __init__(self, engine: MambaCacheEngine, routing: RoutingSettings) -> None:
         self._engine = engine
@@ -34,9 +30,7 @@ class ReplicaThread:
         """Start and return the coordinator's address once all replicas have joined.
 
         A SIGTERM ends the process as usual until the engine is warm, which may take minutes, and is ignored after that.
-
-        Raises:
-            RuntimeError: If the engine fails first.
+        If the engine fails first, raise `RuntimeError`.
         """
         with _ignored(signal.SIGINT):  # the coordinator inherits both, so it ends with the engines, not before
             self._thread.start()

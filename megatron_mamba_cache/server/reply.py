@@ -19,54 +19,36 @@ from .text_stream import IncrementalText, StopStrings
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token of a reply or an echoed prompt, or an alternative to one.
-
-    Args:
-        text: Of this token alone; U+FFFD stands for bytes of a partial character. Only with log-probs.
-        content: Its bytes; None if unknown.
-        offset: Characters of the reply before the first one that the token is part of.
-        log_prob, alternatives: If requested; the alternatives are the most probable tokens, best first.
-    """
+    """A token of a reply or an echoed prompt, or an alternative to one."""
 
     token_id: int
-    text: str = ""
-    content: bytes | None = None
-    offset: int = 0
-    log_prob: float | None = None
-    alternatives: tuple["TokenInfo", ...] = ()
+    text: str = ""  # only with log-probs; U+FFFD for bytes of a partial character
+    content: bytes | None = None  # its bytes; None if unknown
+    offset: int = 0  # characters of the reply before the first one that the token is part of
+    log_prob: float | None = None  # if requested
+    alternatives: tuple["TokenInfo", ...] = ()  # if requested: the most probable tokens, best first
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text and tokens that a step adds to a reply.
-
-    Args:
-        finish_reason: "stop", "length" or "tool_calls" with the last piece, else None.
-        parts: The parsed text.
-    """
+    """Text and tokens that a step adds to a reply."""
 
     text: str
     tokens: tuple[TokenInfo, ...]
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # "stop", "length" or "tool_calls" with the last piece, else None
     is_prompt: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  # the parsed text
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyReading:
-    """Settings of a reply's parsing.
+    """Settings of a reply's parsing."""
 
-    Args:
-        shown: Texts of the special tokens that are part of the reply's text; None: all are.
-        parser: Makes the parser of a reply, given if it begins within reasoning and which tags are tokens.
-        tags: Tokens that are tags, and their texts.
-        most_calls: Tool calls that end the reply; None: it goes on.
-    """
-
-    shown: Collection[str] | None = ()
+    shown: Collection[str] | None = ()  # texts of the special tokens that are part of the reply's text; None: all are
+    # Makes the parser of a reply, given if it begins within reasoning and which tags are tokens.
     parser: Callable[[bool, Collection[str]], ReplyParser] = lambda _is_open, _tags: ReplyParser(plain_text)
-    tags: Mapping[int, str] = field(default_factory=dict)
-    most_calls: int | None = None
+    tags: Mapping[int, str] = field(default_factory=dict)  # tokens that are tags, and their texts
+    most_calls: int | None = None  # tool calls that end the reply; None: it goes on
 
 
 def scored_token(
@@ -84,27 +66,21 @@ def scored_token(
 
 @dataclass(frozen=True, slots=True)
 class ReplyPrompt:
-    """Properties of a prompt that its reply depends on.
-
-    Args:
-        opens_reasoning: True if the prompt ends within reasoning.
-        num_echoed: Characters that are sent before the reply.
-    """
+    """Properties of a prompt that its reply depends on."""
 
     token_ids: Sequence[int] = ()
-    opens_reasoning: bool = False
-    num_echoed: int = 0
+    opens_reasoning: bool = False  # True if the prompt ends within reasoning
+    num_echoed: int = 0  # characters that are sent before the reply
 
 
 class Reply:
     """Tokens and text of one reply, up to its end or the first stop string.
 
-    The text is what its tokens add to the text of the prompt's; see `IncrementalText`.
+    The text is what its tokens add to the text of the prompt's, as in `IncrementalText`.
 
     Args:
         stops: Stop strings; they are not part of the text.
-        end_ids: Tokens that end a reply; the next turn does not continue them. Those that are special are not shown.
-        prompt: None: an empty one.
+        end_ids: Tokens that end a reply; the next turn does not continue them. Special ones are not shown.
         reading: None: all text is content.
     """
 
@@ -150,11 +126,7 @@ class Reply:
         return self._stops.found
 
     def take(self, progress: Progress) -> Piece:
-        """Add a step's progress and return the next piece, which may be empty.
-
-        Raises:
-            ApiError: 500 if the request failed in the engine.
-        """
+        """Add a step's progress; return the next piece, maybe empty. Raise `ApiError` if the engine has failed."""
         self._note(progress)
         tokens, new, parts = [], [], []
         for index, token in enumerate(progress.tokens):
@@ -209,9 +181,9 @@ class Reply:
     def same_in(self, text: str) -> str | None:
         """Return the prefix of a text that means the same as this reply; None without one.
 
-        White space at its ends and inside arguments may differ. It is the whole text unless the reply was ended after a
-        call, by a stop string or the limit of tokens or of calls: then it ends with that call, because the reply lacks
-        the closing marker that templates write.
+        White space at its ends and inside arguments may differ. If the reply was cut after a call, by a stop string or
+        a limit, the prefix ends with that call: the reply lacks the closing marker that templates write. Otherwise it
+        is the whole text.
         """
         if self._was_cut and self._parser.num_calls:
             if self.text[len(self._through_calls(self.text)) :].strip():

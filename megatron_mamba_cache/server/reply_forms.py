@@ -12,7 +12,7 @@ from ..grammars.reasoning import CallsInReasoning, ReasoningGrammar
 from .errors import bad_request
 from .parsers.call_grammars import calls_grammar, calls_in_reasoning, text_and_calls_grammar
 from .parsers.families import ReplySyntax
-from .parsers.reasoning import ReasoningForm
+from .parsers.reasoning import PromptReasoning, ReasoningForm
 from .parsers.xml_call_grammars import CallableTool
 from .prompts import Prompt
 from .tool_schemas import ChosenTools, NamedTool
@@ -22,36 +22,25 @@ _TOOLS, _CHOICE = "tools", "tool_choice"
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """A grammar that replies follow.
+    """A grammar that replies follow."""
 
-    Args:
-        field: The request's field that sets it.
-        grammar: Of what comes after reasoning.
-        reasoning: None: the grammar applies from the start.
-        special_id: Returns the id of a tag that is a token.
-        calls: Calls that may begin within reasoning; None: there are none.
-    """
-
-    field: str
-    grammar: Grammar
-    reasoning: ReasoningForm | None
-    special_id: SpecialId
-    calls: CallsInReasoning | None = None
+    field: str  # the request's field that sets it
+    grammar: Grammar  # for the text after reasoning
+    reasoning: ReasoningForm | None  # None: the grammar applies from the start
+    special_id: SpecialId  # returns the id of a tag that is a token
+    calls: CallsInReasoning | None = None  # calls that may begin within reasoning; None: there are none
 
     def grammar_after(self, prompt: Prompt) -> str:
         """Return the text of the grammar of replies to a prompt."""
         form = self.reasoning
-        if form is None:
+        if form is None or prompt.reasoning is PromptReasoning.DONE:
             return self.grammar.text
+        is_open = prompt.reasoning is PromptReasoning.OPEN
         reasoning = ReasoningGrammar(form.open, form.close, self.special_id)
-        return reasoning.before(self.grammar, self.calls, is_open=prompt.opens_reasoning).text
+        return reasoning.before(self.grammar, self.calls, is_open=is_open).text
 
     def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
-        """Check the grammars of replies to some prompts by compiling them.
-
-        Raises:
-            ApiError: 400 with the reason why one of them cannot be used.
-        """
+        """Compile the grammars of replies to some prompts; raise `ApiError` 400 if one cannot be used."""
         for text in dict.fromkeys(map(self.grammar_after, prompts)):
             reason = grammars.error_of(text)
             if reason is not None:
@@ -59,11 +48,7 @@ class ReplyForm:
 
 
 class FormMaker:
-    """Makes the forms of replies of one model.
-
-    Args:
-        syntax: How the model writes replies to messages.
-    """
+    """Makes the forms of replies of one model, which writes them with this syntax."""
 
     def __init__(self, syntax: ReplySyntax, tokenizer: Any) -> None:
         self._syntax = syntax
@@ -74,10 +59,7 @@ class FormMaker:
         return ReplyForm(field, grammar, None, self._tag_ids.get)
 
     def chat(
-        self,
-        answer: tuple[str, Grammar] | None,
-        chosen: ChosenTools,
-        may_call_several: bool | None,
+        self, answer: tuple[str, Grammar] | None, chosen: ChosenTools, may_call_several: bool | None
     ) -> ReplyForm | None:
         """Return the form of a reply to messages; None for any text.
 
@@ -117,10 +99,7 @@ class FormMaker:
         return self._after_reasoning(field, any_of(calls, grammar), begun)
 
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
-        """Return the form of replies with strict tools; None without any.
-
-        Where only some tools may be called, it has calls of these alone.
-        """
+        """Return the form of replies with strict tools, or with calls of only the allowed tools; None without any."""
         functions = [tool["function"] for tool in chosen.tools]
         is_held = chosen.are_some or any(function.get("strict") for function in functions)
         family = self._syntax.tool_calls

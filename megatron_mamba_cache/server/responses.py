@@ -44,11 +44,7 @@ class JobResponse(Response):
         self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the replies.
-
-        Raises:
-            ApiError: If the order is refused, or fails before anything was sent.
-        """
+        """Send the replies; raise `ApiError` if the order is refused, or fails before anything was sent."""
         await unless_disconnected(receive, self._answer(send, exchange_of(scope)))
 
     async def _answer(self, send: Send, exchange: Exchange) -> None:

@@ -20,32 +20,25 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message with the breakpoints in it.
-
-    Args:
-        breakpoints: Each breakpoint with its index among those of the conversation.
-    """
+    """A message with the breakpoints in it."""
 
     message: dict[str, Any]
-    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()
+    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # each with its index in the conversation
 
     @property
     def role(self) -> str:
         """The role of the message."""
-        found: str = self.message["role"]
-        return found
+        return self.message["role"]
 
     @property
     def content(self) -> str:
         """The text of the message."""
-        found: str = self.message["content"]
-        return found
+        return self.message["content"]
 
     @property
     def calls(self) -> list[dict[str, Any]]:
         """The tool calls of the message."""
-        found: list[dict[str, Any]] = self.message.get("tool_calls", [])
-        return found
+        return self.message.get("tool_calls", [])
 
     @property
     def instructs(self) -> bool:
@@ -124,12 +117,31 @@ def joined_replies(turns: Sequence[Turn]) -> list[Turn]:
 def later_instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
     """Put instructions after the first messages into the user's messages next to them."""
     first = next((index for index, turn in enumerate(turns) if not turn.instructs), len(turns))
-    return [*turns[:first], *_instructions_in_users(turns[first:])]
+    return [*turns[:first], *instructions_in_users(turns[first:])]
 
 
 def instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
-    """Put all instructions into the user's messages next to them."""
-    return _instructions_in_users(turns)
+    """Put all instructions into the user's messages next to them, after any result that precedes one."""
+    found: list[Turn] = []
+    held: list[Turn] = []
+    for turn in turns:
+        if turn.instructs:
+            held.append(turn.with_role("user"))
+        elif turn.role == "tool" or not held:
+            found.append(turn)
+        else:
+            instructions = _joined(held, lambda _one, _other: True)[0]
+            held.clear()
+            if found and found[-1].role == "user":
+                found[-1] = found[-1].joined(instructions)
+                found.append(turn)
+            elif turn.role == "user":
+                found.append(instructions.joined(turn))
+            else:
+                found += [instructions, turn]
+    if held and found and found[-1].role == "user":
+        held.insert(0, found.pop())
+    return [*found, *_joined(held, lambda _one, _other: True)]
 
 
 def short_ids(turns: Sequence[Turn]) -> list[Turn]:
@@ -198,30 +210,6 @@ def _joined(turns: Sequence[Turn], belongs: Callable[[Turn, Turn], bool]) -> lis
         else:
             found.append(turn)
     return found
-
-
-def _instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
-    """Put instructions into a user message, after any result that precedes it."""
-    found: list[Turn] = []
-    held: list[Turn] = []
-    for turn in turns:
-        if turn.instructs:
-            held.append(turn.with_role("user"))
-        elif turn.role == "tool" or not held:
-            found.append(turn)
-        else:
-            instructions = _joined(held, lambda _one, _other: True)[0]
-            held.clear()
-            if found and found[-1].role == "user":
-                found[-1] = found[-1].joined(instructions)
-                found.append(turn)
-            elif turn.role == "user":
-                found.append(instructions.joined(turn))
-            else:
-                found += [instructions, turn]
-    if held and found and found[-1].role == "user":
-        held.insert(0, found.pop())
-    return [*found, *_joined(held, lambda _one, _other: True)]
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -25,14 +25,13 @@ _READY_INTERVAL_S = 0.05
 class DrainingServer(uvicorn.Server):
     """uvicorn, except that SIGTERM and SIGINT let accepted requests finish.
 
-    After the first signal new requests are refused with 503, on old and new connections, until the accepted requests
-    have ended. Requests that are not done `drain_s` later end with an error. A second signal ends all requests with an
-    error.
+    After the first signal, new requests are refused with 503, on old and new connections, until the accepted ones have
+    ended. Those not done `drain_s` later, or at a second signal, end with an error.
 
     Args:
         on_listening: Called once connections and signals are handled.
-        on_ready: Called once requests are accepted, after that.
-        log_level: Least severity of uvicorn's own messages.
+        on_ready: Called after that, once requests are accepted.
+        log_level: Lowest level of uvicorn's own messages.
     """
 
     def __init__(

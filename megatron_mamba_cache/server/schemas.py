@@ -34,18 +34,13 @@ BiasedToken = Annotated[Text, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 
 class StreamOptions(PartlySupported):
-    """Options of a stream.
-
-    Args:
-        include_usage: True if a last chunk without choices has the usage.
-        continuous_usage_stats: True if each chunk has the usage so far.
-    """
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported = STREAM_OPTIONS
 
-    include_usage: Flag | None = None
-    continuous_usage_stats: Flag | None = None
+    include_usage: Flag | None = None  # adds a last chunk with the usage, without choices
+    continuous_usage_stats: Flag | None = None  # adds the usage so far to each chunk
 
 
 class GenerationFields(AnswerFields):
@@ -187,10 +182,7 @@ class ChatRequest(GenerationFields, Templated):
 
 
 class TokenizeRequest(PartlySupported, Templated):
-    """A request of `/tokenize`: a prompt as in `/v1/completions`, or messages as in `/v1/chat/completions`.
-
-    `add_special_tokens` is that of the same routes.
-    """
+    """A request of `/tokenize`, with a prompt as in `/v1/completions` or messages as in `/v1/chat/completions`."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported = TEMPLATING

@@ -13,8 +13,7 @@ _REPLACEMENT = "\ufffd"
 def strict_value(text: str, *, allows_controls: bool = False) -> Any:
     """Return the value of a JSON text, with U+FFFD for each lone surrogate.
 
-    Args:
-        allows_controls: True if strings may have control characters, such as line ends, as they are.
+    With `allows_controls`, strings may have unescaped control characters, such as line ends.
 
     Raises:
         ValueError: If the text is not JSON, has a number that is not finite or is nested too deeply.
@@ -27,11 +26,7 @@ def strict_value(text: str, *, allows_controls: bool = False) -> Any:
 
 
 def strict_text(value: Any) -> str:
-    """Return a value as JSON, with U+FFFD for each lone surrogate.
-
-    Raises:
-        ValueError: If a number is not finite.
-    """
+    """Return a value as JSON, with U+FFFD for each lone surrogate; raise `ValueError` if a number is not finite."""
     return _SURROGATE.sub(_REPLACEMENT, json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 

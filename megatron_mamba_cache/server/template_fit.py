@@ -34,9 +34,7 @@ _PROBE = ({"role": "user", "content": "x"},)
 class Efforts:
     """Values of `reasoning_effort` of a template, found by rendering a conversation.
 
-    Args:
-        render: Returns the text of a conversation; raises `ValueError` if the template refuses it.
-        source: The template.
+    `render` returns the text of a conversation, or raises `ValueError` if the template refuses it.
     """
 
     def __init__(self, render: Callable[[Conversation], str], source: str) -> None:
@@ -116,41 +114,25 @@ Render = Callable[[Conversation], str]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Result of rendering a conversation: the messages that the template leaves out.
+    """Result of rendering a conversation: the messages that the template leaves out."""
 
-    Args:
-        is_refused: True if the template raises.
-        unread: Indexes of messages that its text leaves out, except those of `unread_with_calls`.
-        unread_with_calls: Indexes of messages of which the calls are read, but not the text before them.
-        num_names: Names of messages in its text, those of results aside.
-    """
-
-    is_refused: bool = False
-    unread: tuple[int, ...] = ()
-    unread_with_calls: tuple[int, ...] = ()
-    num_names: int = 0
+    is_refused: bool = False  # True if the template raises
+    unread: tuple[int, ...] = ()  # indexes of messages that its text leaves out
+    unread_with_calls: tuple[int, ...] = ()  # indexes of those whose calls are read, but not their text
+    num_names: int = 0  # names of messages in its text, except names of results
 
     @property
     def is_whole(self) -> bool:
         """True when nothing is left out."""
         return not self.is_refused and not self.unread and not self.unread_with_calls
 
-    @property
-    def is_usable(self) -> bool:
-        """True when only the model's texts before calls are left out."""
-        return not self.is_refused and not self.unread
-
 
 class TemplateFit:
     """Rewrites conversations so that a chat template reads all their messages.
 
-    What a template reads is found by rendering the conversation with a marker text in place of each text. Rewrites that
+    What a template reads is found by rendering the conversation with a marker text instead of each text. Rewrites that
     a template always needs are found once, from small conversations, so that each turn begins like the turn before.
-    Reasoning of earlier turns may be left out.
-
-    Args:
-        render: Returns the text of a conversation; raises `ValueError` if the template refuses it.
-        source: The template.
+    Reasoning of earlier turns may be left out. `render` raises `ValueError` if the template refuses a conversation.
     """
 
     def __init__(self, render: Render, source: str) -> None:
@@ -169,7 +151,7 @@ class TemplateFit:
         for rewrites in self._choices(conversation):
             found = _rewritten(conversation, rewrites)
             reading = self._reading(found)
-            if reading.is_usable:
+            if not reading.is_refused and not reading.unread:
                 if not reading.is_whole:
                     note_ignored("the chat template has no place for it", ["text of replies that also call tools"])
                 if reading.num_names < len(_named(conversation)):

@@ -11,15 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An API key and a salt, whose requests share prefixes.
+    """An API key and a salt, whose requests share prefixes."""
 
-    Args:
-        owner: Digest of the API key; "" if the server has none.
-        salt: The request's `cache_salt`.
-    """
-
-    owner: str = ""
-    salt: str = ""
+    owner: str = ""  # digest of the API key; "" if the server has none
+    salt: str = ""  # the request's `cache_salt`
 
     @property
     def name(self) -> str:

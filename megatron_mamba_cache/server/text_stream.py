@@ -15,14 +15,11 @@ _Utf8 = getincrementaldecoder("utf-8")
 class IncrementalText:
     """Decodes tokens one at a time; the pieces join to the text that the tokens add.
 
-    That is the tokenizer's text of all tokens, less what its text of the earlier ones has in common with it. Where the
+    That is the tokenizer's text of all tokens without the part that it shares with its text of the earlier ones. If the
     earlier tokens end inside a character, that character belongs to the token that completes it.
 
     Text that a later token may change is held back: an incomplete character, and tokens that are single bytes until
     their run ends (see `TokenReader.joins`), unless it is certain that the run is not UTF-8.
-
-    Args:
-        before: The earlier tokens, of which only the last ones are read.
 
     Attributes:
         ends: For each token, the characters up to its end; None if its text is held back or it ends inside a character.
@@ -218,11 +215,7 @@ class _Tail:
 
 
 class StopStrings:
-    """Passes text through up to the first stop string, which may span several pieces.
-
-    Args:
-        stops: Non-empty strings.
-    """
+    """Passes text through up to the first of some stop strings, which may span several pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

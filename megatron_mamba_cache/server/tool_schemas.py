@@ -41,7 +41,7 @@ class ForeignTool(BaseModel):
 def own_or_foreign(*own: str) -> Discriminator:
     """Return the discriminator of tools of these types, or without one, from foreign tools.
 
-    Its tags `own-tool` and `foreign-tool` are left out of errors, since they have a hyphen.
+    Errors leave out its tags because they have a hyphen.
     """
 
     def tag(tool: Any) -> str:
@@ -75,10 +75,7 @@ def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
 
 
 class Function(BaseModel):
-    """A function that the model may call; `parameters` is a JSON schema.
-
-    Clients set `cache_control` here or on the tool.
-    """
+    """A function that the model may call; `parameters` is a JSON schema. Clients mark it here or on the tool."""
 
     model_config = ConfigDict(regex_engine="rust-regex")
 
@@ -187,25 +184,15 @@ def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTools:
-    """The tools that a reply may call.
+    """The tools that a reply may call."""
 
-    Args:
-        choice: "auto", "none", "required", or the tool that must be called.
-        tools: In OpenAI's form.
-        are_some: True if the request has other tools, which may not be called.
-    """
-
-    choice: str | NamedTool | None
-    tools: Sequence[Mapping[str, Any]]
-    are_some: bool = False
+    choice: str | NamedTool | None  # "auto", "none", "required", or the tool that must be called
+    tools: Sequence[Mapping[str, Any]]  # in OpenAI's form
+    are_some: bool = False  # True if the request has other tools, which may not be called
 
 
 def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[Mapping[str, Any]]) -> ChosenTools:
-    """Return the tools that a choice leaves.
-
-    Raises:
-        ApiError: 400 if the choice allows a tool that the request does not have.
-    """
+    """Return the tools that a choice leaves; raise `ApiError` 400 if it allows one that the request does not have."""
     if not isinstance(choice, AllowedTools):
         return ChosenTools(choice, tools)
     allowed = {tool.function.name for tool in own_tools(choice.tools)}

@@ -35,12 +35,9 @@ class Traces:
 
 
 class ExportedTraces(Traces):
-    """Sends spans to a collector by OTLP over HTTP.
+    """Sends spans to a collector's URL by OTLP over HTTP.
 
     A request with a `traceparent` header continues the caller's trace. Probes have no spans.
-
-    Args:
-        endpoint: URL that takes traces, with its path.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
@@ -50,11 +47,7 @@ class ExportedTraces(Traces):
         self._tracer: Any = None
 
     def start(self) -> None:
-        """Set up the export of spans.
-
-        Raises:
-            MissingExtraError: If the extra otel is not installed.
-        """
+        """Set up the export of spans; raise `MissingExtraError` if the extra otel is not installed."""
         require_extra("otel", "--otlp-traces-endpoint")
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -27,17 +27,11 @@ class _Key(NamedTuple):
 
 
 class Transcripts:
-    """A bounded LRU map from text to tokens for each API key.
+    """A thread-safe LRU map from text to tokens, of at most `max_bytes` for each API key.
 
     An entry serves every later prompt of its tenant that begins with its text: a conversation's next turn, if the
-    chat template renders the earlier messages as before. A template that rewrites them (drops earlier reasoning, trims
-    replies, puts a date in front) gives another text, which is tokenized from the end of an entry that still matches,
-    or from the start.
-
-    Thread-safe. Owners never take room from each other.
-
-    Args:
-        max_bytes: Limit of an owner's entries; 0 keeps none.
+    template renders the earlier messages as before. If it rewrites them, by dropping reasoning or trimming replies, the
+    text is tokenized from the end of an entry that still matches, or from the start.
     """
 
     def __init__(self, max_bytes: int, max_entries: int = _MOST_ENTRIES) -> None:
@@ -48,11 +42,7 @@ class Transcripts:
         self._lock = threading.Lock()
 
     def longest(self, tenant: Tenant, text: str, adds: bool | None = None) -> Transcript | None:
-        """Return the tenant's longest entry that is a prefix of `text`; None without one.
-
-        Args:
-            adds: Setting of special tokens; entries with another one do not match.
-        """
+        """Return the tenant's longest entry that begins `text`, with equal special tokens; None without one."""
         with self._lock:
             entries = self._entries.get(tenant.owner, OrderedDict())
             kind = (tenant.salt, adds)

@@ -23,11 +23,7 @@ _lock = threading.Lock()
 
 
 def note_ignored(reason: str, names: Iterable[str]) -> None:
-    """Count ignored parts of a request; log each at counts of 1, 10, 100 and so on.
-
-    Args:
-        reason: Why, in words that fit all of them.
-    """
+    """Count ignored parts of a request, for one reason; log each at counts of 1, 10, 100 and so on."""
     with _lock:
         counts = {}
         for name in dict.fromkeys(names):
@@ -54,17 +50,11 @@ def schema_error(kind: LiteralString, sentence: str, field: str | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Accepted values of an unsupported field, and the refusal of others.
+    """Accepted values of an unsupported field, and the refusal of others."""
 
-    Args:
-        neutral: Values without effect, besides null.
-        instead: The alternative to send; "" derives it from `neutral`.
-        items: Texts without effect in a field that is a list.
-    """
-
-    neutral: tuple[Any, ...] = ()
-    instead: str = ""
-    items: tuple[str, ...] = ()
+    neutral: tuple[Any, ...] = ()  # values without effect, in addition to null
+    instead: str = ""  # the alternative to send; "" derives it from `neutral`
+    items: tuple[str, ...] = ()  # texts without effect in a field that is a list
 
     def takes(self, value: Any) -> bool:
         """Return True if a value has no effect."""
@@ -91,12 +81,11 @@ Table = Mapping[str, Unsupported]
 
 _NOTHING = Unsupported()
 _OFF = Unsupported((False,))
-_ZERO = Unsupported((0,))
 _ONE = Unsupported((1,))
 _NO_ITEMS = Unsupported(([],))
 _NO_ENTRIES = Unsupported(({},))
 
-_SAMPLING: Table = {
+COMMON: Table = {
     "include_stop_str_in_output": _OFF,
     "allowed_token_ids": _NOTHING,
     "bad_words": _NO_ITEMS,
@@ -107,12 +96,16 @@ _SAMPLING: Table = {
     "use_beam_search": _OFF,
     "length_penalty": _ONE,
     "early_stopping": _OFF,
-}
-
-_GUIDED: Table = {
     "guided_decoding_backend": _NOTHING,
     "guided_whitespace_pattern": _NOTHING,
     "structural_tag": _NOTHING,
+    "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text here
+    "truncate_prompt_tokens": _NOTHING,
+    "truncation_side": _NOTHING,
+    "priority": Unsupported((0,)),
+    "return_tokens_as_token_ids": Unsupported((False,), "leave it out, or send return_token_ids"),
+    "kv_transfer_params": _NOTHING,
+    "vllm_xargs": _NO_ENTRIES,
 }
 
 STRUCTURED_OUTPUTS: Table = {
@@ -123,25 +116,9 @@ STRUCTURED_OUTPUTS: Table = {
     "disable_fallback": Unsupported((False, True)),  # there is one backend
 }
 
-_SERVING: Table = {
-    "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text here
-    "truncate_prompt_tokens": _NOTHING,
-    "truncation_side": _NOTHING,
-    "priority": _ZERO,
-    "return_tokens_as_token_ids": Unsupported((False,), "leave it out, or send return_token_ids"),
-    "kv_transfer_params": _NOTHING,
-    "vllm_xargs": _NO_ENTRIES,
-}
-
 _TEMPLATE = Unsupported(instead="leave it out: the chat template is the model directory's")
 
-COMMON: Table = {**_SAMPLING, **_GUIDED, **_SERVING}
-
-COMPLETION: Table = {
-    **COMMON,
-    "suffix": Unsupported(("",)),
-    "prompt_embeds": _NOTHING,
-}
+COMPLETION: Table = {**COMMON, "suffix": Unsupported(("",)), "prompt_embeds": _NOTHING}
 
 TEMPLATING: Table = {
     "chat_template": _TEMPLATE,
@@ -179,11 +156,9 @@ LABELS = frozenset(
 
 
 def without_labels(labels: Collection[str], known: Container[str], fields: Any) -> Any:
-    """Count fields that cannot change a reply and drop those that no schema has.
+    """Count fields that cannot change a reply, and drop those that no schema has.
 
-    Args:
-        labels: Names of such fields; if there are none, all fields are returned.
-        known: Names of all fields of the schema.
+    `labels` are their names, and `known` the names of all fields of the schema. Without labels, nothing is dropped.
     """
     if not labels or not isinstance(fields, Mapping):
         return fields
@@ -193,11 +168,7 @@ def without_labels(labels: Collection[str], known: Container[str], fields: Any) 
 
 
 def without_unsupported(table: Table, fields: Any) -> Any:
-    """Return an object without the fields of the table; return other values unchanged.
-
-    Raises:
-        PydanticCustomError: Of type `REFUSED`, at the first field with an effect.
-    """
+    """Return an object without the fields of a table; refuse the first of them that has an effect."""
     if not isinstance(fields, Mapping):
         return fields
     for name, value in fields.items():

@@ -16,12 +16,6 @@ _HOMES = {
     "ReadsHiddenStates": "drafter",
 }
 
-__all__ = [
-    "Draft",
-    "DraftRequest",
-    "Drafter",
-    "PromptLookupDrafter",
-    "ReadsHiddenStates",
-]
+__all__ = ["Draft", "DraftRequest", "Drafter", "PromptLookupDrafter", "ReadsHiddenStates"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -10,15 +10,7 @@ from torch import Tensor
 from ..policy.requests import RunningRequest
 from .acceptance import ShadowDrafts
 from .draft_policy import AllDrafts, DraftPolicy
-from .drafter import (
-    CapturesGraphs,
-    CompilesKernels,
-    Draft,
-    Drafter,
-    DraftRequest,
-    HasVocabulary,
-    ReadsHiddenStates,
-)
+from .drafter import CapturesGraphs, CompilesKernels, Draft, Drafter, DraftRequest, HasVocabulary, ReadsHiddenStates
 
 _LOG = logging.getLogger(__name__)
 _MOST_SHADOW_DRAFTS = 16
@@ -42,6 +34,9 @@ class DraftPlanner:
         vocab_size: Bound of token ids, and the width of distributions.
         policy: Decides how many drafts each request gets.
 
+    Attributes:
+        reads_hidden_states: True if `note_hidden_state` must be called.
+
     Raises:
         ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has another vocabulary.
     """
@@ -55,26 +50,16 @@ class DraftPlanner:
                 f"{type(drafter).__name__} drafts from a vocabulary of {drafter.vocab_size} tokens, the model's has "
                 f"{vocab_size}; give a draft model of the same vocabulary, padded to the same size"
             )
+        self.max_drafts = max_drafts
+        self.reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # a protocol is slow to ask in every step
         self._drafter = drafter
-        self._max_drafts = max_drafts
         self._vocab_size = vocab_size
-        self._reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # a protocol is slow to ask in every step
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
         self._policy = policy
         self._asked: set[int] = set()  # requests of the planned step that the drafter was called for
         self._has_drafts = False  # of the step that lands
         self._shadow_drafts, self._num_failed_shadows, self._turn = ShadowDrafts(), 0, 0
         self._hidden_states: dict[int, Tensor] = {}
-
-    @property
-    def max_drafts(self) -> int:
-        """The most drafts of a request in a step."""
-        return self._max_drafts
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        """True when `note_hidden_state` must be called."""
-        return self._reads_hidden_states
 
     def warmup(self) -> None:
         """Compile the drafter's kernels before the first request."""
@@ -112,7 +97,7 @@ class DraftPlanner:
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
         """Decide the likely drafts of the next step while this one runs; see `DraftPolicy`."""
-        self._policy.decide_next(requests, self._max_drafts)
+        self._policy.decide_next(requests, self.max_drafts)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
         """Return True if the requests of a step without drafts get none in the next step either."""
@@ -197,7 +182,7 @@ class DraftPlanner:
             self._turn = (self._turn + _MOST_SHADOW_DRAFTS) % len(asked)
             asked = [*asked[self._turn :], *asked[: self._turn]][:_MOST_SHADOW_DRAFTS]
         try:
-            drafts = self._propose([DraftRequest(request, self._max_drafts) for request in asked]) if asked else []
+            drafts = self._propose([DraftRequest(request, self.max_drafts) for request in asked]) if asked else []
         except Exception as error:  # a drafter is user code, and no step needs these drafts
             self._note_failed_shadow(asked, error)
             return
@@ -249,15 +234,7 @@ class DraftPlanner:
 class NoDrafts:
     """A `DraftPlanner` without drafts."""
 
-    @property
-    def max_drafts(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        """Always False."""
-        return False
+    max_drafts, reads_hidden_states = 0, False
 
     def warmup(self) -> None:
         """Compile nothing."""

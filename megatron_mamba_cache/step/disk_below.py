@@ -5,7 +5,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ..config import CacheConfig
 from ..policy.tiers.copies import EntryName
@@ -125,23 +124,10 @@ class DiskBelow:
         return EntryForm(identity, unit.state, unit.block)
 
 
-class _SharedEntries(Protocol):
-    """The part of a `CacheDirectory` that is watched."""
-
-    def changed_at(self) -> int | None:
-        """Return when an entry last came or went."""
-
-    def shared_entries(self) -> Sequence[EntryName]:
-        """Return all entries that are there now."""
-
-
 class _Watch:
-    """A thread that looks at the directory every second, so that no step waits for the file system.
+    """A thread that checks the directory every second and lists it if it changed, so that no step waits for it."""
 
-    It lists the directory only while that has changed lately.
-    """
-
-    def __init__(self, directory: _SharedEntries) -> None:
+    def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
         self._found: deque[Sequence[EntryName]] = deque(maxlen=1)  # the newest list, until it is taken
         self._ends = threading.Event()

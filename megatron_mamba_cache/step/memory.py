@@ -161,7 +161,7 @@ class CacheMemory:
         unresolved = [(request, state) for request in requests if (state := self._live_state(request)).is_unresolved]
         self.state_pool.drafts.resolve([state for _, state in unresolved])
         for request, _ in unresolved:
-            self.prefix_cache.close_draft_states(request)
+            self.prefix_cache.draft_states.close(request.cursor, request.computed)
 
     def _live_state(self, request: RunningRequest) -> LiveState:
         fold_len, at = self.step_buffers.limits.fold_len, request.cursor

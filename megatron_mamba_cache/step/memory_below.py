@@ -11,7 +11,7 @@ from ..errors import CacheError
 from ..metrics import CacheCounters
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.pools import CachePools
-from ..policy.tiers.cache_tiers import HostTier, NoTiers, Tiers
+from ..policy.tiers.cache_tiers import HostTier, Tiers
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
 from ..recurrences.model_shape import HybridModelShape
@@ -147,7 +147,7 @@ class AttachedTiers:
     @property
     def tiers(self) -> Tiers:
         """The tiers as the prefix cache sees them."""
-        return self._tier or NoTiers()
+        return self._tier or Tiers()
 
     def usage(self) -> dict[str, dict[str, int]]:
         """Return bytes by use and the copies under way, under the names of `CacheSnapshot`; nothing without tiers."""

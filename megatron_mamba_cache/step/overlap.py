@@ -127,12 +127,8 @@ class OverlappedSteps:
         self._queue = queue
         self._sharing = sharing
         self._is_wanted = is_wanted
-        self._launched: OverlappedStep | None = None
-
-    @property
-    def launched(self) -> OverlappedStep | None:
+        self.launched: OverlappedStep | None = None
         """The overlapped step that has not landed, if there is one."""
-        return self._launched
 
     def launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
         """Launch the step after a captured one, unless it is launched already or `may_overlap` forbids it.
@@ -140,7 +136,7 @@ class OverlappedSteps:
         Args:
             tokens: [requests] new tokens of the step; None until they are read.
         """
-        if self._launched is not None:
+        if self.launched is not None:
             return
         graph, queue, requests, is_wanted = step.feeding_graph, self._queue, self._requests, self._is_wanted
         wants = may_overlap(
@@ -152,7 +148,7 @@ class OverlappedSteps:
     def may_launch_drafts(self, step: Step, graphs: GraphsByShape | None) -> bool:
         """Return whether `launch_drafts` may follow a step that has landed; see `may_launch_drafts`."""
         running, planner, block_size = self._requests.oldest_first, self._planner, self._requests.cache.block_size
-        is_wanted = self._is_wanted and self._launched is None and not self._sharing.is_shared
+        is_wanted = self._is_wanted and self.launched is None and not self._sharing.is_shared
         if not may_launch_drafts(step, running, self._queue, planner, block_size, is_wanted=is_wanted):
             return False
         return graphs is not None and graphs.hold(StepShape(len(running), 1 + planner.max_drafts))
@@ -160,24 +156,24 @@ class OverlappedSteps:
     def launch(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
         """Launch the step after a captured one, with the blocks and slots that it needs."""
         self._requests.cache.reserve_ahead(requests)
-        self._launched = graph.launch_next(requests)
+        self.launched = graph.launch_next(requests)
 
     def launch_drafts(
         self, graphs: GraphsByShape, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> None:
         """Launch a step of scheduled requests, see `GraphsByShape`; `OverlappedStep.schedule` schedules them again."""
-        self._launched = graphs.launch(requests, draft_distributions)
+        self.launched = graphs.launch(requests, draft_distributions)
         for request in requests:
-            request.unschedule()
+            request.schedule(0)
 
     def take(self) -> OverlappedStep | None:
         """Return the overlapped step, which now lands; None if there is none."""
-        step, self._launched = self._launched, None
+        step, self.launched = self.launched, None
         return step
 
     def refuse_requests(self) -> None:
         """Raise `RuntimeError` if a step is launched: no request can join it."""
-        if self._launched is not None:
+        if self.launched is not None:
             raise RuntimeError(
                 "the next step runs already, and no request can join it; admit requests by the engine, or set "
                 "CacheConfig(run_ahead=False)"
@@ -185,15 +181,15 @@ class OverlappedSteps:
 
     def leave_graph(self) -> None:
         """Copy the overlapped step's results before the graph that computes it is freed."""
-        if self._launched is not None:
-            self._launched.leave_graph()
+        if self.launched is not None:
+            self.launched.leave_graph()
 
     def wait(self) -> None:
         """Wait once for the overlapped step, before its buffers or memory are reused."""
-        if self._launched is not None:
-            self._launched.wait()
+        if self.launched is not None:
+            self.launched.wait()
 
     def drop(self) -> None:
         """Wait for the overlapped step and forget it: none of its requests is left."""
         self.wait()
-        self._launched = None
+        self.launched = None

@@ -38,7 +38,7 @@ from .model import StepModel
 from .overlap import OverlappedSteps
 from .overlapped_step import Capture, CapturedStep, GraphsByShape
 from .shapes import StepShape
-from .shared_steps import OwnSteps, SharedSteps, StepSharing
+from .shared_steps import SharedSteps, StepSharing
 from .step import Step, any_sampled
 from .step_outcome import StepOutcome
 from .step_requests import StepRequests, draft_budget
@@ -84,10 +84,11 @@ class StepRunner:
         self._digest = digest
         self._step: Step | None = None
         self._at_work: list[RunningRequest] = []  # the requests of the step that is being planned or computed
-        self._graphs: GraphsByShape | None = None
+        self.graphs: GraphsByShape | None = None
+        """The steps that are captured over this memory."""
         self._changes = LogitsChanges(GrammarMasks(grammars, samples_here=ranks.is_last_stage))
         self._capture: Callable[[], None] = lambda: None
-        self.sharing: StepSharing = OwnSteps()
+        self.sharing = StepSharing()
         if self.peers.num_ranks > 1:
             self.sharing = SharedSteps(self.peers, self.requests, planner, self._shapes, lambda: self._capture())
         self.queue = QueueState()
@@ -148,9 +149,9 @@ class StepRunner:
         else:
             decoding = self.requests.decoding
             self._at_work = [*decoding, *(request for request in self.requests.prefilling if request.scheduled)]
-            budget = draft_budget(self._at_work, self.requests.budget, self._graphs, shape)
+            budget = draft_budget(self._at_work, self.requests.budget, self.graphs, shape)
             distributions = self.step_requests.schedule_decode(decoding, budget)
-            graph = None if self._graphs is None else self._graphs.fitting(self._at_work, shape)
+            graph = None if self.graphs is None else self.graphs.fitting(self._at_work, shape)
         if graph is None:
             step = self.lay_out(self._at_work, distributions, shape=shape)
         else:
@@ -310,15 +311,10 @@ class StepRunner:
 
     # Captured graphs.
 
-    @property
-    def graphs(self) -> GraphsByShape | None:
-        """The steps that are captured over this memory."""
-        return self._graphs
-
     def drop_graphs(self) -> None:
         """Free all graphs; the results of an overlapped step that one of them computes are copied first."""
         self.overlapped_steps.leave_graph()
-        self._graphs = None
+        self.graphs = None
 
     def capture_by(self, capture: Callable[[], None], *, now: bool) -> None:
         """Capture graphs.
@@ -331,15 +327,15 @@ class StepRunner:
         if now or not isinstance(self.sharing, SharedSteps):
             capture()
         else:
-            self.sharing.wants_capture, self._graphs = True, None  # an overlapped step keeps its own
+            self.sharing.wants_capture, self.graphs = True, None  # an overlapped step keeps its own
 
     def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
         """Compute steps with these graphs, captured over this memory; None for no graphs."""
-        self._graphs = graphs
+        self.graphs = graphs
 
     def snapshot(self) -> CacheSnapshot:
         """Return counters and what every slot and block is used for."""
-        return self.memory.snapshot(self.counters, Capture() if self._graphs is None else self._graphs.capture)
+        return self.memory.snapshot(self.counters, Capture() if self.graphs is None else self.graphs.capture)
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
         """Sample, verify, and copy the states of reached boundaries.
@@ -364,7 +360,7 @@ class StepRunner:
 
     def _launch_drafts(self, step: Step) -> None:
         """Launch the step after this one, which has landed, with its drafts, if that is allowed."""
-        graphs = self._graphs
+        graphs = self.graphs
         if self.overlapped_steps.may_launch_drafts(step, graphs) and graphs is not None:
             distributions = self.step_requests.schedule_decode(step.requests, self.requests.budget)
             self.overlapped_steps.launch_drafts(graphs, step.requests, distributions)
@@ -388,4 +384,4 @@ class StepRunner:
         )
 
     def _shapes(self) -> Collection[StepShape]:
-        return () if self._graphs is None else self._graphs.shapes
+        return () if self.graphs is None else self.graphs.shapes

@@ -14,7 +14,6 @@ fails still does what is left of its part (`Part`), or the others would wait for
 
 from collections.abc import Callable, Collection
 from enum import Enum
-from typing import Protocol
 
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
@@ -35,59 +34,38 @@ class Part(Enum):
     LAUNCHED = "the forward is launched"
 
 
-class StepSharing(Protocol):
-    """The next step, as far as ranks have agreed on it."""
+class StepSharing:
+    """The next step, as far as ranks have agreed on it. In this class the rank has all experts and decides alone."""
 
-    is_shared: bool
-    """False if this rank has all experts."""
+    is_shared = False
+    """True if ranks share experts."""
+    is_owed = False
+    """True when ranks may have launched the next step already."""
 
     @property
     def is_fixed(self) -> bool:
         """True when the shape of the next step is agreed already: no request can join this rank's requests."""
-
-    @property
-    def is_owed(self) -> bool:
-        """True when ranks may have launched the next step already."""
+        return False
 
     def begin(self) -> None:
         """Note that this rank begins a step, of which it owes the other ranks its part."""
 
     def next_shape(self) -> StepShape | None:
         """Return the shape in which all ranks compute the next step, None if there are no others; graphs may change."""
+        return None
 
     def note_launched(self) -> None:
         """Note that this rank's forward is launched."""
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Return whether this rank launches the step after this one, which it wants to or not."""
+        """Return whether this rank, which wants to or not, launches the step after this one."""
+        return wants
 
     def forget(self) -> None:
         """Forget the next step, which all ranks have computed or none will."""
 
 
-class OwnSteps:
-    """The `StepSharing` of a rank that has all experts: it decides by itself."""
-
-    is_shared = is_fixed = is_owed = False
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def next_shape(self) -> None:
-        """Return None."""
-
-    def note_launched(self) -> None:
-        """Do nothing."""
-
-    def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Return what this rank wants."""
-        return wants
-
-    def forget(self) -> None:
-        """Do nothing."""
-
-
-class SharedSteps:
+class SharedSteps(StepSharing):
     """The `StepSharing` of ranks that share experts.
 
     Args:
@@ -97,6 +75,7 @@ class SharedSteps:
     Attributes:
         padding_is_launched: True if this rank, which has no requests, has launched its part of the next step.
         wants_capture: True if this rank's graphs have to be captured again.
+        present: Shape of the present step.
         part: How far this rank is with its part of the present step.
     """
 
@@ -115,9 +94,8 @@ class SharedSteps:
         self._planner = planner
         self._shapes = shapes
         self._capture = capture
-        self._present = NO_REQUESTS
+        self.present = NO_REQUESTS
         self._fixed: StepShape | None = None
-        self._is_owed = False
         self.padding_is_launched = False
         self.wants_capture = False
         self.part = Part.COMPLETE
@@ -126,24 +104,15 @@ class SharedSteps:
     def is_fixed(self) -> bool:
         return self._fixed is not None
 
-    @property
-    def is_owed(self) -> bool:
-        return self._is_owed
-
-    @property
-    def present(self) -> StepShape:
-        """The shape of the present step."""
-        return self._present
-
     def begin(self) -> None:
         self.part = Part.BEGUN
 
     def next_shape(self) -> StepShape:
         """Agree on the next shape, which becomes the present one."""
-        fixed, self._fixed, self._is_owed = self._fixed, None, False
-        self._present = computed_shape(fixed or self._agreed(), self._shapes())
+        fixed, self._fixed, self.is_owed = self._fixed, None, False
+        self.present = computed_shape(fixed or self._agreed(), self._shapes())
         self.part = Part.AGREED
-        return self._present
+        return self.present
 
     def note_launched(self) -> None:
         self.part = Part.LAUNCHED
@@ -188,11 +157,11 @@ class SharedSteps:
         self.part = Part.COMPLETE
         shapes = self._shapes()
         self._fixed = None if unsure else computed_shape(StepShape(num_requests, width), shapes)
-        self._is_owed = bool(early) and self._fixed == self._present and self._present in shapes
-        return self._is_owed
+        self.is_owed = bool(early) and self._fixed == self.present and self.present in shapes
+        return self.is_owed
 
     def forget(self) -> None:
-        self._fixed, self._is_owed, self.padding_is_launched = None, False, False
+        self._fixed, self.is_owed, self.padding_is_launched = None, False, False
         self.part = Part.COMPLETE
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..policy.block_growth import GrowthOutcome
 from ..policy.kept_tokens import StepTokens
@@ -42,18 +42,8 @@ class StepOutcome:
     held_back: GrowthOutcome
 
 
-class HasCounts(Protocol):
-    """A context over a runner."""
-
-    @property
-    def counts(self) -> StepCounts:
-        """Counts of the next step."""
-
-
 class RunnerCount:
-    """A count that Megatron's classes read of a context; its value is always the runner's.
-
-    Megatron's constructor sets these attributes too; what it sets is ignored.
+    """A count that Megatron's classes read from a context. Its value is the runner's; what Megatron sets is ignored.
 
     Args:
         name: Field of `StepCounts`.
@@ -62,9 +52,9 @@ class RunnerCount:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, context: HasCounts, owner: type | None = None) -> int:
+    def __get__(self, context: Any, owner: type | None = None) -> int:
         count: int = getattr(context.counts, self._name)
         return count
 
-    def __set__(self, context: HasCounts, value: int) -> None:
+    def __set__(self, context: Any, value: int) -> None:
         """Ignore the value."""

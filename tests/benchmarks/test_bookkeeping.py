@@ -70,7 +70,7 @@ def test_eviction_is_reported_with_its_block_and_state_shares(bookkeeping: Modul
 
 @pytest.mark.parametrize("text_len", [1, 4])
 def test_pools_of_two_commits_serve_the_same_requests(bookkeeping: ModuleType, text_len: int) -> None:
-    alongside = import_module("bookkeeping_beside")
+    alongside = import_module("bookkeeping_compared")
     case = alongside.Case(64, text_len, "cost")
     split, slabs = alongside.pools_now(case)
     before = replace(alongside.pools_now(case)[0], name="before")
@@ -90,6 +90,6 @@ def test_module_of_another_tree_is_imported_alongside_ours(bookkeeping: ModuleTy
         (folder / "__init__.py").touch()
     (policy / "slot_pool.py").write_text("MADE_BY = 'another tree'\n")
     ours = import_module("megatron_mamba_cache.policy.slot_pool")
-    theirs = import_module("bookkeeping_beside")._module_of(tmp_path, "slot_pool")
+    theirs = import_module("bookkeeping_compared")._module_of(tmp_path, "slot_pool")
     assert theirs.MADE_BY == "another tree"
     assert import_module("megatron_mamba_cache.policy.slot_pool") is ours

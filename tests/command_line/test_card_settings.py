@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_mamba_cache.recurrences.mamba2.recurrence import Mamba2
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
 from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape
+from megatron_mamba_cache.step.prefill_metadata import plan_chunks
 from megatron_mamba_cache.step.shapes import StepShape
 from tests.models.published_configs import QWEN
 
@@ -273,8 +275,29 @@ def other_scratch_bytes(sizes: GatedDelta, hidden_size: int, num_rows: int, num_
         )
     num_tiles = StepShape(0, 1, num_rows, num_tokens).num_chunks(sizes.grain) * shape.per_chunk
     tiles = TileSystems.empty(DeltaTokens(q, q, v, b, b), shape, num_tiles)
-    scratch = (tiles.solved, tiles.scores, tiles.factors, tiles.kept, tiles.slots, tiles.y)
-    return 2 * num_tokens * sum(per_token.values()) + sum(tensor.nbytes for tensor in scratch)
+    return 2 * num_tokens * sum(per_token.values()) + tiles.num_bytes + tiles.y.nbytes
+
+
+@pytest.mark.parametrize("num_requests", [256, 4096])
+@pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"])
+def test_thousands_of_one_token_prompts_have_room_for_their_tiles(name: str, num_requests: int, tmp_path: Path) -> None:
+    """A step of one prompt that goes on within a chunk, and of new ones, of one token but for the last."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN[name]))
+    shape = shard_shape(*read_sizes(tmp_path), num_tensor_ranks=1)
+    given = {"max_tokens": 8192, "max_requests": num_requests}
+    found = card_settings(shape, 4096, Card(2000 * GIB, 1.0, 0), given)
+    left = (2000 - 2 - found["cache_gb"]) * GIB - 12 * shape.vocab_size * num_requests
+    lengths = [64, *[1] * (num_requests - 2), 8192 - 64 - (num_requests - 2)]
+    assert len(lengths) == num_requests and sum(lengths) == 8192
+    plan = plan_chunks([33, *[0] * (num_requests - 1)], [0, *accumulate(lengths)], shape.grain)
+    (sizes,) = (layers.recurrence for layers in shape.recurrent)
+    assert isinstance(sizes, GatedDelta)
+    tile = tile_shape(sizes.grain, torch.bfloat16)
+    assert tile is not None
+    v = torch.empty(8192, sizes.num_value_heads, sizes.value_dim, dtype=torch.bfloat16, device="meta")
+    tiles = TileSystems.empty(DeltaTokens(v, v, v, v, v), tile, len(plan.chunk_requests) * tile.per_chunk)
+    print(f"{tiles.num_bytes / GIB:.2f} of {left / GIB:.2f} GiB")
+    assert tiles.num_bytes <= left
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"])

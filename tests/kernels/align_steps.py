@@ -14,8 +14,8 @@ from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
-    """One row of a step; see `AlignBatch`."""
+class StepRequest:
+    """One request of a step, as `AlignBatch` holds it."""
 
     computed: int
     scheduled: int
@@ -30,28 +30,28 @@ class StepRow:
         return plan_align_copy(self.computed, self.scheduled, self.drafts, self.accepted, self.state_column, block_size)
 
 
-def padding_row(num_columns: int, target: int = PAD_SLOT) -> StepRow:
-    """Return a padded row whose counts would reach a boundary of any block size below 7."""
-    return StepRow(6, 7, 6, 7, (PAD_SLOT,) * num_columns, target)
+def padding_request(num_columns: int, target: int = PAD_SLOT) -> StepRequest:
+    """Return a padding request whose counts would reach a boundary of any block size below 7."""
+    return StepRequest(6, 7, 6, 7, (PAD_SLOT,) * num_columns, target)
 
 
-def device_rows(rows: Sequence[StepRow], device: str, accepted_dtype: torch.dtype = torch.int64) -> AlignBatch:
-    """Return the rows on `device`; `accepted` is the first column of a wider table."""
+def device_batch(rows: Sequence[StepRequest], device: str, accepted_dtype: torch.dtype = torch.int64) -> AlignBatch:
+    """Return the requests on `device`; `accepted` is the first column of a wider table."""
     num_columns = len(rows[0].columns) if rows else 1
 
     def int32(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     packed = torch.full((len(rows), 3), 99, dtype=accepted_dtype, device=device)
-    packed[:, 0] = int32([row.accepted for row in rows])
+    packed[:, 0] = int32([request.accepted for request in rows])
     return AlignBatch(
-        computed=int32([row.computed for row in rows]),
-        scheduled=int32([row.scheduled for row in rows]),
-        drafts=int32([row.drafts for row in rows]),
+        computed=int32([request.computed for request in rows]),
+        scheduled=int32([request.scheduled for request in rows]),
+        drafts=int32([request.drafts for request in rows]),
         accepted=packed[:, 0],
-        columns=int32([slot for row in rows for slot in row.columns]).view(len(rows), num_columns),
-        state_columns=int32([row.state_column for row in rows]),
-        targets=int32([row.target for row in rows]),
+        columns=int32([slot for request in rows for slot in request.columns]).view(len(rows), num_columns),
+        state_columns=int32([request.state_column for request in rows]),
+        targets=int32([request.target for request in rows]),
     )
 
 
@@ -66,16 +66,16 @@ class Pools:
         """Return a copy of the same strides, bytes between the states excepted."""
         return Pools(self.conv.clone(), self.ssm.clone())
 
-    def planned(self, rows: Sequence[StepRow], block_size: int, window_len: int) -> "Pools":
+    def planned(self, rows: Sequence[StepRequest], block_size: int, window_len: int) -> "Pools":
         """Return what the host's plans make of the pools; these stay as they are."""
         after = self.clone()
-        for row in rows:
-            plan = row.plan(block_size)
-            if plan is None or row.target == PAD_SLOT or row.columns[row.state_column] == PAD_SLOT:
+        for request in rows:
+            plan = request.plan(block_size)
+            if plan is None or request.target == PAD_SLOT or request.columns[request.state_column] == PAD_SLOT:
                 continue
             window = slice(plan.shift, plan.shift + window_len)
-            after.conv[:, row.target, :window_len] = self.conv[:, row.columns[row.state_column], window]
-            after.ssm[:, row.target] = self.ssm[:, row.columns[plan.source_column]]
+            after.conv[:, request.target, :window_len] = self.conv[:, request.columns[request.state_column], window]
+            after.ssm[:, request.target] = self.ssm[:, request.columns[plan.source_column]]
         return after
 
 
@@ -106,10 +106,10 @@ def quantizing(op: Callable[..., None]) -> Callable[..., None]:
         block_size: int,
         window_len: int,
         ends: Tensor,
-        places: QuantizedStates,
+        quantized: QuantizedStates,
         *,
         drafts: DraftInputs | None = None,
     ) -> None:
-        op([StateMove(conv, ends, window_len, drafts), StateMove(ssm, places)], rows, block_size)
+        op([StateMove(conv, ends, window_len, drafts), StateMove(ssm, quantized)], rows, block_size)
 
     return run

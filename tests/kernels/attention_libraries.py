@@ -1,6 +1,6 @@
-"""What the attention libraries promise, computed by the twin: their signatures and what the arguments mean.
+"""Stand-ins for the attention libraries: their signatures, computed by the reference.
 
-For machines without them; nothing here says that a library keeps its word.
+For machines without them; nothing here checks the libraries themselves.
 """
 
 import sys
@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 
 IN_GRAPHS = False
-"""Whether calls are captured: the sizes that the host gives are then of the longest rows, else of those at hand."""
+"""True if calls are captured: host sizes are then those of the longest requests, else those of the step."""
 
 
 def _is_size(given: int, needed: Tensor | int) -> bool:
@@ -29,6 +29,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, 
     assert cu_query.dtype == kv_lens.dtype == table.dtype == torch.int32
     rows = AttentionRows(cu_query, kv_lens, table, tuple(lengths), tuple(kv_lens.tolist()), table.numpy())
     return paged_attention_ref(q, k, v, rows, scale)
+
+
+def _attend_all(
+    q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, table: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return attention and log2 of the sums of exponentials, in a dense way of its own; 0 and -inf without keys."""
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+    for row, (start, stop) in enumerate(zip(cu_query[:-1].tolist(), cu_query[1:].tolist(), strict=True)):
+        kv_len, num_tokens = int(kv_lens[row]), stop - start
+        pages = table[row, : -(-kv_len // k.shape[1])].long()
+        keys, values = (
+            cache[pages].flatten(0, 1)[:kv_len].repeat_interleave(q.shape[1] // k.shape[2], 1) for cache in (k, v)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys.float()) * scale
+        if is_causal:
+            seen = torch.arange(kv_len) <= torch.arange(kv_len - num_tokens, kv_len)[:, None]
+            scores = scores.masked_fill(~seen, -torch.inf)
+        sums = scores.logsumexp(-1) if kv_len else torch.full(scores.shape[:2], -torch.inf)
+        weights = (scores - sums[..., None]).exp() if kv_len else scores
+        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values.float()).to(q.dtype)
+        lse[start:stop] = sums.T / np.log(2)
+    return out, lse
 
 
 def flash_attn_2() -> ModuleType:
@@ -121,7 +143,7 @@ def varlen_attn(
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Stand for the class of FlashInfer 0.5; `HAS_OFFSETS` tells its "fa3" from that of 0.6 and later."""
+    """Stand in for the class of FlashInfer 0.5; `HAS_OFFSETS` is False for its "fa3", True from 0.6 on."""
 
     HAS_OFFSETS = True
 
@@ -168,7 +190,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         q_data_type="float16",
         kv_data_type=None,
     ) -> None:
-        assert causal and q_data_type == kv_data_type
+        assert q_data_type == kv_data_type
+        self._is_causal = causal
         if self._buffers is not None:
             found = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
             sizes = zip(map(len, found), map(len, self._buffers), strict=True)
@@ -187,11 +210,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._last_page_lens = paged_kv_last_page_len if is_planned else self._buffers[3]
         self._heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
 
-    def run(self, q, paged_kv_cache, *, out) -> Tensor:
+    def run(self, q, paged_kv_cache, *, out, lse=None, return_lse=False) -> Tensor:
         k, v = paged_kv_cache
-        assert self._heads == (q.shape[1], k.shape[2], k.shape[3], k.shape[1])
-        kv_lens = self._full_lens + self._last_page_lens
-        return out.copy_(_attend(q, k, v, self._cu_query, kv_lens, self._table, self._scale))
+        assert self._heads == (q.shape[1], k.shape[2], k.shape[3], k.shape[1]) and return_lse == (lse is not None)
+        planned = self._cu_query, self._full_lens + self._last_page_lens, self._table, self._scale
+        if lse is None and self._is_causal:
+            return out.copy_(_attend(q, k, v, *planned))
+        attended, sums = _attend_all(q, k, v, *planned, self._is_causal)
+        lse.copy_(sums)
+        return out.copy_(attended)
 
 
 def flashinfer() -> ModuleType:

@@ -23,8 +23,8 @@ def interpreter_rounds_to_bf16() -> Iterator[None]:
     def convert_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(values, source, target, mode)
-        rounded = torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
-        return rounded.view(torch.int16).numpy().view(np.uint16)
+        bf16 = torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
+        return bf16.view(torch.int16).numpy().view(np.uint16)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert_rounding)

@@ -1,4 +1,4 @@
-"""What tests put in a kernel's place: one that counts launches, one that compiles for a GPU that is not there."""
+"""Stand-ins for a kernel: one counts launches, one compiles for a GPU that is not present."""
 
 import re
 from collections.abc import Callable, Iterator

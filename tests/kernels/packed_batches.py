@@ -23,7 +23,7 @@ class RowSpec:
 
 
 def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_padding: int = 0) -> PrefillBatch:
-    """Cut the rows at absolute multiples of `chunk_size`; add empty padding rows and chunks."""
+    """Cut the requests at absolute multiples of `chunk_size`; add empty padding requests and chunks."""
     cu_seqlens = [0, *accumulate(spec.length for spec in specs)]
     cu_chunks, chunk_requests, chunk_slots, cu_request_chunks = [0], [], [], [0]
     for row, spec in enumerate(specs):
@@ -49,7 +49,7 @@ def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_paddin
 
 
 def scan_specs(chunk: int) -> list[RowSpec]:
-    """Return rows that begin and end at, before and behind chunks' ends; they read slots 1 and 11 of 13."""
+    """Return requests that begin and end at, before and after chunk ends; they read slots 1 and 11 of 13."""
     return [
         RowSpec(chunk - 1, final=0),
         RowSpec(chunk, initial=1, start=chunk, final=1),
@@ -64,7 +64,7 @@ def scan_specs(chunk: int) -> list[RowSpec]:
 
 @dataclass(frozen=True, slots=True)
 class VerifySpec:
-    """A decode row of `length` tokens over a window of slots; one without columns is padding."""
+    """A decode request of `length` tokens over a window of slots; without columns it is padding."""
 
     length: int
     columns: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ class VerifySpec:
 
 
 def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0) -> DecodeBatch:
-    """Pack decode rows; the table and the bound of a row's tokens are `num_spare` wider than needed."""
+    """Pack decode requests; the table and the token bound are `num_spare` wider than needed."""
     max_len = max((spec.length for spec in specs), default=1) + num_spare
     width = max([max_len, *(len(spec.columns) + num_spare for spec in specs)])
     table = [[*spec.columns, *[PAD_SLOT] * (width - len(spec.columns))] for spec in specs]
@@ -90,7 +90,7 @@ def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0)
 
 
 def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
-    """Return rows of up to eight drafts, padding rows among them, over scattered slots; some slots stay unused."""
+    """Return requests of up to eight drafts, some of them padding, over scattered slots; some slots stay unused."""
     draw = random.Random(seed)
     free = draw.sample(range(num_slots), num_slots)
     specs = []
@@ -105,12 +105,12 @@ def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
 
 
 def one_token_rows(slots: Sequence[int], device: str) -> DecodeBatch:
-    """Return rows of a token each without a draft; PAD_SLOT makes a padding row."""
+    """Return requests of one token without drafts; PAD_SLOT makes a padding request."""
     return pack_verify([VerifySpec(1, () if slot == PAD_SLOT else (slot,)) for slot in slots], device)
 
 
 def row_slices(specs: Sequence[RowSpec | VerifySpec]) -> list[slice]:
-    """Return where each row's tokens lie."""
+    """Return the slice of each request's tokens."""
     cu_seqlens = [0, *accumulate(spec.length for spec in specs)]
     return [slice(a, b) for a, b in pairwise(cu_seqlens)]
 

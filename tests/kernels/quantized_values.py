@@ -1,4 +1,4 @@
-"""Quantized places for kernel tests, filled with a pattern that shows every write."""
+"""Quantized states for kernel tests, filled with a pattern that shows every write."""
 
 import torch
 from torch import Tensor
@@ -8,21 +8,21 @@ from tests.kernels.packed_batches import same_bits
 
 
 def patterned(num_slots: int, state_shape: tuple[int, int, int], device: str, *lead: int) -> QuantizedStates:
-    """Return places whose slots a kernel must not read, each with numbers of its own; `lead` are layers."""
+    """Return states whose slots a kernel must not read, each with its own values; `lead` are layers."""
     heads, d_state, head_dim = state_shape
     values = torch.randint(-99, 99, (*lead, num_slots, heads, d_state, head_dim), dtype=torch.int8, device=device)
     return QuantizedStates(values, torch.rand(*lead, num_slots, heads, head_dim, device=device) + 7)
 
 
-def cloned(places: QuantizedStates) -> QuantizedStates:
+def cloned(quantized: QuantizedStates) -> QuantizedStates:
     """Return a copy."""
-    return QuantizedStates(places.values.clone(), places.scales.clone())
+    return QuantizedStates(quantized.values.clone(), quantized.scales.clone())
 
 
-def holds_quantized(places: QuantizedStates, slot: int, state: Tensor) -> bool:
-    """Return whether a slot of one layer holds exactly what `state` is quantized to, computed on the CPU."""
+def holds_quantized(quantized: QuantizedStates, slot: int, state: Tensor) -> bool:
+    """Return True if a slot of one layer holds exactly the quantized `state`, computed on the CPU."""
     values, scales = by_the_formula(state.cpu())
-    return same_bits(places.values[slot].cpu(), values) and same_bits(places.scales[slot].cpu(), scales)
+    return same_bits(quantized.values[slot].cpu(), values) and same_bits(quantized.scales[slot].cpu(), scales)
 
 
 def by_the_formula(state: Tensor) -> tuple[Tensor, Tensor]:

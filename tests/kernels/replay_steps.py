@@ -37,13 +37,13 @@ def poisoned_ring(
     """Return rings of NaN, with so many positions more than are needed, and so many of x."""
     capacity, of_x = least_capacity(ring_len, max_tokens) + spare[0], least_x_capacity(ring_len, max_tokens) + spare[1]
 
-    def places(*sizes: int, dtype: torch.dtype) -> Tensor:
+    def random_values(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rings, *sizes), float("nan"), dtype=dtype, device=device)
 
     return ReplayRing(
-        places(of_x, shape.heads, shape.head_dim, dtype=dtype),
-        places(capacity, shape.groups, shape.d_state, dtype=dtype),
-        places(capacity, 2, shape.heads, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
+        random_values(of_x, shape.heads, shape.head_dim, dtype=dtype),
+        random_values(capacity, shape.groups, shape.d_state, dtype=dtype),
+        random_values(capacity, 2, shape.heads, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
     )
 
 
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request's part in a step: `num_drafts` are fed beside the base token, `kept` tokens stay.
+    """A request's tokens in a step: `num_drafts` are fed after the base token, `kept` tokens stay.
 
     A turn without a request is padding of as many tokens.
     """
@@ -107,7 +107,7 @@ class ReplayedRequests:
         self.ring = poisoned_ring(number + 1, ring_len, max_tokens, shape, device, texts[0].tokens.x.dtype, spare)
 
     def rows(self, turns: Sequence[Turn]) -> ReplayBatch:
-        """Return the turns as rows; the counts of a padding row are arbitrary."""
+        """Return the turns as a batch; the counts of padding are arbitrary."""
         device = str(self.pool.device)
         cu_tokens = [0, *accumulate(1 + turn.num_drafts for turn in turns)]
         padding = Request(self.requests[0].text, PAD_SLOT, ring=1000, computed=77, folded=1)
@@ -157,8 +157,10 @@ class ReplayedRequests:
             assert slot in written or same_bits(pool[slot], self.pool[slot]), f"slot {slot} changed"
         for before, after in zip(ring_tensors(ring), ring_tensors(self.ring), strict=True):
             for number in range(before.shape[0]):
-                places = {position % before.shape[1] for ring_number, position in appended if ring_number == number}
-                kept = [place for place in range(before.shape[1]) if place not in places]
+                overwritten = {
+                    position % before.shape[1] for ring_number, position in appended if ring_number == number
+                }
+                kept = [index for index in range(before.shape[1]) if index not in overwritten]
                 assert same_bits(before[number, kept], after[number, kept]), f"ring {number} changed"
 
     def folds(self, targets: Sequence[int], ends: Sequence[int] | None = None) -> BoundaryFolds:

@@ -1,6 +1,6 @@
-"""Ops whose rows' conv windows go on beside their rings, called as those whose windows are in slots alone.
+"""Call ops that keep draft inputs of conv windows next to rings like ops that keep them in slots.
 
-Tests of the one form run so with the other: a whole pool is cut, the op runs, and what it wrote is put together again.
+Tests of one variant so cover both: a whole pool is split, the op runs, and its output is joined again.
 """
 
 from collections.abc import Callable
@@ -12,28 +12,28 @@ from megatron_mamba_cache.recurrences.batches import PAD_SLOT, AlignBatch, Decod
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
 from tests.kernels.packed_batches import same_bits
 
-_SPARE = 2  # rings of no row
+_SPARE = 2  # unused rings
 _NO_RING = 1000
 
 
 def cut_window(pool: Tensor, slots: Tensor, window_len: int) -> tuple[Tensor, DraftInputs]:
-    """Return the first inputs of all slots, and the others of the rows' slots beside rings in another order.
+    """Return the first inputs of all slots, and the others of the requests' slots next to rings, in another order.
 
     Args:
         pool: [slots, window, conv_dim] or [layers, slots, ...].
-        slots: [rows]; PAD_SLOT for a padded row.
+        slots: [requests]; PAD_SLOT for padding.
     """
     num_rows = slots.shape[0]
     rings = torch.arange(num_rows, 0, -1, dtype=torch.int32, device=pool.device)
-    behind = pool[..., window_len:, :].index_select(-3, slots.clamp_min(0).long())
-    shape = (*pool.shape[:-3], num_rows + _SPARE, *behind.shape[-2:])
+    draft_windows = pool[..., window_len:, :].index_select(-3, slots.clamp_min(0).long())
+    shape = (*pool.shape[:-3], num_rows + _SPARE, *draft_windows.shape[-2:])
     inputs = torch.full(shape, float("nan"), dtype=pool.dtype, device=pool.device)
-    inputs.index_copy_(-3, rings.long(), behind)
+    inputs.index_copy_(-3, rings.long(), draft_windows)
     return pool[..., :window_len, :].clone(), DraftInputs(inputs, torch.where(slots == PAD_SLOT, _NO_RING, rings))
 
 
-def conv_beside_rings(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a convolution of decode rows that takes whole windows and runs `op` on cut ones."""
+def conv_with_rings(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a decode convolution that takes whole windows and runs `op` on split ones."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, rows: DecodeBatch, *tiling: object) -> Tensor:
         window_len, live = weight.shape[1] - 1, rows.columns[:, 0]
@@ -51,17 +51,17 @@ def conv_beside_rings(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def align_beside_rings(op: Callable[..., None]) -> Callable[..., None]:
-    """Return an align copy that takes whole windows and runs `op` on cut ones."""
+def align_with_rings(op: Callable[..., None]) -> Callable[..., None]:
+    """Return an align copy that takes whole windows and runs `op` on split ones."""
 
     def run(conv: Tensor, ssm: Tensor, rows: AlignBatch, block_size: int, window_len: int, *others: object) -> None:
-        # Counts of a padded row may be stale: its column need not be one of its columns.
+        # Counts of padding may be stale: its column may be out of range.
         column = rows.state_columns.clamp_max(rows.columns.shape[1] - 1).long()
         sources = rows.columns.gather(1, column[:, None])[:, 0] if len(column) else column
         slots, drafts = cut_window(conv, sources, window_len)
         before = drafts.inputs.clone()
         op(slots, ssm, rows, block_size, window_len, *others, drafts=drafts)
         conv[:, :, :window_len] = slots
-        assert same_bits(drafts.inputs, before), "an align copy reads what is beside rings"
+        assert same_bits(drafts.inputs, before), "an align copy only reads draft inputs"
 
     return run

@@ -40,9 +40,9 @@ class SSMSteps:
         """Return some of the tokens, copied."""
         return self._with_tokens(lambda tensor: tensor[tokens].clone())
 
-    def joined_with(self, before: Sequence["SSMSteps"], behind: Sequence["SSMSteps"]) -> "SSMSteps":
+    def joined_with(self, before: Sequence["SSMSteps"], after: Sequence["SSMSteps"]) -> "SSMSteps":
         """Return these tokens amid those of others."""
-        parts = [*(steps.tokens for steps in before), self.tokens, *(steps.tokens for steps in behind)]
+        parts = [*(steps.tokens for steps in before), self.tokens, *(steps.tokens for steps in after)]
         return replace(self, tokens=SSMTokens(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES)))
 
     def cast(self, dtype: torch.dtype) -> "SSMSteps":

@@ -18,10 +18,10 @@ from megatron_mamba_cache.recurrences.align_copy import ROWS_AT_A_TIME
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, AlignBatch
 from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
-from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row, within_pools
+from tests.kernels.align_steps import Pools, StepRequest, device_batch, padding_request, within_pools
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_batches import same_bits
-from tests.kernels.split_windows import align_beside_rings
+from tests.kernels.split_windows import align_with_rings
 from tests.recurrences.toy import toy_groups, toy_tensors
 
 BLOCK = 16
@@ -31,7 +31,7 @@ Op = Callable[[Tensor, Tensor, AlignBatch, int, int], None]
 align_copy = within_pools(align_copy_module.align_copy)
 align_copy_ref = within_pools(align_copy_module.align_copy_ref)
 OPS = {"kernel": align_copy, "twin": align_copy_ref}
-OPS |= {f"{name}, beside rings": align_beside_rings(op) for name, op in OPS.items()}
+OPS |= {f"{name}, next to rings": align_with_rings(op) for name, op in OPS.items()}
 both_ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 
@@ -56,16 +56,18 @@ def make_pools(
     return Pools(conv, torch.randn(NUM_LAYERS, num_slots, *ssm_shape, device=device).to(ssm_dtype))
 
 
-def check_op(op: Op, pools: Pools, rows: list[StepRow], block_size: int = BLOCK, window_len: int = WINDOW_LEN) -> None:
+def check_op(
+    op: Op, pools: Pools, rows: list[StepRequest], block_size: int = BLOCK, window_len: int = WINDOW_LEN
+) -> None:
     """Run the op on the pools in place and compare every bit with the host's plans."""
     expected = pools.planned(rows, block_size, window_len)
     device = pools.conv.device.type
     kernel = align_copy_module._align_copy_kernel
     launches = kernel.launches
-    op(pools.conv, pools.ssm, device_rows(rows, device), block_size, window_len)
+    op(pools.conv, pools.ssm, device_batch(rows, device), block_size, window_len)
     kernel_runs = device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     assert kernel.launches - launches == (
-        op in (OPS["kernel"], OPS["kernel, beside rings"]) and kernel_runs and len(rows) > 0
+        op in (OPS["kernel"], OPS["kernel, next to rings"]) and kernel_runs and len(rows) > 0
     )
     assert same_bits(pools.conv, expected.conv)
     assert same_bits(pools.ssm, expected.ssm)
@@ -83,13 +85,13 @@ KNOWN_STEPS = [  # computed, scheduled, drafts, accepted, state column -> destin
 
 @both_ops
 @pytest.mark.parametrize(("step", "copy"), KNOWN_STEPS)
-def test_known_steps_in_a_table_of_blocks(
+def test_known_steps_move_expected_blocks(
     step: tuple[int, int, int, int, int], copy: tuple[int, int] | None, op: Op, device: str
 ) -> None:
     columns = (6, 2, 5, 1, 4)
     destination, shift = copy or (0, 0)
     computed, scheduled, drafts, accepted, state_column = step
-    row = StepRow(computed, scheduled, drafts, accepted, columns, columns[destination], state_column)
+    row = StepRequest(computed, scheduled, drafts, accepted, columns, columns[destination], state_column)
     pools = make_pools(device, num_slots=7)
     before = pools.clone()
     check_op(op, pools, [row])
@@ -110,10 +112,10 @@ BLOCK_SIZES = [
 
 @both_ops
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_plan_twin_and_kernel_agree_at_every_alignment(block_size: int, op: Op, device: str) -> None:
+def test_plan_reference_and_kernel_agree_at_every_alignment(block_size: int, op: Op, device: str) -> None:
     window = tuple(range(9))  # all rows share their sources
     rows = [
-        StepRow(computed, 9, 8, accepted, window, target=9 + computed * 10 + accepted)
+        StepRequest(computed, 9, 8, accepted, window, target=9 + computed * 10 + accepted)
         for computed in range(block_size)
         for accepted in range(10)
     ]
@@ -121,7 +123,7 @@ def test_plan_twin_and_kernel_agree_at_every_alignment(block_size: int, op: Op, 
     slots = torch.arange(9 + len(rows), dtype=torch.float32, device=device)
     conv = slots[None, :, None, None] * 100 + torch.arange(10.0, device=device)[None, None, :, None]
     ssm = slots[None, :, None, None, None].clone()
-    op(conv, ssm, device_rows(rows, device), block_size, 2)
+    op(conv, ssm, device_batch(rows, device), block_size, 2)
     for row, first, second, state in zip(
         rows, conv[0, 9:, 0, 0].tolist(), conv[0, 9:, 1, 0].tolist(), ssm[0, 9:, 0, 0, 0].tolist(), strict=True
     ):
@@ -133,8 +135,8 @@ def test_plan_twin_and_kernel_agree_at_every_alignment(block_size: int, op: Op, 
     assert any(row.plan(block_size) for row in rows)
 
 
-def draw_rows(data: st.DataObject, num_columns: int, num_slots: int) -> list[StepRow]:
-    """Rows of distinct windows and targets, padded rows and rows without a target among them."""
+def draw_rows(data: st.DataObject, num_columns: int, num_slots: int) -> list[StepRequest]:
+    """Requests of distinct windows and targets, some of them padding or without a target."""
     slots = data.draw(st.permutations(range(num_slots)))
     rows = []
     for number in range(num_slots // (num_columns + 1)):
@@ -142,14 +144,14 @@ def draw_rows(data: st.DataObject, num_columns: int, num_slots: int) -> list[Ste
         kind = data.draw(st.sampled_from(["engine", "engine", "in place", "padded", "no target"]))
         target = {"in place": data.draw(st.sampled_from(window)), "no target": PAD_SLOT}.get(kind, target)
         if kind == "padded":
-            rows.append(padding_row(num_columns, data.draw(st.sampled_from([PAD_SLOT, target]))))
+            rows.append(padding_request(num_columns, data.draw(st.sampled_from([PAD_SLOT, target]))))
             continue
         drafts = data.draw(st.integers(0, num_columns - 1))
         accepted = data.draw(st.integers(0, drafts + 1))
         base = data.draw(st.integers(1, 4))
         column = data.draw(st.integers(0, num_columns - 1 - drafts))
         rows.append(
-            StepRow(data.draw(st.integers(0, 40)), base + drafts, drafts, accepted, tuple(window), target, column)
+            StepRequest(data.draw(st.integers(0, 40)), base + drafts, drafts, accepted, tuple(window), target, column)
         )
     return rows
 
@@ -157,42 +159,42 @@ def draw_rows(data: st.DataObject, num_columns: int, num_slots: int) -> list[Ste
 @both_ops
 @settings(max_examples=15)
 @given(data=st.data())
-def test_random_rows_move_as_planned(op: Op, data: st.DataObject) -> None:
+def test_random_requests_move_as_planned(op: Op, data: st.DataObject) -> None:
     num_columns = data.draw(st.integers(1, 5))
     rows = draw_rows(data, num_columns, num_slots=30)
     check_op(op, make_pools("cpu", 30), rows, block_size=data.draw(st.integers(1, 9)))
 
 
-def crossing_rows(num_rows: int, shift: int, num_slots_before: int = 0) -> list[StepRow]:
+def crossing_rows(num_rows: int, shift: int, num_slots_before: int = 0) -> list[StepRequest]:
     """Rows of one window of 5 columns each and a target, all at a boundary `shift` drafts on."""
     windows = [range(num_slots_before + row * 6, num_slots_before + row * 6 + 6) for row in range(num_rows)]
-    return [StepRow(31 - shift, 5, 4, 5, tuple(slots[:5]), slots[5]) for slots in windows]
+    return [StepRequest(31 - shift, 5, 4, 5, tuple(slots[:5]), slots[5]) for slots in windows]
 
 
 @both_ops
 @pytest.mark.parametrize("num_rows", [ROWS_AT_A_TIME, ROWS_AT_A_TIME + 1, 2 * ROWS_AT_A_TIME + 44])
-def test_any_number_of_rows(num_rows: int, op: Op, device: str) -> None:
+def test_any_batch_size(num_rows: int, op: Op, device: str) -> None:
     """Only the first and last row of every few copy."""
     rows = crossing_rows(num_rows, shift=2)
     rows = [
-        row if number % 50 == 0 or number == num_rows - 1 else StepRow(0, 1, 0, 1, row.columns, row.target)
+        row if number % 50 == 0 or number == num_rows - 1 else StepRequest(0, 1, 0, 1, row.columns, row.target)
         for number, row in enumerate(rows)
     ]
     check_op(op, make_pools(device, 6 * num_rows, conv_dim=2, ssm_shape=(1, 1, 2)), rows)
 
 
 @both_ops
-def test_no_rows(op: Op, device: str) -> None:
+def test_empty_batch(op: Op, device: str) -> None:
     check_op(op, make_pools(device, 3), [])
 
 
 @both_ops
-def test_padded_rows_and_rows_without_target_touch_nothing(op: Op, device: str) -> None:
+def test_padding_and_requests_without_target_touch_nothing(op: Op, device: str) -> None:
     pools = make_pools(device, 13)
     before = pools.clone()
     boundary = crossing_rows(1, 1)[0]
-    no_target = StepRow(boundary.computed, 5, 4, 5, boundary.columns, PAD_SLOT)
-    check_op(op, pools, [padding_row(5), no_target, padding_row(5, target=7)], block_size=4)
+    no_target = StepRequest(boundary.computed, 5, 4, 5, boundary.columns, PAD_SLOT)
+    check_op(op, pools, [padding_request(5), no_target, padding_request(5, target=7)], block_size=4)
     assert same_bits(pools.conv, before.conv) and same_bits(pools.ssm, before.ssm)
 
 
@@ -201,9 +203,9 @@ def test_padded_rows_and_rows_without_target_touch_nothing(op: Op, device: str) 
 @pytest.mark.parametrize("target_column", range(5))
 def test_target_within_the_window(target_column: int, shift: int, op: Op, device: str) -> None:
     """Conv windows overlap where the target is column 0; the SSM state is its own source at column `shift`."""
-    row = crossing_rows(1, shift)[0]
-    row = StepRow(row.computed, 5, 4, 5, row.columns, row.columns[target_column])
-    check_op(op, make_pools(device, 6, window=12, conv_dim=1100), [row], window_len=7)
+    request = crossing_rows(1, shift)[0]
+    request = StepRequest(request.computed, 5, 4, 5, request.columns, request.columns[target_column])
+    check_op(op, make_pools(device, 6, window=12, conv_dim=1100), [request], window_len=7)
 
 
 @both_ops
@@ -222,7 +224,7 @@ def test_awkward_sizes(
     device: str,
 ) -> None:
     pools = make_pools(device, 12, WINDOW_LEN + 4, conv_dim, ssm_shape, conv_dtype, ssm_dtype)
-    check_op(op, pools, [*crossing_rows(2, shift=3), padding_row(5)])
+    check_op(op, pools, [*crossing_rows(2, shift=3), padding_request(5)])
 
 
 @both_ops
@@ -255,14 +257,14 @@ def test_tensors_of_several_groups_move_in_one_launch(shift: int, op: Callable[.
             else:
                 moved[:, row.target] = pool[:, row.columns[shift]]
     launches = align_copy_module._align_copy_kernel.launches
-    op(moves, device_rows(rows, device), BLOCK)
+    op(moves, device_batch(rows, device), BLOCK)
     is_kernel = op is align_copy_module.align_copy and launches_kernel(pools[0])
     assert align_copy_module._align_copy_kernel.launches - launches == is_kernel
     assert all(same_bits(pool, moved) for pool, moved in zip(pools, expected, strict=True))
 
 
 @both_ops
-def test_bits_of_nan_are_copied(op: Op, device: str) -> None:
+def test_nan_bits_are_copied(op: Op, device: str) -> None:
     pools = make_pools(device, 6)
     pools.ssm.view(torch.int32)[:, 2, 0, 0, :2] = torch.tensor([0x7F800001, -1], device=device, dtype=torch.int32)
     check_op(op, pools, crossing_rows(1, shift=2))
@@ -270,20 +272,20 @@ def test_bits_of_nan_are_copied(op: Op, device: str) -> None:
 
 @both_ops
 @pytest.mark.parametrize("accepted_dtype", [torch.int32, torch.int64])
-def test_accepted_counts_of_either_type(accepted_dtype: torch.dtype, op: Op, device: str) -> None:
+def test_accepted_counts_may_be_int32_or_int64(accepted_dtype: torch.dtype, op: Op, device: str) -> None:
     rows = crossing_rows(2, shift=3)
     pools = make_pools(device, 12)
     expected = pools.planned(rows, BLOCK, WINDOW_LEN)
-    op(pools.conv, pools.ssm, device_rows(rows, device, accepted_dtype), BLOCK, WINDOW_LEN)
+    op(pools.conv, pools.ssm, device_batch(rows, device, accepted_dtype), BLOCK, WINDOW_LEN)
     assert same_bits(pools.conv, expected.conv) and same_bits(pools.ssm, expected.ssm)
 
 
 @pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
-def test_every_tiling_copies_the_same(tiling: CopyTiling, device: str) -> None:
+def test_every_tiling_copies_the_same_bytes(tiling: CopyTiling, device: str) -> None:
     rows = crossing_rows(3, shift=2)
     pools = make_pools(device, 18, conv_dim=12, ssm_shape=(2, 5, 8))
     expected = pools.planned(rows, BLOCK, 1)
-    align_copy(pools.conv, pools.ssm, device_rows(rows, device), BLOCK, 1, tiling)
+    align_copy(pools.conv, pools.ssm, device_batch(rows, device), BLOCK, 1, tiling)
     assert same_bits(pools.conv, expected.conv) and same_bits(pools.ssm, expected.ssm)
 
 
@@ -313,11 +315,11 @@ def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignBatch], tuple[object, .
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     arguments, reason = bad_calls()[name]
     pools = make_pools("cpu", 6)
     with pytest.raises(ValueError, match=reason):
-        align_copy(*arguments(pools, device_rows(crossing_rows(1, 0), "cpu")))
+        align_copy(*arguments(pools, device_batch(crossing_rows(1, 0), "cpu")))
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -326,12 +328,12 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("num_rows", [5, ROWS_AT_A_TIME + 20])
-def test_a_replayed_graph_decides_anew(num_rows: int) -> None:
+def test_replayed_graph_reads_new_inputs(num_rows: int) -> None:
     pools = make_pools("cuda", 6 * num_rows, conv_dim=320, ssm_shape=(4, 16, 32))
     steps = [crossing_rows(num_rows, shift) for shift in range(5)]
-    steps.append([StepRow(3, 1, 0, 1, row.columns, row.target) for row in steps[0]])
-    steps.append([*crossing_rows(num_rows - 1, 2), padding_row(5)])
-    buffers = device_rows(steps[0], "cuda")
+    steps.append([StepRequest(3, 1, 0, 1, row.columns, row.target) for row in steps[0]])
+    steps.append([*crossing_rows(num_rows - 1, 2), padding_request(5)])
+    buffers = device_batch(steps[0], "cuda")
     align_copy(pools.conv, pools.ssm, buffers, BLOCK, WINDOW_LEN)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -340,7 +342,7 @@ def test_a_replayed_graph_decides_anew(num_rows: int) -> None:
         pools.conv.normal_()
         pools.ssm.normal_()
         expected = pools.planned(rows, BLOCK, WINDOW_LEN)
-        fresh = device_rows(rows, "cuda")
+        fresh = device_batch(rows, "cuda")
         for name in AlignBatch.__dataclass_fields__:
             getattr(buffers, name).copy_(getattr(fresh, name))
         graph.replay()
@@ -349,8 +351,8 @@ def test_a_replayed_graph_decides_anew(num_rows: int) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_the_op_never_waits_for_the_device() -> None:
-    pools, rows = make_pools("cuda", 12), device_rows(crossing_rows(2, 1), "cuda")
+def test_op_never_syncs_with_the_device() -> None:
+    pools, rows = make_pools("cuda", 12), device_batch(crossing_rows(2, 1), "cuda")
     align_copy(pools.conv, pools.ssm, rows, BLOCK, WINDOW_LEN)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -378,8 +380,8 @@ def test_offsets_past_32_bits(slot_stride: int, dtype: torch.dtype) -> None:
     ssm = buffer.as_strided((NUM_LAYERS, num_slots, 2, 4, 8), (64, slot_stride, 32, 8, 1))
     conv = buffer[1024:].as_strided((NUM_LAYERS, num_slots, 7, 24), (7 * 24, slot_stride, 24, 1))
     pools = Pools(conv.normal_(), ssm.normal_())
-    far = StepRow(28, 5, 4, 5, (1, 2, 3, 5, 0), 4)
+    far = StepRequest(28, 5, 4, 5, (1, 2, 3, 5, 0), 4)
     check_op(align_copy, pools, [far], window_len=WINDOW_LEN)
-    check_op(align_copy, pools, [StepRow(28, 5, 4, 5, (5, 4, 3, 2, 0), 1)], window_len=WINDOW_LEN)
+    check_op(align_copy, pools, [StepRequest(28, 5, 4, 5, (5, 4, 3, 2, 0), 1)], window_len=WINDOW_LEN)
     del pools, conv, ssm, buffer
     torch.cuda.empty_cache()

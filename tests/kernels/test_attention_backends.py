@@ -49,7 +49,7 @@ def shape_of(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes:
 
 
 class Step:
-    """A step over a cache of shuffled blocks; what lies past a row's tokens is NaN, past its blocks junk."""
+    """A step over a cache of shuffled blocks; NaN follows a request's tokens, junk its blocks."""
 
     def __init__(self, mix: Mix, shape: AttentionShape, num_padding_tokens: int = 0) -> None:
         num_blocks = [-(-kv_len // shape.block_size) for _, kv_len in mix]
@@ -84,17 +84,17 @@ class Step:
 # Which backend serves a model.
 
 
-def test_every_setting_names_a_backend_and_every_backend_has_a_setting() -> None:
+def test_settings_and_backends_match_one_to_one() -> None:
     assert {"auto", *(backend.setting for backend in BACKENDS)} == set(CacheConfig.RULES["attention_backend"])
 
 
 @pytest.mark.parametrize("setting", ["auto", "reference"])
-def test_the_reference_serves_the_cpu(setting: str) -> None:
+def test_cpu_uses_the_reference(setting: str) -> None:
     assert isinstance(choose_attention(setting, shape_of(dtype=torch.bfloat16)), ReferenceAttention)
 
 
 @pytest.mark.parametrize("setting", ["flash-attn", "flashinfer", "torch-varlen"])
-def test_a_backend_that_cannot_serve_is_refused_with_the_remedy(setting: str) -> None:
+def test_unavailable_backend_is_refused_with_the_remedy(setting: str) -> None:
     with pytest.raises(ValueError, match=f"attention_backend is '{setting}'.*set --attention-backend to auto"):
         choose_attention(setting, shape_of())
 
@@ -110,7 +110,7 @@ class FailingAttention:
         raise OSError("no compiler")
 
 
-def test_a_backend_that_fails_is_passed_over_with_a_warning(
+def test_failing_backend_is_skipped_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "BACKENDS", (FailingAttention, ReferenceAttention))
@@ -121,7 +121,7 @@ def test_a_backend_that_fails_is_passed_over_with_a_warning(
         choose_attention("failing", shape_of())
 
 
-def test_single_precision_is_left_to_the_reference(device: str) -> None:
+def test_float32_uses_the_reference(device: str) -> None:
     for backend in BACKENDS:
         assert (backend.refusal(shape_of(device)) is None) == (backend is ReferenceAttention)
 
@@ -129,7 +129,7 @@ def test_single_precision_is_left_to_the_reference(device: str) -> None:
 # What libraries are handed.
 
 
-def test_the_reference_computes_the_twin(device: str) -> None:
+def test_reference_backend_equals_the_reference_op(device: str) -> None:
     torch.manual_seed(0)
     shape = shape_of(device, num_heads=4, head_dim=8, block_size=8)
     step = Step([(1, 9), (3, 11), (0, 0)], shape, num_padding_tokens=2)
@@ -138,7 +138,7 @@ def test_the_reference_computes_the_twin(device: str) -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
-def test_page_lists_name_each_block_of_rows_with_queries(mix: Mix) -> None:
+def test_page_lists_name_each_block_of_requests_with_queries(mix: Mix) -> None:
     shape = shape_of(num_heads=1, num_kv_heads=1, head_dim=1)
     step = Step(mix, shape)
     lists = page_lists(step.rows, BLOCK)
@@ -152,7 +152,7 @@ def test_page_lists_name_each_block_of_rows_with_queries(mix: Mix) -> None:
         assert 0 < lists.last_page_lens[number] <= BLOCK
 
 
-def test_cumulative_lengths_begin_at_zero(device: str) -> None:
+def test_cumulative_lengths_start_at_zero(device: str) -> None:
     step = Step(MIXES["verify"], shape_of(device, num_heads=2, head_dim=1))
     lengths = cumulative_lengths(step.rows)
     assert lengths.dtype == torch.int32
@@ -160,7 +160,7 @@ def test_cumulative_lengths_begin_at_zero(device: str) -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_padding"), [(3, 0), (3, 2), (0, 2), (0, 0)])
-def test_tokens_past_the_last_row_give_zeros(num_tokens: int, num_padding: int) -> None:
+def test_tokens_after_the_last_request_give_zeros(num_tokens: int, num_padding: int) -> None:
     q = torch.randn(num_tokens + num_padding, 2, 4)
     seen: list[int] = []
 
@@ -181,7 +181,7 @@ def stand_in_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
 @pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
-def test_backend_asks_its_library_for_what_the_twin_computes(mix: Mix, built: BackendClass) -> None:
+def test_backend_passes_its_library_the_arguments_of_the_reference(mix: Mix, built: BackendClass) -> None:
     torch.manual_seed(0)
     shape = shape_of(num_heads=4, head_dim=8)
     step = Step(mix, shape, num_padding_tokens=1)
@@ -286,7 +286,7 @@ class CapturedSteps:
         return step, replace(self.rows, **lengths)
 
 
-def test_parts_of_rows_take_what_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_workspace_has_flashinfers_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
     shape = shape_of(num_heads=32, num_kv_heads=8, head_dim=128)
     tile_of_16, tile_of_128 = (32 * tile * 129 * 4 for tile in (16, 128))
@@ -296,7 +296,7 @@ def test_parts_of_rows_take_what_the_library_takes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("head_dim", "most_tile"), [(64, 128), (128, 128), (256, 64)])
-def test_a_plan_has_room_for_each_tile_row_and_token(
+def test_plan_has_room_for_every_tile_request_and_token(
     head_dim: int, most_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As FlashInfer counts them, but for what aligns its parts."""
@@ -315,7 +315,7 @@ def test_a_plan_has_room_for_each_tile_row_and_token(
 @pytest.mark.usefixtures("stand_in_libraries")
 @by_captured
 @pytest.mark.parametrize("built", BACKENDS, ids=lambda built: built.name)
-def test_captured_attention_is_that_of_the_rows_at_each_replay(
+def test_captured_attention_follows_each_replays_batch(
     captured_rows: Captured, built: BackendClass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_libraries, "IN_GRAPHS", True)
@@ -339,7 +339,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
-def test_flashinfer_comes_first_where_every_library_could_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in BACKENDS:
         monkeypatch.setattr(backend, "refusal", staticmethod(lambda shape: None))
     assert choose_attention("auto", shape_of(num_heads=4, head_dim=8)).name == "flashinfer"
@@ -347,7 +347,7 @@ def test_flashinfer_comes_first_where_every_library_could_serve(monkeypatch: pyt
 
 @pytest.mark.usefixtures("stand_in_libraries", "any_device")
 @pytest.mark.parametrize(("named", "kernels"), [(None, ("fa2", "fa3")), ("fa2", ("fa2", "fa2"))], ids=["best", "fa2"])
-def test_all_that_steps_and_graphs_call_is_tried_out_when_flashinfer_is_built(
+def test_flashinfer_is_tried_with_every_call_of_steps_and_graphs(
     named: str | None, kernels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, bool, str]] = []
@@ -371,16 +371,18 @@ def test_all_that_steps_and_graphs_call_is_tried_out_when_flashinfer_is_built(
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=8), named)
     for in_graph in (False, True):
         for kernel in kernels:
-            assert calls.count((kernel, in_graph, "run")) == kernels.count(kernel)
+            # With "fa3", graphs are tried with the history in pieces too, by two calls.
+            expected = kernels.count(kernel) + 2 * (in_graph and kernel == "fa3")
+            assert calls.count((kernel, in_graph, "run")) == expected
             # "fa2" reads lengths where a graph's steps write them, so that the same pages are planned once.
             replayed = in_graph and kernel == "fa3"
-            assert calls.count((kernel, in_graph, "plan")) == kernels.count(kernel) * (1 + replayed)
+            assert calls.count((kernel, in_graph, "plan")) == expected * (1 + replayed)
     assert finished == [len(calls)]
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize("has_offsets", [True, False], ids=["0.5", "0.6 and later"])
-def test_graphs_share_the_places_of_cached_tokens_in_releases_that_have_them(
+def test_graphs_share_index_buffers_where_flashinfer_has_them(
     has_offsets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_libraries.BatchPrefillWithPagedKVCacheWrapper, "HAS_OFFSETS", has_offsets)
@@ -391,13 +393,13 @@ def test_graphs_share_the_places_of_cached_tokens_in_releases_that_have_them(
     )
     shape = shape_of(num_heads=32, num_kv_heads=2, head_dim=8)
     flashinfer.FlashInferAttention(shape).capture(CapturedSteps(Captured((1, 1, 512, 0), 2, []), shape).rows)
-    places = [getattr(one, "_vector_sparse_indices_buffer", None) for one in built if one._reads_plan]
-    assert len(places) == 3  # of steps outside of graphs, of the trial and of the graph
-    assert len({id(one) for one in places}) == 1 and (places[0] is not None) == has_offsets
+    buffers = [getattr(one, "_vector_sparse_indices_buffer", None) for one in built if one._reads_plan]
+    assert len(buffers) == 5  # of steps outside of graphs, of the trials, with and without pieces, and of the graph
+    assert len({id(one) for one in buffers}) == 1 and (buffers[0] is not None) == has_offsets
 
 
 @pytest.mark.usefixtures("stand_in_libraries", "any_device")
-def test_a_flashinfer_without_what_graphs_use_is_passed_over_when_it_is_built(
+def test_flashinfer_without_graph_support_is_skipped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
@@ -411,7 +413,7 @@ def test_a_flashinfer_without_what_graphs_use_is_passed_over_when_it_is_built(
     ("release", "is_older"),
     {"0.5.2": True, "0.10.0": False, "0.5.3": False, "0.5.3+cu130": False, "0.0.0+unknown": False, "?": False}.items(),
 )
-def test_a_flashinfer_that_is_older_is_refused_with_the_remedy(
+def test_old_flashinfer_is_refused_with_the_remedy(
     release: str, is_older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
@@ -422,7 +424,7 @@ def test_a_flashinfer_that_is_older_is_refused_with_the_remedy(
 
 
 @pytest.mark.usefixtures("any_device")
-def test_a_flashinfer_whose_release_is_not_told_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_of_unknown_release_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def untold(distribution: str) -> str:
         raise PackageNotFoundError(distribution)
 
@@ -439,11 +441,11 @@ class OtherAttention(FailingAttention):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "is_told"),
+    ("kind", "dtype", "is_logged"),
     [("cuda", torch.bfloat16, True), ("cuda", torch.float32, False), ("cpu", torch.bfloat16, False)],
 )
-def test_half_precision_on_a_gpu_without_flashinfer_says_so(
-    kind: str, dtype: torch.dtype, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_missing_flashinfer_is_logged_for_half_precision_on_a_gpu(
+    kind: str, dtype: torch.dtype, is_logged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: False)
     monkeypatch.setattr(choice, "BACKENDS", (flashinfer.FlashInferAttention, OtherAttention, ReferenceAttention))
@@ -454,7 +456,7 @@ def test_half_precision_on_a_gpu_without_flashinfer_says_so(
         monkeypatch.setattr(choice, "BACKENDS", (OtherAttention, flashinfer.FlashInferAttention))
         choose_attention("auto", shape)
     text = "attention runs on other, not on flashinfer: flashinfer is not installed; the extra gpu installs it"
-    assert [record.message for record in caplog.records] == [text] * is_told
+    assert [record.message for record in caplog.records] == [text] * is_logged
 
 
 class UncompiledAttention(FailingAttention):
@@ -462,9 +464,7 @@ class UncompiledAttention(FailingAttention):
         raise RuntimeError("the build failed\nwith much output")
 
 
-def test_what_a_compiler_prints_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_compiler_output_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(choice, "BACKENDS", (UncompiledAttention, OtherAttention))
     with caplog.at_level(logging.WARNING):
         choose_attention("auto", replace(shape_of(dtype=torch.bfloat16), device=torch.device("cuda", 0)))
@@ -476,7 +476,7 @@ def test_what_a_compiler_prints_is_logged_once(
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
-def test_a_plan_of_flashinfer_holds_until_a_row_has_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_plan_is_kept_until_pages_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_libraries, "IN_GRAPHS", True)
     planned: list[int] = []
     plan = flashinfer.PagedAttention.plan_pages
@@ -498,26 +498,38 @@ def test_a_plan_of_flashinfer_holds_until_a_row_has_other_pages(monkeypatch: pyt
 
 @pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "kernel"),
-    [(512, 32, "fa3"), (384, 32, "fa3"), (256, 32, "fa2"), (64, 32, "fa2"), (1024, 8, "fa2"), (2048, 8, "fa3")],
+    ("num_tokens", "num_heads", "kernels"),
+    [
+        (2048, 8, ["fa3"]),
+        (1024, 8, ["fa3 of 2", "fa3"]),
+        (512, 32, ["fa3"]),
+        (384, 16, ["fa3 of 2", "fa3"]),
+        (256, 16, ["fa3 of 4", "fa3"]),
+        (128, 32, ["fa2"]),
+        (64, 32, ["fa2"]),
+    ],
 )
-def test_prompts_of_a_graph_take_fa3_where_its_programs_are_enough(
-    num_tokens: int, num_heads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+def test_graphs_use_fa3_in_pieces_for_prompts_that_do_not_fill_the_gpu(
+    num_tokens: int, num_heads: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
     make = flashinfer._wrapper
-    monkeypatch.setattr(
-        flashinfer, "_wrapper", lambda space, name, **other: (built.append(name), make(space, name, **other))[1]
-    )
+
+    def noted(workspace: Tensor, name: str, **buffers: Tensor) -> object:
+        num_copies = len(buffers["paged_kv_last_page_len_buf"]) // 3 if buffers else 0  # two prompts and padding
+        built.append(f"{name} of {num_copies}" if num_copies > 1 else name)
+        return make(workspace, name, **buffers)
+
+    monkeypatch.setattr(flashinfer, "_wrapper", noted)
     shape = shape_of(num_heads=num_heads, num_kv_heads=2, head_dim=8)
     backend = flashinfer.FlashInferAttention(shape)
     built.clear()
     backend.capture(CapturedSteps(Captured((1, 1, num_tokens, 0), 2, []), shape).rows)
-    assert built == ["fa2", kernel]
+    assert built == ["fa2", *kernels]
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
-def test_steps_outside_of_graphs_have_room_for_parts_of_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_steps_have_workspace_for_splits_of_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces: list[int] = []
     make = flashinfer._wrapper
     monkeypatch.setattr(
@@ -525,8 +537,8 @@ def test_steps_outside_of_graphs_have_room_for_parts_of_few_heads(monkeypatch: p
     )
     flashinfer.FlashInferAttention(shape_of(num_heads=4, head_dim=8))
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=128))
-    # Two calls, and what a graph of each does.
-    assert spaces == [128 * 2**20] * 4 + [132 * 128 * 32 * 129 * 4 + 32] * 4
+    # Two calls, what a graph of each does, and the two calls of a history in pieces.
+    assert spaces == [128 * 2**20] * 6 + [132 * 128 * 32 * 129 * 4 + 32] * 6
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
@@ -534,7 +546,7 @@ def test_steps_outside_of_graphs_have_room_for_parts_of_few_heads(monkeypatch: p
     ("release", "reads_all"),
     [("0.5.3", False), ("0.0.0+unknown", False), ("0.6.0rc1", False), ("0.6.0", True), ("0.6.18.post1", True)],
 )
-def test_blocks_too_far_for_fa3_are_left_to_fa2(release: str, reads_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distant_blocks_use_fa2(release: str, reads_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
     make = flashinfer._wrapper
 
@@ -547,7 +559,7 @@ def test_blocks_too_far_for_fa3_are_left_to_fa2(release: str, reads_all: bool, m
     monkeypatch.setattr(flashinfer, "_wrapper", wrapper)
     monkeypatch.setattr(flashinfer, "version", lambda distribution: release)
     far, last_near = ("fa3", None) if reads_all else ("fa2", 3)
-    apart = 16 * 2**30  # so that four blocks lie within 64 GiB
+    apart = 16 * 2**30  # so that four blocks fit within 64 GiB
     shape = shape_of(num_heads=64, num_kv_heads=4, head_dim=8, num_blocks=6, block_bytes_apart=apart)
     backend = flashinfer.FlashInferAttention(shape)
     for kv_len, blocks, kernel in [(500, [0, 3], "fa3"), (500, [3, 4], far), (500, [0, 3], "fa3"), (100, [5], far)]:
@@ -571,7 +583,7 @@ def test_blocks_too_far_for_fa3_are_left_to_fa2(release: str, reads_all: bool, m
 
 
 @pytest.mark.parametrize("values", [[3, 7, 5], [2], [-4, -9]])
-def test_the_largest_of_a_tensor_is_what_max_says(values: list[int]) -> None:
+def test_largest_equals_max(values: list[int]) -> None:
     assert flashinfer.largest(torch.tensor(values)).item() == max(values) == flashinfer.largest(values)
     assert flashinfer.largest(4, 9) == 9 and flashinfer.largest([], default=1) == 1
 
@@ -601,7 +613,7 @@ def backend(shape: AttentionShape, request: pytest.FixtureRequest) -> Iterator[A
 @needs_cuda
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_backend_agrees_with_the_twin(
+def test_backend_agrees_with_the_reference(
     mix: Mix, num_padding: int, shape: AttentionShape, backend: AttentionBackend
 ) -> None:
     """Within bfloat16's rounding of the weights and of the result: 8 bits each, of values below 4."""
@@ -618,7 +630,7 @@ def test_backend_agrees_with_the_twin(
 
 @pytest.mark.gpu
 @needs_cuda
-def test_steps_of_other_sizes_follow_each_other(shape: AttentionShape, backend: AttentionBackend) -> None:
+def test_steps_of_different_sizes_follow_each_other(shape: AttentionShape, backend: AttentionBackend) -> None:
     torch.manual_seed(2)
     for mix in [*MIXES.values(), *reversed(MIXES.values())]:
         step = Step(mix, shape)
@@ -629,7 +641,7 @@ def test_steps_of_other_sizes_follow_each_other(shape: AttentionShape, backend: 
 @pytest.mark.gpu
 @needs_cuda
 @by_captured
-def test_a_graph_attends_the_rows_of_each_replay(
+def test_graph_attends_each_replays_requests(
     captured_rows: Captured, shape: AttentionShape, backend: AttentionBackend
 ) -> None:
     torch.manual_seed(4)
@@ -655,7 +667,7 @@ def test_a_graph_attends_the_rows_of_each_replay(
 @pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
 @pytest.mark.parametrize("mix", [MIXES["decode"], MIXES["prefill with history"]], ids=["decode", "prefill"])
 def test_blocks_beyond_64_gib_are_read(mix: Mix, built: BackendClass) -> None:
-    """A layer's blocks lie as far apart as other layers' and states between them make them."""
+    """Other layers' blocks and states are between a layer's blocks, so its strides are large."""
     if torch.cuda.mem_get_info()[0] < 72 * 2**30:
         pytest.skip("needs 72 GiB of free device memory")
     torch.manual_seed(5)

@@ -1,6 +1,6 @@
-"""Heads are normed and rotated as by Megatron and transformers, and only the given places of the cache change.
+"""Heads are normed and rotated as by Megatron and transformers, and only the given cache slots change.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Where the kernel neither compiles nor is interpreted, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import same_bits
 
 BLOCK, NUM_BLOCKS, NUM_POSITIONS, EPS = 4, 5, 40, 1e-6
-PLACES = [(2, 1), (-1, 0), (0, 3), (4, 0), (-1, 2), (2, 2)]
+SLOTS = [(2, 1), (-1, 0), (0, 3), (4, 0), (-1, 2), (2, 2)]
 Op = Callable[..., Tensor]
 both_ops = pytest.mark.parametrize("op", [write_attention_inputs, write_attention_inputs_ref])
 
@@ -64,17 +64,17 @@ class Inputs:
     changes: HeadChanges
 
     def run(self, op: Op) -> Tensor:
-        places = self.blocks, self.offsets
-        return op(self.query, self.key, self.value, self.caches[0], self.caches[1], *places, self.changes)
+        slots = self.blocks, self.offsets
+        return op(self.query, self.key, self.value, self.caches[0], self.caches[1], *slots, self.changes)
 
 
-def inputs_of(case: Case, device: str, places: list[tuple[int, int]] = PLACES) -> Inputs:
+def inputs_of(case: Case, device: str, slots: list[tuple[int, int]] = SLOTS) -> Inputs:
     torch.manual_seed(5)
     sizes = (case.queries * case.dim, case.queries * case.dim, case.dim, case.dim)
-    joint = torch.randn(len(places) + 1, case.kv_heads, sum(sizes) + 8, device=device).to(case.dtype)
+    joint = torch.randn(len(slots) + 1, case.kv_heads, sum(sizes) + 8, device=device).to(case.dtype)
     query, _, key, value = joint[:, :, 8:].split(sizes, dim=-1)
-    blocks, offsets = (torch.tensor(part, dtype=torch.int32, device=device) for part in zip(*places, strict=True))
-    positions = torch.randint(NUM_POSITIONS, (len(places),), device=device)
+    blocks, offsets = (torch.tensor(part, dtype=torch.int32, device=device) for part in zip(*slots, strict=True))
+    positions = torch.randint(NUM_POSITIONS, (len(slots),), device=device)
     half = (case.rotated or 2) // 2
     frequencies = 1.0 / 100.0 ** (torch.arange(half, device=device) / half)
     angles = torch.outer(torch.arange(NUM_POSITIONS, device=device).float() * 3.7, frequencies)
@@ -110,23 +110,23 @@ def expected_heads(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 @both_ops
 @every_case
-def test_heads_are_normed_rotated_and_written_to_their_places_only(case: Case, op: Op, device: str) -> None:
+def test_heads_are_normed_rotated_and_written_only_to_their_slots(case: Case, op: Op, device: str) -> None:
     inputs = inputs_of(case, device)
     before, (queries, keys) = inputs.caches.clone(), expected_heads(inputs)
     is_kernel = op is write_attention_inputs and case.dtype is not torch.float64
     with launches_expected(attention_inputs, "_inputs_kernel", of_kernel=is_kernel, device=device):
         packed = inputs.run(op)
-    assert packed.shape == (len(PLACES) + 1, case.kv_heads * case.queries, case.dim) and packed.is_contiguous()
+    assert packed.shape == (len(SLOTS) + 1, case.kv_heads * case.queries, case.dim) and packed.is_contiguous()
     written = torch.zeros(NUM_BLOCKS, BLOCK, dtype=torch.bool, device=device)
     found_keys = torch.full_like(keys, float("nan"))
-    for token, (block, offset) in enumerate(PLACES):
+    for token, (block, offset) in enumerate(SLOTS):
         if block >= 0:
             written[block, offset] = True
             found_keys[token] = inputs.caches[0, block, offset]
             assert same_bits(inputs.caches[1, block, offset], inputs.value[token])
     assert same_bits(inputs.caches[:, ~written], before[:, ~written])
     is_cached = inputs.blocks >= 0
-    pairs = [(packed[: len(PLACES)], queries), (found_keys[is_cached], keys[is_cached])]
+    pairs = [(packed[: len(SLOTS)], queries), (found_keys[is_cached], keys[is_cached])]
     if case.offset is None and case.dtype is not torch.float64:
         assert all(same_bits(found, expected) for found, expected in pairs)
     # One rounding of the dtype may fall the other way, before the rotation or after it.
@@ -136,11 +136,11 @@ def test_heads_are_normed_rotated_and_written_to_their_places_only(case: Case, o
 
 
 @every_case
-def test_a_token_has_the_same_bits_alone_and_among_others(case: Case, device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(case: Case, device: str) -> None:
     together = inputs_of(case, device)
     packed = together.run(write_attention_inputs)
     rotation = together.changes.rotation
-    for token, (block, offset) in enumerate(PLACES):
+    for token, (block, offset) in enumerate(SLOTS):
         own = slice(token, token + 1)
         changes = together.changes
         if rotation is not None:
@@ -160,14 +160,14 @@ def test_a_token_has_the_same_bits_alone_and_among_others(case: Case, device: st
             assert same_bits(alone.caches[:, block, offset], together.caches[:, block, offset])
 
 
-def test_the_sign_of_zeros_is_kept(device: str) -> None:
+def test_sign_of_zeros_is_kept(device: str) -> None:
     inputs = inputs_of(Case(2, 2, 32, 8, None), device)
     inputs.query[:, :, :, 8:].fill_(-0.0)
     packed = inputs.run(write_attention_inputs)
-    assert torch.signbit(packed[: len(PLACES), :, 8:]).all()
+    assert torch.signbit(packed[: len(SLOTS), :, 8:]).all()
 
 
-def test_a_cache_of_another_dtype_gets_what_is_rounded_to_the_keys_dtype_first(device: str) -> None:
+def test_other_cache_dtype_gets_values_already_cast_to_the_key_dtype(device: str) -> None:
     inputs = inputs_of(Case(2, 2, 32, 8, 1.0), device)
     caches = inputs.caches.to(torch.bfloat16)
     inputs.run(write_attention_inputs)
@@ -200,15 +200,15 @@ def bad_changes() -> dict[str, tuple[HeadChanges, str]]:
 
 
 @pytest.mark.parametrize("name", bad_changes())
-def test_changes_that_do_not_fit_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     changes, reason = bad_changes()[name]
-    places, caches = torch.zeros(3, dtype=torch.int32), torch.zeros(2, NUM_BLOCKS, BLOCK, 2, 8)
+    slots, caches = torch.zeros(3, dtype=torch.int32), torch.zeros(2, NUM_BLOCKS, BLOCK, 2, 8)
     query, key = torch.zeros(3, 2, 2, 8), torch.zeros(3, 2, 8)
     with pytest.raises(ValueError, match=reason):
-        write_attention_inputs(query, key, key, caches[0], caches[1], places, places, changes)
+        write_attention_inputs(query, key, key, caches[0], caches[1], slots, slots, changes)
 
 
-def test_the_twin_is_used_without_a_gpu() -> None:
+def test_cpu_uses_the_reference() -> None:
     if INTERPRETED or torch.cuda.is_available():
         pytest.skip("the kernel runs")
     inputs = inputs_of(CASES[0], "cpu")

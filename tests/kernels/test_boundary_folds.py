@@ -53,10 +53,10 @@ def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: i
 
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 8])
-def test_a_state_at_a_multiple_is_the_checkpoint_that_a_later_step_writes(
+def test_state_at_a_ring_multiple_equals_a_later_steps_replay_base(
     ring_len: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
-    """Several multiples may have been passed; a bf16 state is rounded at each."""
+    """Several multiples may have been passed; a bf16 state loses precision at each."""
     torch.manual_seed(ring_len)
     requests = decoded(2, ring_len, device, dtype)
     ends = [request.computed // ring_len * ring_len for request in requests.requests]
@@ -70,7 +70,7 @@ def test_a_state_at_a_multiple_is_the_checkpoint_that_a_later_step_writes(
 
 
 @pytest.mark.parametrize("ends_off_a_multiple", [1, 3])
-def test_a_live_state_is_read_out_anywhere(ends_off_a_multiple: int, op: Op, device: str) -> None:
+def test_live_state_can_be_read_at_any_position(ends_off_a_multiple: int, op: Op, device: str) -> None:
     torch.manual_seed(1)
     requests = decoded(1, 8, device, torch.float32)
     (request,) = requests.requests
@@ -97,11 +97,11 @@ def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> No
     op(*layered(requests.pool, requests.ring), folds, 4)
     assert same_bits(requests.pool[4], before[3])  # nothing to fold: a copy
     assert same_bits(requests.pool[:4], before[:4])
-    op(*layered(requests.pool, requests.ring), replace(folds, targets=int32([PAD_SLOT] * 3, device)), 4)
+    op(*layered(requests.pool, requests.ring), folds._replace(targets=int32([PAD_SLOT] * 3, device)), 4)
     assert same_bits(requests.pool[:4], before[:4])
 
 
-def test_a_checkpoint_may_be_its_own_target(op: Op, device: str) -> None:
+def test_replay_base_may_be_its_own_target(op: Op, device: str) -> None:
     torch.manual_seed(3)
     requests = decoded(1, 4, device, torch.float32)
     (request,) = requests.requests
@@ -131,7 +131,7 @@ def test_every_layer_of_strided_pools_and_rings_is_written(op: Op, device: str) 
 
 
 @pytest.mark.parametrize("number", [0, 1, 3 if INTERPRETED else 300])
-def test_any_number_of_rows(number: int, device: str) -> None:
+def test_any_batch_size(number: int, device: str) -> None:
     torch.manual_seed(5)
     pool, ring = torch.randn(max(2 * number, 1), *SHAPE.state, device=device), poisoned_ring(1, 4, 4, SHAPE, device)
     before = pool.clone()
@@ -149,13 +149,13 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "need B"),
     "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "need x of the ring"),
     "ring_len": (lambda p, r, w, n: (p, r, w, 12), "power of two"),
-    "ends": (lambda p, r, w, n: (p, r, replace(w, ends=w.ends.long()), n), "need ends"),
-    "slots": (lambda p, r, w, n: (p, r, replace(w, slots=w.slots[:0]), n), "slots"),
+    "ends": (lambda p, r, w, n: (p, r, w._replace(ends=w.ends.long()), n), "need ends"),
+    "slots": (lambda p, r, w, n: (p, r, w._replace(slots=w.slots[:0]), n), "slots"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     change, reason = BAD_CALLS[name]
     pool, ring = torch.zeros(2, *SHAPE.state), poisoned_ring(1, 4, 4, SHAPE, "cpu")
     folds = BoundaryFolds(*(int32(v, "cpu") for v in ([0], [0], [0], [0], [1])))
@@ -177,7 +177,7 @@ WHOLE_TILES = [
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 16, 32])
 @pytest.mark.parametrize("shape", WHOLE_TILES)
-def test_folds_by_products_are_those_of_the_twin(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
+def test_matmul_folds_equal_the_reference(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
     """From anywhere to anywhere, over several multiples, and over none: a copy."""
     torch.manual_seed(ring_len)
     num_rows, most = 19, 9

@@ -43,7 +43,7 @@ def lists(folds: BoundaryFolds) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 256, 300])
-def test_the_plan_is_the_hosts_for_every_row(num_rows: int, device: str) -> None:
+def test_device_plan_equals_the_host_plan(num_rows: int, device: str) -> None:
     rows, align = random_step(num_rows, device)
     slots, rings, folded, ends, targets = lists(plan_boundary_folds(rows, align, RING, BLOCK))
     assert (slots, rings) == (rows.slots.tolist(), rows.buffers.tolist())

@@ -112,7 +112,7 @@ def test_conv_resumed_at_every_position_is_bit_equal(op: Op, device: str) -> Non
         assert same_bits(pool[0], whole[0])
 
 
-def test_bits_do_not_depend_on_the_size_of_the_batch(op: Op, device: str) -> None:
+def test_bits_do_not_depend_on_the_batch_size(op: Op, device: str) -> None:
     torch.manual_seed(1)
     weight, bias = make_weights(4, device)
     length = 40 if INTERPRETED else 1000
@@ -123,7 +123,7 @@ def test_bits_do_not_depend_on_the_size_of_the_batch(op: Op, device: str) -> Non
     assert same_bits(y[length:], alone)
 
 
-def test_neighbours_nan_stays_with_them_and_padding_gives_zeros(op: Op, device: str) -> None:
+def test_nan_stays_in_its_request_and_padding_gives_zeros(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [RowSpec(5, final=0), RowSpec(2, final=1), RowSpec(4, final=2)]
@@ -146,7 +146,7 @@ def test_padding_chunk_stores_nothing(op: Op, device: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 3])
-def test_step_of_padding_touches_nothing(num_rows: int, op: Op, device: str) -> None:
+def test_padding_step_touches_nothing(num_rows: int, op: Op, device: str) -> None:
     weight, bias = make_weights(4, device)
     pool = poisoned_pool((4, 3, CONV_DIM), torch.float32, device)
     before = pool.clone()
@@ -157,7 +157,7 @@ def test_step_of_padding_touches_nothing(num_rows: int, op: Op, device: str) -> 
     assert same_bits(before, pool)
 
 
-def test_pool_of_bf16_holds_rounded_inputs_and_outputs_keep_the_input_dtype(op: Op, device: str) -> None:
+def test_bf16_pool_stores_cast_inputs_and_outputs_keep_their_dtype(op: Op, device: str) -> None:
     torch.manual_seed(3)
     weight, bias = make_weights(4, device)
     x = torch.randn(6, CONV_DIM, device=device)
@@ -171,7 +171,7 @@ def test_pool_of_bf16_holds_rounded_inputs_and_outputs_keep_the_input_dtype(op: 
 
 
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
-def test_steps_of_one_token_are_bit_equal_to_the_packed_row(d_conv: int, op: Op, device: str) -> None:
+def test_single_token_steps_equal_a_packed_prompt_bit_for_bit(d_conv: int, op: Op, device: str) -> None:
     torch.manual_seed(4)
     weight, bias = make_weights(d_conv, device)
     x = torch.randn(2, 9, CONV_DIM, device=device)
@@ -206,7 +206,7 @@ def test_steps_of_one_token_are_bit_equal_to_the_packed_row(d_conv: int, op: Op,
         (20, 6, ConvTiling(16, 16, 8, 2)),
     ],
 )
-def test_kernel_computes_what_its_twin_does(
+def test_kernel_matches_the_reference(
     conv_dim: int, d_conv: int, tiling: ConvTiling, dtype: torch.dtype, pool_dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(conv_dim)
@@ -224,7 +224,7 @@ def test_kernel_computes_what_its_twin_does(
 @pytest.mark.parametrize("d_conv", [2, 4])
 @settings(max_examples=5 if INTERPRETED else 25)
 @given(data=st.data())
-def test_windows_of_random_rows_are_those_of_the_twin(d_conv: int, data: st.DataObject) -> None:
+def test_windows_of_random_requests_match_the_reference(d_conv: int, data: st.DataObject) -> None:
     """Rows of a few tokens, which chunks cut, over slots of their own, one of them shared as initial slot."""
     slots = iter(data.draw(st.permutations(range(1, 40))))
     specs = []
@@ -284,14 +284,14 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     change, reason = BAD_CALLS[name]
     x, pool = torch.randn(9, CONV_DIM), torch.randn(2, 3, CONV_DIM)
     with pytest.raises(ValueError, match=reason):
         causal_conv(*change(x, *make_weights(4, "cpu"), pool, pack_rows([RowSpec(9, final=0)], CHUNK, "cpu")))
 
 
-def test_float64_is_computed_by_the_twin(device: str) -> None:
+def test_float64_uses_the_reference(device: str) -> None:
     weight, bias = make_weights(4, device)
     x, pool = (torch.randn(*shape, CONV_DIM, dtype=torch.float64, device=device) for shape in ((9,), (2, 3)))
     expected_pool, rows = pool.clone(), pack_rows([RowSpec(9, final=0)], CHUNK, device)
@@ -302,7 +302,7 @@ def test_float64_is_computed_by_the_twin(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("conv_dim", [CONV_DIM, 1024])
-def test_a_replayed_graph_reads_its_rows_anew(conv_dim: int) -> None:
+def test_replayed_graph_reads_new_inputs(conv_dim: int) -> None:
     torch.manual_seed(7)
     weight, bias = torch.randn(conv_dim, 4, device="cuda"), torch.randn(conv_dim, device="cuda")
     x, pool = torch.randn(60, conv_dim, device="cuda"), torch.randn(NUM_SLOTS, 3, conv_dim, device="cuda")

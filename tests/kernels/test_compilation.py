@@ -69,7 +69,7 @@ def watch() -> CompilationWatch:
 
 
 @pytest.mark.parametrize("make", [triton_kernel, gluon_kernel])
-def test_each_form_of_a_kernel_is_counted_and_timed_once(
+def test_each_kernel_variant_is_counted_and_timed_once(
     make: Callable[[], triton.JITFunction], watch: CompilationWatch
 ) -> None:
     kernel, began = make(), time.perf_counter()
@@ -83,7 +83,7 @@ def test_each_form_of_a_kernel_is_counted_and_timed_once(
     assert watch.total.since(first).num_kernels == 1
 
 
-def test_hooks_that_were_there_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_hooks_are_still_called(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **event: called.append("before"))
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **event: called.append("after"))
@@ -93,7 +93,7 @@ def test_hooks_that_were_there_are_called(monkeypatch: pytest.MonkeyPatch) -> No
     assert called == ["before", "after"] and watch.total.num_kernels == 1
 
 
-def test_a_compilation_that_a_hook_prevents_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_prevented_by_a_hook_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **event: True)
     watch = CompilationWatch()
     watch.install()
@@ -101,7 +101,7 @@ def test_a_compilation_that_a_hook_prevents_is_not_counted(monkeypatch: pytest.M
     assert watch.total == Compilations()
 
 
-def test_installing_again_counts_no_compilation_twice(watch: CompilationWatch) -> None:
+def test_second_install_counts_nothing_twice(watch: CompilationWatch) -> None:
     watch.install()
     ours = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
     called = []
@@ -120,7 +120,7 @@ def test_installing_again_counts_no_compilation_twice(watch: CompilationWatch) -
     assert called == ["before", "after"] and watch.total.num_kernels == 1
 
 
-def test_hooks_that_took_the_place_are_called_after_the_watch_is_back(watch: CompilationWatch) -> None:
+def test_hooks_installed_meanwhile_are_called_after_reinstalling(watch: CompilationWatch) -> None:
     called = []
     knobs.runtime.jit_cache_hook = knobs.runtime.jit_post_compile_hook = lambda **event: called.append(1)
     compile_kernel(triton_kernel())
@@ -130,7 +130,7 @@ def test_hooks_that_took_the_place_are_called_after_the_watch_is_back(watch: Com
     assert watch.total.num_kernels == 1 and len(called) == 4
 
 
-def test_a_failed_compilation_is_not_counted_and_says_nothing_later(
+def test_failed_compilation_is_not_counted_and_logs_nothing_later(
     watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[SpokenLine] = []
@@ -160,12 +160,12 @@ class SpokenLine:
 
 
 def event(*, is_manual_warmup: bool) -> dict[str, object]:
-    """Return what Triton tells its hooks."""
+    """Return the arguments of Triton's hooks."""
     return {"fn": SimpleNamespace(module="m", name="f"), "key": "k", "is_manual_warmup": is_manual_warmup}
 
 
 @pytest.mark.parametrize("is_manual_warmup", [False, True])
-def test_the_time_until_a_launched_kernel_is_loaded_counts(is_manual_warmup: bool, watch: CompilationWatch) -> None:
+def test_time_to_load_a_launched_kernel_counts(is_manual_warmup: bool, watch: CompilationWatch) -> None:
     runtime = knobs.runtime
     runtime.jit_cache_hook(**event(is_manual_warmup=is_manual_warmup))
     runtime.jit_post_compile_hook(**event(is_manual_warmup=is_manual_warmup))

@@ -46,7 +46,7 @@ def compile_only(number: int) -> Any:
     return _add_kernel.warmup(torch.zeros(16), NUMBER=number, grid=(1,))
 
 
-def test_launches_compile_and_do_nothing_else(watch: CompilationWatch) -> None:
+def test_launches_compile_without_running(watch: CompilationWatch) -> None:
     began = time.perf_counter()
     with compiling_ahead(CPU, watch):
         for number in (1, 2, 1, 2):
@@ -60,7 +60,7 @@ def test_launches_compile_and_do_nothing_else(watch: CompilationWatch) -> None:
     assert watch.total.since(compiled).num_kernels == 1
 
 
-def test_what_is_compiled_already_takes_no_time(watch: CompilationWatch) -> None:
+def test_compiled_kernels_take_no_time(watch: CompilationWatch) -> None:
     compile_only(1)
     before = watch.total
     with compiling_ahead(CPU, watch):
@@ -68,7 +68,7 @@ def test_what_is_compiled_already_takes_no_time(watch: CompilationWatch) -> None
     assert watch.total.since(before) == Compilations()
 
 
-def test_a_kernel_that_does_not_compile_is_left_to_its_launch(watch: CompilationWatch) -> None:
+def test_failing_kernel_is_left_to_its_launch(watch: CompilationWatch) -> None:
     with compiling_ahead(CPU, watch):
         launch(3)
         launch(1)
@@ -78,7 +78,7 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch(watch: Compilation
     compile_only(5)  # with which the watch ends the log line of what failed
 
 
-def test_other_threads_launch_as_ever(watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_launch_normally(watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, bool]] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -94,9 +94,7 @@ def test_other_threads_launch_as_ever(watch: CompilationWatch, monkeypatch: pyte
     assert calls == [(1, True), (2, False), (4, False)]
 
 
-def test_blocks_of_several_threads_may_end_in_any_order(
-    watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_may_leave_the_block_in_any_order(watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, bool]] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -131,7 +129,7 @@ class _SlowKernel:
 
 
 @pytest.mark.parametrize("where", ["block", "wait"])
-def test_what_has_not_begun_to_compile_is_left_after_a_fault(
+def test_pending_compilations_are_dropped_after_an_error(
     where: str, watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = []
@@ -157,7 +155,7 @@ def test_what_has_not_begun_to_compile_is_left_after_a_fault(
     assert len(begun) <= 2 and triton.runtime._async_compile.active_mode.get() is None
 
 
-def test_hooks_that_were_chained_twice_count_a_kernel_once(watch: CompilationWatch) -> None:
+def test_hooks_chained_twice_count_a_kernel_once(watch: CompilationWatch) -> None:
     ours = knobs.runtime.jit_post_compile_hook
     knobs.runtime.jit_post_compile_hook = lambda **event: ours(**event)
     watch.install()
@@ -167,20 +165,20 @@ def test_hooks_that_were_chained_twice_count_a_kernel_once(watch: CompilationWat
     assert watch.total.num_kernels == 2
 
 
-def test_going_through_launches_is_no_time_of_compilation(watch: CompilationWatch) -> None:
+def test_collecting_launches_is_not_compilation_time(watch: CompilationWatch) -> None:
     with compiling_ahead(CPU, watch):
         time.sleep(0.5)
     assert watch.total == Compilations()
 
 
-def test_a_mode_of_somebody_else_is_left_as_it_is(watch: CompilationWatch) -> None:
+def test_foreign_launch_mode_is_left_unchanged(watch: CompilationWatch) -> None:
     with ThreadPoolExecutor(1) as executor, triton.AsyncCompileMode(executor) as mode:
         with pytest.raises(RuntimeError, match="already active"), compiling_ahead(CPU, watch):
             raise AssertionError("the block began")
         assert triton.runtime._async_compile.active_mode.get() is mode
 
 
-def test_launches_launch_again_after_a_fault(watch: CompilationWatch) -> None:
+def test_launches_run_again_after_an_error(watch: CompilationWatch) -> None:
     run = JITFunction.run
     with pytest.raises(ZeroDivisionError), compiling_ahead(CPU, watch):
         assert JITFunction.run is not run
@@ -192,7 +190,7 @@ def test_launches_launch_again_after_a_fault(watch: CompilationWatch) -> None:
     ("num_cores", "num_gpus", "num_local", "expected"),
     [(1, 0, None, 2), (16, 1, None, 16), (192, 8, None, 16), (64, 8, None, 8), (64, 1, "8", 8)],
 )
-def test_threads_are_as_many_as_cores_of_a_gpu(
+def test_one_thread_per_core_of_a_gpu(
     num_cores: int, num_gpus: int, num_local: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

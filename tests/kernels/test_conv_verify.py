@@ -30,7 +30,7 @@ from tests.kernels.packed_batches import (
     row_slices,
     same_bits,
 )
-from tests.kernels.split_windows import conv_beside_rings, cut_window
+from tests.kernels.split_windows import conv_with_rings, cut_window
 
 CONV_DIM = 37
 MOST_DRAFTS = 8
@@ -46,10 +46,10 @@ def either(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[...
         yield request.param
 
 
-@pytest.fixture(params=["in slots", "beside rings"])
+@pytest.fixture(params=["in slots", "next to rings"])
 def op(request: pytest.FixtureRequest, either: Callable[..., Tensor]) -> Op:
-    """Return the op or its twin, with the conv inputs of drafts in slots or beside rings."""
-    return either if request.param == "in slots" else conv_beside_rings(either)
+    """Return the op or its reference, with the conv inputs of drafts in slots or next to rings."""
+    return either if request.param == "in slots" else conv_with_rings(either)
 
 
 def make_weights(d_conv: int, device: str) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def make_pool(num_slots: int, window: int, dtype: torch.dtype, device: str) -> T
 
 
 def fill_windows(pool: Tensor, specs: list[VerifySpec], d_conv: int) -> None:
-    """Give each row the d_conv - 1 inputs that it starts from, as many places on as its last step accepted drafts."""
+    """Write each request's d_conv - 1 initial inputs, shifted by the drafts that its last step accepted."""
     for spec in specs:
         if spec.columns:
             window = torch.randn(d_conv - 1, CONV_DIM).to(pool)
@@ -76,7 +76,7 @@ def window_of(pool: Tensor, spec: VerifySpec, d_conv: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(3 if INTERPRETED else 12))
-def test_rows_are_bit_equal_to_as_many_steps_of_one_token(
+def test_request_equals_single_token_steps_bit_for_bit(
     seed: int, d_conv: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(seed)
@@ -87,7 +87,7 @@ def test_rows_are_bit_equal_to_as_many_steps_of_one_token(
         if not spec.columns:
             x[tokens] = float("nan")
     num_spare = seed % 3
-    # What is read starts at most 8 places on, what is written needs one place a draft.
+    # Reads start at a shift of at most 8; writes need one input per draft.
     pool = make_pool(num_slots, d_conv - 1 + MOST_DRAFTS + num_spare, dtype, device)
     fill_windows(pool, specs, d_conv)
     before = pool.clone()
@@ -139,7 +139,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
 
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
 @pytest.mark.parametrize("num_drafts", range(0, MOST_DRAFTS + 1, 4 if INTERPRETED else 1))
-def test_outputs_and_windows_are_those_of_the_packed_convolution(
+def test_outputs_and_windows_match_the_packed_convolution(
     num_drafts: int, d_conv: int, op: Op, either: Callable[..., Tensor], device: str
 ) -> None:
     torch.manual_seed(num_drafts)
@@ -158,7 +158,7 @@ def test_outputs_and_windows_are_those_of_the_packed_convolution(
         assert same_bits(pool[spec.columns[0], num_drafts : num_drafts + d_conv - 1], window)
 
 
-def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_belong_to_none(op: Op, device: str) -> None:
+def test_nan_stays_in_its_request_and_spare_tokens_belong_to_none(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
@@ -174,7 +174,7 @@ def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_belong_to_n
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_outputs_are_rounded_to_the_input_dtype(with_bias: bool, op: Op, device: str) -> None:
+def test_outputs_have_the_input_dtype(with_bias: bool, op: Op, device: str) -> None:
     torch.manual_seed(3)
     weight, bias = make_weights(4, device)
     x = torch.randn(3, CONV_DIM, device=device).bfloat16()
@@ -187,14 +187,20 @@ def test_outputs_are_rounded_to_the_input_dtype(with_bias: bool, op: Op, device:
     assert same_bits(y, exact.bfloat16()) and same_bits(pool, wide_pool)
 
 
-@pytest.mark.parametrize("places", ["in slots", "beside rings"])
+@pytest.mark.parametrize("draft_inputs", ["in slots", "next to rings"])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("conv_dim", "d_conv", "channels"), [(63, 3, 16), (500, 4, 512), (64, 4, 64), (1, 2, 128), (20, 6, 16)]
 )
-def test_kernel_computes_what_its_twin_does(
-    conv_dim: int, d_conv: int, channels: int, dtype: torch.dtype, pool_dtype: torch.dtype, places: str, device: str
+def test_kernel_matches_the_reference(
+    conv_dim: int,
+    d_conv: int,
+    channels: int,
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    draft_inputs: str,
+    device: str,
 ) -> None:
     torch.manual_seed(conv_dim)
     specs = [VerifySpec(3, (3, 1, 6, 5), accepted=4), VerifySpec(2), VerifySpec(1, (4, 8, 9), accepted=2)]
@@ -202,14 +208,14 @@ def test_kernel_computes_what_its_twin_does(
     x = torch.randn(8, conv_dim, device=device).to(dtype)
     pool = poisoned_pool((10, d_conv + 5, conv_dim), pool_dtype, device, filled=(3, 4))
     expected_pool, rows = pool.clone(), pack_verify(specs, device, num_spare=1)
-    run = conv_verify if places == "in slots" else conv_beside_rings(conv_verify)
+    run = conv_verify if draft_inputs == "in slots" else conv_with_rings(conv_verify)
     y = run(x, weight, bias, pool, rows, ConvVerifyTiling(channels, 2))
     expected = conv_verify_ref(x, weight, bias, expected_pool, rows)
     torch.testing.assert_close(y, expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
     assert same_bits(pool, expected_pool)
 
 
-def test_a_row_without_tokens_keeps_its_window(op: Op, device: str) -> None:
+def test_request_without_tokens_keeps_its_window(op: Op, device: str) -> None:
     weight, bias = make_weights(4, device)
     pool = torch.randn(4, 6, CONV_DIM, device=device)
     before = pool.clone()
@@ -232,7 +238,7 @@ def test_inputs_and_pool_may_be_views(op: Op, device: str) -> None:
     assert same_bits(layers, before)
 
 
-def test_a_window_too_short_for_the_drafts_is_refused() -> None:
+def test_window_too_short_for_the_drafts_is_refused() -> None:
     weight, bias = make_weights(4, "cpu")
     rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
     with pytest.raises(ValueError, match="window of at least 5"):
@@ -242,7 +248,7 @@ def test_a_window_too_short_for_the_drafts_is_refused() -> None:
 @pytest.mark.parametrize(
     ("num_drafts", "dtype", "message"), [(1, torch.float32, "at least 2 drafts"), (2, torch.bfloat16, "float32 on cpu")]
 )
-def test_draft_inputs_that_do_not_fit_are_refused(num_drafts: int, dtype: torch.dtype, message: str) -> None:
+def test_mismatched_draft_inputs_are_refused(num_drafts: int, dtype: torch.dtype, message: str) -> None:
     weight, bias = make_weights(4, "cpu")
     rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
     pool, drafts = cut_window(torch.randn(3, 3 + num_drafts, CONV_DIM), rows.columns[:, 0], 3)
@@ -251,7 +257,7 @@ def test_draft_inputs_that_do_not_fit_are_refused(num_drafts: int, dtype: torch.
         conv_verify(torch.randn(3, CONV_DIM), weight, bias, pool, rows, drafts=drafts)
 
 
-def test_float64_is_computed_by_the_twin(device: str) -> None:
+def test_float64_uses_the_reference(device: str) -> None:
     weight, bias = make_weights(4, device)
     x, pool = (torch.randn(*shape, CONV_DIM, dtype=torch.float64, device=device) for shape in ((2,), (2, 5)))
     expected_pool, rows = pool.clone(), pack_verify([VerifySpec(2, (1, 0))], device)

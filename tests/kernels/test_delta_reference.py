@@ -33,7 +33,7 @@ def make_pool(dtype: torch.dtype, device: str, filled: tuple[int, ...] = ()) -> 
 
 
 def transformers_rule(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return one of transformers' torch functions, not what its hub may put in its place."""
+    """Return one of transformers' torch functions, not the hub kernel that may replace it."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     return getattr(getattr(modeling, name), "__wrapped__", getattr(modeling, name))
 
@@ -41,7 +41,7 @@ def transformers_rule(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("name", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [SHAPE, DeltaShape(3, 3, 8, 24), DeltaShape(1, 4, 16, 8)])
-def test_outputs_and_states_are_those_of_transformers(name: str, dtype: torch.dtype, shape: DeltaShape) -> None:
+def test_outputs_and_states_match_transformers(name: str, dtype: torch.dtype, shape: DeltaShape) -> None:
     torch.manual_seed(0)
     rule, steps = transformers_rule(name), random_steps(70, "cpu", shape, dtype=dtype)
     initial = torch.randn(1, *shape.state)
@@ -96,7 +96,7 @@ def test_single_steps_stay_exact_over_4096_tokens() -> None:
 
 
 @pytest.mark.parametrize("neighbours", [([], []), ([3, CHUNK], []), ([1], [2 * CHUNK + 5, 0, 1])])
-def test_resumed_after_every_token_is_bit_equal(neighbours: tuple[list[int], list[int]], device: str) -> None:
+def test_resuming_after_every_token_is_bit_equal(neighbours: tuple[list[int], list[int]], device: str) -> None:
     torch.manual_seed(2)
     length = 2 * CHUNK + 3
     steps = random_steps(length, device, SHAPE)
@@ -120,7 +120,7 @@ def test_resumed_after_every_token_is_bit_equal(neighbours: tuple[list[int], lis
         assert all(same_bits(pool[slot], whole[slot]) for slot in [0, *later.values()])
 
 
-def test_gates_have_the_rounding_points_of_the_models_dtype() -> None:
+def test_gates_round_where_the_model_does() -> None:
     torch.manual_seed(3)
     steps = random_steps(1, "cpu", DeltaShape(1, 1, 1, 1), dtype=torch.bfloat16)
     for strength in torch.linspace(-6, 6, 50):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_k
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.gated_delta import scan_portable
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
+from megatron_mamba_cache.recurrences.gated_delta.recurrence import GatedDelta
 from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan, scan_tiles
+from megatron_mamba_cache.recurrences.gated_delta.tile_systems import TileSystems
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
 from megatron_mamba_cache.recurrences.request_tiles import TileShape, tile_shape
 from tests.kernels.delta_steps import DeltaShape, DeltaSteps, random_steps
@@ -93,7 +96,7 @@ def check_against_recurrence(
 
 @pytest.mark.parametrize("shape", [SMALL, ODD], ids=["small", "odd"])
 @pytest.mark.parametrize(("grain", "order"), [(8, 1), (16, -1), (48, 1)])
-def test_float32_rows_follow_the_recurrence(
+def test_float32_scan_follows_the_recurrence(
     shape: DeltaShape, grain: int, order: int, device: str, counted_kernel: CountedKernel
 ) -> None:
     torch.manual_seed(grain)
@@ -104,7 +107,7 @@ def test_float32_rows_follow_the_recurrence(
 
 
 @pytest.mark.parametrize("length", [32, 64])
-def test_systems_of_several_blocks_are_solved(length: int, device: str) -> None:
+def test_multi_block_systems_are_solved(length: int, device: str) -> None:
     """As bf16 tokens are scanned, here with float32 ones."""
     torch.manual_seed(length)
     specs = scan_specs(length)[-3:]
@@ -112,7 +115,7 @@ def test_systems_of_several_blocks_are_solved(length: int, device: str) -> None:
     check_against_recurrence(specs, length, steps, TileShape(length, length, 1), 5e-6)
 
 
-def test_strong_decays_before_weak_ones_cost_no_digits(device: str) -> None:
+def test_strong_decays_before_weak_ones_lose_no_precision(device: str) -> None:
     """A token that forgets everything is followed by tokens that forget little."""
     torch.manual_seed(4)
     specs = scan_specs(32)
@@ -121,7 +124,7 @@ def test_strong_decays_before_weak_ones_cost_no_digits(device: str) -> None:
     check_against_recurrence(specs, 32, steps, tile_of(32, torch.float32), 5e-6)
 
 
-def test_keys_that_are_all_alike_are_solved(device: str) -> None:
+def test_identical_keys_are_solved(device: str) -> None:
     """The inverse has the largest intermediate values if all keys are equal and each token is written whole."""
     torch.manual_seed(5)
     steps = random_steps(64, device, SMALL)
@@ -160,7 +163,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
 @pytest.mark.parametrize("neighbours", [([], []), ([3, 20 if INTERPRETED else 70], []), ([1], [37, 0, 1])])
-def test_resumed_at_every_boundary_is_bit_equal(
+def test_resuming_at_every_boundary_is_bit_equal(
     shape: DeltaShape, grain: int, dtype: torch.dtype, neighbours: tuple[list[int], list[int]], device: str
 ) -> None:
     torch.manual_seed(grain)
@@ -183,7 +186,7 @@ def test_resumed_at_every_boundary_is_bit_equal(
 
 
 @compiled_only
-def test_wide_and_narrow_programs_compute_the_same_bits(device: str) -> None:
+def test_wide_and_narrow_tiles_give_the_same_bits(device: str) -> None:
     torch.manual_seed(2)
     shape, grain, tile = DeltaShape(16, 32, 128, 128), 64, tile_of(64, torch.bfloat16)
     steps = random_steps(300, device, shape, dtype=torch.bfloat16)
@@ -199,7 +202,7 @@ def test_wide_and_narrow_programs_compute_the_same_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
-def test_what_neighbours_hold_does_not_matter(shape: DeltaShape, grain: int, dtype: torch.dtype, device: str) -> None:
+def test_neighbouring_requests_do_not_matter(shape: DeltaShape, grain: int, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(1)
     length = grain + 5
     clean, poison = (random_steps(n, device, shape, dtype=dtype) for n in (length, 3))
@@ -215,22 +218,22 @@ def test_what_neighbours_hold_does_not_matter(shape: DeltaShape, grain: int, dty
 
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
-def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(
+def test_bf16_pool_stores_cast_states_and_carries_exact_ones(
     shape: DeltaShape, grain: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(2)
     specs, tile = scan_specs(grain), tile_of(grain, dtype)
     steps = random_steps(num_tokens(specs), device, shape, dtype=dtype)
-    rounded = make_pool(shape, torch.bfloat16, device, (1, 11))
-    exact, rows = rounded.float(), pack_rows(specs, grain, device)
-    assert same_bits(scan(steps, rounded, rows, tile), scan(steps, exact, rows, tile))
+    stored = make_pool(shape, torch.bfloat16, device, (1, 11))
+    exact, rows = stored.float(), pack_rows(specs, grain, device)
+    assert same_bits(scan(steps, stored, rows, tile), scan(steps, exact, rows, tile))
     written = sorted(written_slots(specs))
-    assert same_bits(rounded[written], exact[written].bfloat16())
+    assert same_bits(stored[written], exact[written].bfloat16())
 
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
 @pytest.mark.parametrize("values", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=compiled_only)])
-def test_quantized_boundaries_are_those_of_exact_states(
+def test_quantized_boundaries_come_from_exact_states(
     shape: DeltaShape, grain: int, dtype: torch.dtype, values: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(3)
@@ -238,24 +241,24 @@ def test_quantized_boundaries_are_those_of_exact_states(
     steps = random_steps(num_tokens(specs), device, shape, dtype=dtype)
     rows, live = pack_rows(specs, grain, device), make_pool(shape, torch.float32, device, (1, 11))
     exact = live.clone()
-    places = QuantizedStates(
+    quantized = QuantizedStates(
         torch.full((NUM_SLOTS, *shape.state), 7, dtype=torch.int8, device=device).view(values),
         torch.full((NUM_SLOTS, shape.value_heads, shape.value_dim), 7.0, device=device),
     )
-    y = scan_tiles(steps.tokens, steps.gates, live, rows, tile, places)
+    y = scan_tiles(steps.tokens, steps.gates, live, rows, tile, quantized)
     assert same_bits(y, scan(steps, exact, rows, tile))
     at_boundaries = {slot for spec in specs for slot in spec.boundaries.values()}
     for slot in range(NUM_SLOTS):
         if slot in at_boundaries:
             wanted, scales = quantize(exact[slot], values)
-            assert same_bits(places.values[slot].view(torch.int8), wanted.view(torch.int8))
-            assert same_bits(places.scales[slot], scales)
+            assert same_bits(quantized.values[slot].view(torch.int8), wanted.view(torch.int8))
+            assert same_bits(quantized.scales[slot], scales)
         else:
-            assert (places.values[slot].view(torch.int8) == 7).all() and (places.scales[slot] == 7).all()
+            assert (quantized.values[slot].view(torch.int8) == 7).all() and (quantized.scales[slot] == 7).all()
             assert same_bits(live[slot], exact[slot])
 
 
-def test_views_of_wider_rows_and_a_strided_pool(device: str) -> None:
+def test_inputs_may_be_views_and_the_pool_strided(device: str) -> None:
     torch.manual_seed(8)
     specs = scan_specs(16)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -271,8 +274,30 @@ def test_views_of_wider_rows_and_a_strided_pool(device: str) -> None:
     assert same_bits(layers[:, 1], plain) and (layers[:, 0] == 5).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "grain"), [(torch.float32, 64), (torch.float32, 8), pytest.param(torch.bfloat16, 64, marks=compiled_only)]
+)
+def test_chunks_allocate_what_is_planned(
+    dtype: torch.dtype, grain: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated, empty = list[TileSystems](), TileSystems.empty
+
+    def record(*arguments: Any) -> TileSystems:
+        allocated.append(empty(*arguments))
+        return allocated[-1]
+
+    monkeypatch.setattr(TileSystems, "empty", record)
+    rows = pack_rows([RowSpec(1) for _ in range(NUM_SLOTS)] + [RowSpec(grain + 1)], grain, device)
+    steps = random_steps(NUM_SLOTS + grain + 1, device, SMALL).cast(dtype)
+    delta_scan(steps.tokens, steps.gates, make_pool(SMALL, torch.float32, device), rows, grain)
+    (found,) = allocated
+    monkeypatch.undo()
+    sizes = GatedDelta(SMALL.key_heads, SMALL.value_heads, SMALL.key_dim, SMALL.value_dim, d_conv=4, grain=grain)
+    assert found.num_bytes == (NUM_SLOTS + 2) * sizes.chunk_bytes(dtype) > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_are_computed_by_the_twin(dtype: torch.dtype, device: str, counted_kernel: CountedKernel) -> None:
+def test_other_dtypes_use_the_reference(dtype: torch.dtype, device: str, counted_kernel: CountedKernel) -> None:
     steps, launched = random_steps(20, device, SMALL, dtype=dtype), counted_kernel.launches
     pool = torch.zeros(1, *SMALL.state, dtype=torch.float64, device=device)
     expected_pool, rows = pool.clone(), pack_rows([RowSpec(20, final=0)], 16, device)

@@ -65,7 +65,7 @@ def test_one_token_follows_the_recurrence(op: Op, device: str) -> None:
     assert_untouched(before, pool, {0, 3, 6})
 
 
-def test_padded_rows_of_nan_touch_nothing(op: Op, device: str) -> None:
+def test_nan_padding_touches_nothing(op: Op, device: str) -> None:
     step = random_steps(3, device, SHAPE)
     step.poison(slice(None))
     pool = make_pool(NUM_SLOTS, torch.float32, device, {0, 1})
@@ -76,7 +76,7 @@ def test_padded_rows_of_nan_touch_nothing(op: Op, device: str) -> None:
 
 @BOTH_POOLS
 @pytest.mark.parametrize("seed", seeds(20))
-def test_rows_are_bit_equal_to_as_many_steps_of_one_token(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
+def test_request_equals_single_token_steps_bit_for_bit(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(seed)
     specs = random_verify_specs(seed, num_slots := 60)
     step = random_steps(sum(spec.length for spec in specs), device, replace(SHAPE, key_heads=1 + seed % 2))
@@ -126,7 +126,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("num_drafts", range(0, 9, 4))
-def test_states_and_outputs_are_those_of_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
+def test_states_and_outputs_match_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
     torch.manual_seed(num_drafts)
     length = 1 + num_drafts
     step = random_steps(2 * length, device, SHAPE)
@@ -141,7 +141,7 @@ def test_states_and_outputs_are_those_of_the_prefill_scan(num_drafts: int, op: O
         torch.testing.assert_close(pool[spec.columns[num_drafts]], scanned[row.final], rtol=1e-5, atol=1e-5)
 
 
-def test_nan_of_neighbours_stays_with_them(op: Op, device: str) -> None:
+def test_nan_stays_in_its_request(op: Op, device: str) -> None:
     torch.manual_seed(4)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
     step = random_steps(8, device, SHAPE)
@@ -155,7 +155,7 @@ def test_nan_of_neighbours_stays_with_them(op: Op, device: str) -> None:
     assert_untouched(before, pool, set(range(6)))
 
 
-def test_outputs_are_rounded_to_the_input_dtype(op: Op, device: str) -> None:
+def test_outputs_have_the_input_dtype(op: Op, device: str) -> None:
     torch.manual_seed(5)
     step = random_steps(3, device, SHAPE).cast(torch.bfloat16)
     widened = replace(step.tokens, **{name: getattr(step.tokens, name).float() for name in ("q", "k", "v", "a")})
@@ -177,7 +177,7 @@ def test_outputs_are_rounded_to_the_input_dtype(op: Op, device: str) -> None:
         (DeltaShape(1, 3, 16, 24), 16),
     ],
 )
-def test_kernel_computes_what_its_twin_does(shape: DeltaShape, width: int, dtype: torch.dtype, device: str) -> None:
+def test_kernel_matches_the_reference(shape: DeltaShape, width: int, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(shape.key_dim)
     specs = [VerifySpec(3, (3, 1, 6, 5), accepted=4), VerifySpec(2), VerifySpec(1, (4, 8, 9), accepted=2)]
     steps = random_steps(8, device, shape)
@@ -193,7 +193,7 @@ def test_kernel_computes_what_its_twin_does(shape: DeltaShape, width: int, dtype
     assert_untouched(expected_pool, pool, {1, 3, 4, 6})
 
 
-def test_views_of_a_wider_projection_and_a_strided_pool(op: Op, device: str) -> None:
+def test_inputs_may_be_views_and_the_pool_strided(op: Op, device: str) -> None:
     torch.manual_seed(7)
     steps = random_steps(3, device, SHAPE)
     wide = torch.full((3, 200), float("nan"), device=device)
@@ -213,7 +213,7 @@ def test_views_of_a_wider_projection_and_a_strided_pool(op: Op, device: str) -> 
     assert same_bits(layers[:, 1], plain) and same_bits(layers[:, 0], other_layer)
 
 
-def test_float64_is_computed_by_the_twin(device: str) -> None:
+def test_float64_uses_the_reference(device: str) -> None:
     steps = random_steps(2, device, SHAPE, dtype=torch.float64)
     pool = torch.randn(NUM_SLOTS, *SHAPE.state, dtype=torch.float64, device=device)
     expected_pool, rows = pool.clone(), pack_verify([VerifySpec(2, (1, 3))], device)
@@ -223,7 +223,7 @@ def test_float64_is_computed_by_the_twin(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_no_rows_give_zeros(num_tokens: int, device: str) -> None:
+def test_empty_batch_gives_zeros(num_tokens: int, device: str) -> None:
     steps = random_steps(num_tokens, device, SHAPE)
     pool = make_pool(2, torch.float32, device, set())
     rows = DecodeBatch(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
@@ -246,7 +246,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     change, reason = BAD_CALLS[name]
     steps, pool = random_steps(3, "cpu", SHAPE), make_pool(4, torch.float32, "cpu", {0})
     with pytest.raises(ValueError, match=reason):

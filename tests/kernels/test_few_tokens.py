@@ -86,7 +86,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("num_tokens", "inside", "widest"), [(1, 96, 4096), (4, 50, 4096), (3, 33, 32), (2, 3, 64)])
-def test_the_shared_expert_is_added(
+def test_shared_expert_is_added(
     num_tokens: int,
     inside: int,
     widest: int,
@@ -113,7 +113,7 @@ def test_the_shared_expert_is_added(
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_the_last_of_a_token_s_weights_is_the_shared_expert_s(ops: str, dtype: torch.dtype, device: str) -> None:
+def test_last_weight_of_a_token_is_the_shared_experts(ops: str, dtype: torch.dtype, device: str) -> None:
     """Of its product here, or of an addend, whose product with the weight is rounded."""
     layer, shared = (Layer(*sizes, "gated_silu", dtype).to(device) for sizes in ((5, 72, 40), (1, 72, 24)))
     torch.manual_seed(8)
@@ -129,13 +129,13 @@ def test_the_last_of_a_token_s_weights_is_the_shared_expert_s(ops: str, dtype: t
     found = run(ops, layer, x, ids, weights, addend)
     torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=tolerance)
     nothing = torch.cat((none, weights[:, 2:]), dim=1)
-    rounded = (addend.float() * weights[:, 2:]).to(dtype)
-    assert same_bits(run(ops, layer, x, ids, nothing, addend), rounded)
+    weighted = (addend.float() * weights[:, 2:]).to(dtype)
+    assert same_bits(run(ops, layer, x, ids, nothing, addend), weighted)
     both = run(ops, layer, x, ids, weights, addend, shared)  # then it is that of the product here
     torch.testing.assert_close(both.double().cpu(), expected + addend.double().cpu(), rtol=0, atol=2 * tolerance)
 
 
-def test_other_weights_than_experts_are_refused() -> None:
+def test_mismatched_weights_and_experts_are_refused() -> None:
     layer = Layer(5, 72, 40, "none", torch.float32)
     rows, ids = torch.zeros(6, 40), choice(3, 2, 5, "random")
     for weights in (torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(2, 2), torch.zeros(3, 4)[:, :2]):
@@ -144,7 +144,7 @@ def test_other_weights_than_experts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
-def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(activation: str, device: str) -> None:
     layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)
     torch.manual_seed(3)
     x, ids = torch.randn(4, 80).bfloat16().to(device), choice(4, 2, 6, "random").to(device)
@@ -156,7 +156,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, devic
         assert same_bits(run("kernel", layer, x[own], ids[own], weights[own], shared=shared), together[own])
 
 
-def test_inputs_wider_than_a_tile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_may_be_wider_than_a_tile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_gemms, "_WIDEST", 32)
     layer = Layer(3, 80, 48, "gated_silu", torch.float32).to(device)
     torch.manual_seed(4)
@@ -166,7 +166,7 @@ def test_inputs_wider_than_a_tile(device: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
+def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
     layer = Layer(6, 80, 48, "squared_relu", torch.float32).to(device)
     torch.manual_seed(5)
     x, ids, weights = torch.randn(4, 80).to(device), choice(4, 3, 6, "random").to(device), torch.rand(4, 3).to(device)
@@ -194,7 +194,7 @@ def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
         ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "of the shared expert in one dtype"),
     ],
 )
-def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:
+def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "ids": torch.zeros(3, 1, dtype=torch.int32)}
     with pytest.raises(ValueError, match=reason):
         pair_gemm(**(arguments | changes))

@@ -54,7 +54,7 @@ def expected_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) 
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, BF16_TOLERANCE)])
 @pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])
-def test_norm_of_any_group_size(
+def test_any_group_size(
     num_tokens: int,
     channels: int,
     group_size: int,
@@ -78,7 +78,7 @@ def test_norm_of_any_group_size(
 
 @both_ops
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, BF16_TOLERANCE)])
-def test_an_offset_is_added_to_the_weights_in_float32(
+def test_offset_is_added_to_the_weights_in_float32(
     dtype: torch.dtype, tolerance: float, op: Callable[..., Tensor], device: str
 ) -> None:
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def test_an_offset_is_added_to_the_weights_in_float32(
         assert (folded != out).any()
 
 
-def test_double_precision_stays_double(device: str) -> None:
+def test_float64_stays_float64(device: str) -> None:
     y, z, weight = inputs(3, 24, device, torch.float64)
     out = gated_group_norm(y, z, weight, 8, EPS)
     torch.testing.assert_close(out, expected_norm(y, z, weight, 8), rtol=1e-12, atol=1e-12)
@@ -100,7 +100,7 @@ def test_double_precision_stays_double(device: str) -> None:
 
 @pytest.mark.parametrize("group_size", [8, 96, 768])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_have_the_same_bits_in_any_batch(group_size: int, dtype: torch.dtype, device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(group_size: int, dtype: torch.dtype, device: str) -> None:
     y, z, weight = inputs(9, 768, device, dtype)
     together = gated_group_norm(y, z, weight, group_size, EPS)
     plain = gated_group_norm(y, None, weight, group_size, EPS)
@@ -115,7 +115,7 @@ def test_gates_of_any_size_stay_finite(device: str) -> None:
     assert out.isfinite().all() and (out[0, :3] == 0).all() and out[0, 7] > 1
 
 
-def test_a_gradient_reaches_the_inputs(device: str) -> None:
+def test_gradient_reaches_the_inputs(device: str) -> None:
     y, z, weight = (tensor.detach().clone().requires_grad_() for tensor in inputs(2, 24, device, torch.float32))
     gated_group_norm(y, z, weight, 8, EPS).sum().backward()
     assert all(tensor.grad is not None and tensor.grad.any() for tensor in (y, z, weight))
@@ -137,7 +137,7 @@ def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     changes, reason = bad_calls()[name]
     arguments = {"y": torch.zeros(3, 24), "z": torch.zeros(3, 24), "weight": torch.zeros(24), "group_size": 8}
     with pytest.raises(ValueError, match=reason):
@@ -147,7 +147,7 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize(("channels", "group_size"), [(8192, 1024), (4096, 512)])
-def test_other_batches_compile_nothing_new(channels: int, group_size: int) -> None:
+def test_other_batch_sizes_compile_nothing_new(channels: int, group_size: int) -> None:
     sizes = []
     for num_tokens in (1, 2, 16, 33, 4096):
         rows = torch.randn(num_tokens, 2 * channels, device="cuda").bfloat16()

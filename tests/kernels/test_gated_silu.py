@@ -10,7 +10,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 1, 128), (7, 2 * 1500), (5, 2 * 1024), (0, 6), (2, 0, 4)])
-def test_agrees_with_the_twin(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
+def test_kernel_matches_the_reference(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
     torch.manual_seed(len(shape))
     products = (4 * torch.randn(shape, device=device)).to(dtype)
     gates, others = products.double().chunk(2, dim=-1)
@@ -24,7 +24,7 @@ def test_agrees_with_the_twin(dtype: torch.dtype, shape: tuple[int, ...], device
 
 
 @pytest.mark.parametrize("op", [gated_silu, gated_silu_ref])
-def test_large_gates_saturate_and_nan_stays(op: object, device: str) -> None:
+def test_large_gates_saturate_and_nan_is_kept(op: object, device: str) -> None:
     gates = torch.tensor([-1000.0, 1000.0, float("nan"), 1.0], device=device)
     others = torch.tensor([3.0, 3.0, 3.0, float("nan")], device=device)
     out = op(torch.cat((gates, others))).tolist()
@@ -34,7 +34,7 @@ def test_large_gates_saturate_and_nan_stays(op: object, device: str) -> None:
 @pytest.mark.parametrize("op", [gated_silu, gated_silu_ref])
 @pytest.mark.parametrize("view", [slice(None), slice(None, None, 2)])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
-def test_double_precision_and_views_are_computed_too(
+def test_float64_and_views_are_supported(
     op: object, view: slice, dtype: torch.dtype, error: float, device: str
 ) -> None:
     products = torch.randn(6, 16, device=device, dtype=dtype)[:, view]
@@ -42,12 +42,12 @@ def test_double_precision_and_views_are_computed_too(
     torch.testing.assert_close(op(products), torch.nn.functional.silu(gates) * others, rtol=error, atol=error)
 
 
-def test_a_gate_without_an_output_is_refused(device: str) -> None:
+def test_gate_without_an_output_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="as many gates as outputs, found 5"):
         gated_silu(torch.randn(3, 5, device=device))
 
 
-def test_gradients_are_torch_s(device: str) -> None:
+def test_gradients_match_torch(device: str) -> None:
     products = torch.randn(3, 8, device=device, requires_grad=True)
     gated_silu(products).sum().backward()
     assert products.grad is not None and bool((products.grad != 0).all())

@@ -24,19 +24,19 @@ def first_largest(row: list[float]) -> int:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(rows=st.lists(st.lists(VALUES, min_size=5, max_size=5), min_size=1, max_size=4))
-def test_the_first_largest_number_is_taken(op: str, dtype: torch.dtype, rows: list[list[float]]) -> None:
+def test_first_maximum_is_taken(op: str, dtype: torch.dtype, rows: list[list[float]]) -> None:
     assert OPS[op](torch.tensor(rows, dtype=dtype)).tolist() == [first_largest(row) for row in rows]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 7, TILE, TILE + 1, 2 * TILE + 100])
-def test_ties_in_several_tiles_go_to_the_lowest_token(vocab_size: int, dtype: torch.dtype, device: str) -> None:
+def test_ties_across_tiles_go_to_the_lowest_token(vocab_size: int, dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randint(-3, 3, (9, vocab_size), generator=generator).to(dtype)
     logits[0], logits[1] = -math.inf, math.nan
-    places = [vocab_size - 1, vocab_size // 2, min(TILE, vocab_size - 1), min(TILE - 1, vocab_size - 1), 0]
-    for row, place in enumerate(places, 2):
-        logits[row, place] = 3
+    maxima = [vocab_size - 1, vocab_size // 2, min(TILE, vocab_size - 1), min(TILE - 1, vocab_size - 1), 0]
+    for row, token in enumerate(maxima, 2):
+        logits[row, token] = 3
     expected = [first_largest(row) for row in logits.tolist()]
     wide = torch.cat((logits, logits + 4), dim=1).to(device)  # rows apart
     with launches_expected(greedy_draws, "_best_of_row_kernel", of_kernel=True, device=device):
@@ -45,7 +45,7 @@ def test_ties_in_several_tiles_go_to_the_lowest_token(vocab_size: int, dtype: to
     assert greedy_tokens(wide[3:4, :vocab_size]).tolist() == expected[3:4]
 
 
-def test_no_rows_and_double_precision(device: str) -> None:
+def test_empty_batch_and_float64(device: str) -> None:
     assert greedy_tokens(torch.zeros(0, 5, device=device)).tolist() == []
     close = torch.tensor([[1.0, 1.0 + 1e-12, 1.0]], dtype=torch.float64, device=device)
     assert greedy_tokens(close).tolist() == [1]

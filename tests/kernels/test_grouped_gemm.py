@@ -111,21 +111,21 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_the_last_of_a_token_s_weights_is_the_addend_s(ops: str, dtype: torch.dtype, device: str) -> None:
+def test_last_weight_of_a_token_is_the_addends(ops: str, dtype: torch.dtype, device: str) -> None:
     total, generator = OPS[ops][1], torch.Generator().manual_seed(6)
     rows, addend = (torch.randn(number, 1030, generator=generator).to(dtype).to(device) for number in (10, 5))
-    places = torch.tensor([[0, 3], [1, -1], [-1, -1], [9, 2], [4, 5]], dtype=torch.int32, device=device)
+    expert_rows = torch.tensor([[0, 3], [1, -1], [-1, -1], [9, 2], [4, 5]], dtype=torch.int32, device=device)
     weights = torch.rand(5, 3, generator=generator).to(device)
     own = weights[:, :2].contiguous()
     product = (addend.float() * weights[:, 2:]).to(dtype)  # rounded once, then added
-    assert same_bits(total(rows, places, weights, addend), total(rows, places, own, product))
-    assert same_bits(total(rows, places, weights), total(rows, places, own))
+    assert same_bits(total(rows, expert_rows, weights, addend), total(rows, expert_rows, own, product))
+    assert same_bits(total(rows, expert_rows, weights), total(rows, expert_rows, own))
     with pytest.raises(ValueError, match="5 tokens and 2 experts, or one more"):
-        weighted_sum(rows, places, torch.rand(5, 4).to(device))
+        weighted_sum(rows, expert_rows, torch.rand(5, 4).to(device))
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
-def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(activation: str, device: str) -> None:
     layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)
     torch.manual_seed(3)
     x, ids = torch.randn(64, 80).bfloat16().to(device), choice(64, 2, 6, "random").to(device)
@@ -136,7 +136,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, devic
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
+def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
     layer = Layer(6, 80, 48, "squared_relu", torch.float32).to(device)
     torch.manual_seed(5)
     x, ids, weights = torch.randn(9, 80).to(device), choice(9, 3, 6, "random").to(device), torch.rand(9, 3).to(device)
@@ -155,7 +155,7 @@ def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("num_tokens", [40, 130])
-def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> None:
+def test_many_rows_per_expert(activation: str, num_tokens: int, device: str) -> None:
     layer = Layer(2, 64, 96, activation, torch.bfloat16).to(device)
     torch.manual_seed(6)
     x, ids = torch.randn(num_tokens, 64).bfloat16().to(device), choice(num_tokens, 1, 2, "random").to(device)
@@ -171,7 +171,7 @@ def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> N
     ("inside", "num_programs", "unused"),
     [(192, 132, 0), (320, 3, 0), (352, 3, 0), (256, 3, 20), (224, 3, 20), (448, 3, 20)],
 )
-def test_experts_of_any_length_of_tiles(
+def test_experts_with_any_number_of_rows(
     activation: str, inside: int, num_programs: int, unused: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few programs take wide tiles of weights, of which the last is narrower: with 320, with 352 if gated.
@@ -201,10 +201,10 @@ def test_experts_of_any_length_of_tiles(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("inside", [192, 352])
-def test_a_row_has_the_same_bits_however_many_its_expert_has(
+def test_row_bits_do_not_depend_on_its_experts_row_count(
     activation: str, inside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles are from 32 to 224 rows long, and a row lies in either half of those that share weights."""
+    """Tiles are from 32 to 224 rows long, and a row may be in either half of those that share weights."""
     monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 3)
     layer = Layer(8, 512, inside, activation, torch.bfloat16).to("cuda")
     torch.manual_seed(11)
@@ -232,7 +232,7 @@ def test_a_row_has_the_same_bits_however_many_its_expert_has(
         (64, True, False),
     ],
 )
-def test_gated_weights_are_loaded_by_eights_and_few_weights_in_short_tiles(
+def test_gated_weights_use_vector_loads_and_few_rows_use_short_tiles(
     outputs: int, is_gated: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
@@ -261,7 +261,7 @@ def test_no_tokens(device: str) -> None:
         ({"weight": torch.zeros(2, 5, 8), "activation": "gated_silu"}, "as many gates"),
     ],
 )
-def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:
+def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
     order = order_by_expert(torch.zeros(3, 1, dtype=torch.int32), 2)
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "order": order, "top_k": 1} | changes
     with pytest.raises(ValueError, match=reason):
@@ -270,7 +270,7 @@ def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("loads_boxes", [True, False])
-def test_other_numbers_of_tokens_compile_nothing_new(
+def test_other_token_counts_compile_nothing_new(
     activation: str,
     loads_boxes: bool,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
@@ -301,7 +301,7 @@ def test_other_numbers_of_tokens_compile_nothing_new(
         pytest.param("none", False, marks=pytest.mark.slow),
     ],
 )
-def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
+def test_other_token_counts_compile_no_new_long_tiles(
     activation: str,
     is_gathered: bool,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
@@ -321,19 +321,19 @@ def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
     assert all(shape in products.ptx[0] for shape in ("m64n224k16", "m64n112k16"))  # own weights, and shared ones
     assert "wgmma.wait_group.sync.aligned 1;" in products.ptx[0]
     assert products.shared_bytes[0] <= HOPPER_SHARED_BYTES
-    # Rows come before weights in memory: `check_places` writes a mark to each, where its PTX then reads it.
-    places = marked_places(products.ptx[0])
-    print(f"places of marks: {places}; {products.shared_bytes[0]} bytes")
+    # Rows come before weights in memory: `check_addresses` writes a mark to each, where its PTX then reads it.
+    addresses = marked_addresses(products.ptx[0])
+    print(f"addresses of marks: {addresses}; {products.shared_bytes[0]} bytes")
     first_weight, after_weights = (3 * 256 + 224) * 128, (3 * 256 + 224 + 4 * 192) * 128
-    assert min(places[0x40004000]) - min(places[0x3F803F80]) == first_weight
+    assert min(addresses[0x40004000]) - min(addresses[0x3F803F80]) == first_weight
     # After both come 16 rows of results of either group.
     assert products.shared_bytes[0] >= after_weights + 2 * 16 * (32 if activation == "gated_silu" else 64) * 2
 
 
-def marked_places(ptx: str) -> dict[int, set[int]]:
-    """Return the places in shared memory that PTX fills with a constant of 16 bytes, by the constant's first four.
+def marked_addresses(ptx: str) -> dict[int, set[int]]:
+    """Return the shared-memory addresses that PTX fills with a constant of 16 bytes, by the constant's first four.
 
-    Places are bytes from one register; Triton 3.7 and 3.8 keep constants and sums of it in further registers.
+    Addresses are bytes from one register; Triton 3.7 and 3.8 keep constants and sums of it in further registers.
     """
     constants = {name: int(value) for name, value in re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx)}
     sums = {name: (base, int(step)) for name, base, step in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx)}
@@ -344,7 +344,7 @@ def marked_places(ptx: str) -> dict[int, set[int]]:
         if value in constants or value.isdecimal()
     ]
     assert len({base for base, *_ in found}) == 1
-    places = defaultdict(set)
+    addresses = defaultdict(set)
     for _, first, step, value in found:
-        places[value].add(first + step)
-    return places
+        addresses[value].add(first + step)
+    return addresses

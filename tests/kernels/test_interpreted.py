@@ -26,6 +26,7 @@ GROUPS = [
         "test_kv_append.py",
         "test_attention_inputs.py",
         "test_output_gate.py",
+        "test_split_prompts.py",
         "test_grouped_gemm.py",
         "test_gemm_tiles.py",
     ],

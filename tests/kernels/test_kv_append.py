@@ -1,4 +1,4 @@
-"""New keys and values land in their places of the cache, and nowhere else: kernel and twin alike.
+"""New keys and values are written to their cache slots and nowhere else, by kernel and reference.
 
 Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
 """
@@ -43,23 +43,23 @@ def new_tokens(
 
 def check_op(
     op: Op,
-    places: list[tuple[int, int]],
+    slots: list[tuple[int, int]],
     device: str,
     kv_heads: int = 2,
     dim: int = 8,
     new_dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.bfloat16,
-    place_dtype: torch.dtype = torch.int32,
+    slot_dtype: torch.dtype = torch.int32,
     queries: int = 0,
 ) -> None:
-    query, key, value = new_tokens(len(places), kv_heads, dim, max(queries, 1), device, new_dtype)
+    query, key, value = new_tokens(len(slots), kv_heads, dim, max(queries, 1), device, new_dtype)
     caches = torch.full((2, NUM_BLOCKS, BLOCK, kv_heads, dim), float("nan"), dtype=cache_dtype, device=device)
     expected = caches.clone()
-    for token, (block, offset) in enumerate(places):
+    for token, (block, offset) in enumerate(slots):
         if block >= 0:
             expected[0, block, offset] = key[token].to(cache_dtype)
             expected[1, block, offset] = value[token].to(cache_dtype)
-    blocks, offsets = (torch.tensor(list(part), dtype=place_dtype, device=device) for part in zip(*places, strict=True))
+    blocks, offsets = (torch.tensor(list(part), dtype=slot_dtype, device=device) for part in zip(*slots, strict=True))
     before = kv_append._append_kv_kernel.launches
     packed = op(key, value, caches[0], caches[1], blocks, offsets, query if queries else None)
     is_kernel = op is append_kv and launches_kernel(key) and torch.float64 not in (new_dtype, cache_dtype)
@@ -68,8 +68,8 @@ def check_op(
     if not queries:
         assert packed is None
         return
-    assert packed.shape == (len(places) + 1, kv_heads * queries, dim) and packed.is_contiguous()
-    assert same_bits(packed[: len(places)], query[: len(places)].flatten(1, 2))
+    assert packed.shape == (len(slots) + 1, kv_heads * queries, dim) and packed.is_contiguous()
+    assert same_bits(packed[: len(slots)], query[: len(slots)].flatten(1, 2))
 
 
 @both_ops
@@ -81,18 +81,18 @@ def test_negative_blocks_are_skipped(blocks: list[int], op: Op, device: str) -> 
 @both_ops
 @settings(max_examples=15)
 @given(data=st.data())
-def test_tokens_land_in_their_places_only(op: Op, data: st.DataObject) -> None:
+def test_tokens_are_written_only_to_their_slots(op: Op, data: st.DataObject) -> None:
     every = [(block, offset) for block in range(NUM_BLOCKS) for offset in range(BLOCK)]
-    places = data.draw(st.permutations(every))[: data.draw(st.integers(1, len(every)))]
-    places = [(-1, offset) if data.draw(st.booleans()) else (block, offset) for block, offset in places]
+    slots = data.draw(st.permutations(every))[: data.draw(st.integers(1, len(every)))]
+    slots = [(-1, offset) if data.draw(st.booleans()) else (block, offset) for block, offset in slots]
     heads, dim, queries = (data.draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4), (1, 3, 8, 20), (0, 1, 5)))
-    check_op(op, places, "cpu", heads, dim, queries=queries)
+    check_op(op, slots, "cpu", heads, dim, queries=queries)
 
 
 @both_ops
 @pytest.mark.parametrize(("kv_heads", "dim", "queries"), [(1, 1, 1), (8, 128, 4), (2, 63, 16), (5, 96, 0), (40, 64, 1)])
 @pytest.mark.parametrize(
-    ("new_dtype", "cache_dtype", "place_dtype"),
+    ("new_dtype", "cache_dtype", "slot_dtype"),
     [
         (torch.bfloat16, torch.bfloat16, torch.int64),
         (torch.float32, torch.float32, torch.int32),
@@ -106,11 +106,11 @@ def test_awkward_sizes(
     queries: int,
     new_dtype: torch.dtype,
     cache_dtype: torch.dtype,
-    place_dtype: torch.dtype,
+    slot_dtype: torch.dtype,
     op: Op,
     device: str,
 ) -> None:
-    check_op(op, [(3, 1), (-1, 0), (0, 3)], device, kv_heads, dim, new_dtype, cache_dtype, place_dtype, queries)
+    check_op(op, [(3, 1), (-1, 0), (0, 3)], device, kv_heads, dim, new_dtype, cache_dtype, slot_dtype, queries)
 
 
 def test_no_tokens(device: str) -> None:
@@ -135,13 +135,13 @@ def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_arguments_that_disagree_are_refused(name: str) -> None:
-    places = torch.zeros(3, dtype=torch.int32)
-    arguments = {"key": torch.zeros(3, 2, 8), "value": torch.zeros(3, 2, 8), "token_block": places}
+def test_mismatched_arguments_are_refused(name: str) -> None:
+    slots = torch.zeros(3, dtype=torch.int32)
+    arguments = {"key": torch.zeros(3, 2, 8), "value": torch.zeros(3, 2, 8), "token_block": slots}
     arguments |= {"k_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8), "v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8)}
     changes, reason = bad_calls()[name]
     with pytest.raises(ValueError, match=reason):
-        append_kv(**arguments | {"token_offset": places} | changes)
+        append_kv(**arguments | {"token_offset": slots} | changes)
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ class Drafting:
     """
 
     proposal: Proposal
-    tells: Callable[[Tensor], Tensor]  # row numbers [rows] -> [rows] bool
+    samples: Callable[[Tensor], Tensor]  # row numbers [rows] -> [rows] bool
 
 
 def all_rows(rows: Tensor) -> Tensor:
@@ -120,10 +120,10 @@ class Continuations:
             torch.nn.functional.pad(drafts, (0, 1))[is_real],
             MAX_DRAFTS,
         )
-        tells = self.drafting.tells(rows)[:, None] & (columns < num_drafts[:, None])
-        numbers = torch.where(tells, rows[:, None] * MAX_DRAFTS + columns, -1)[is_real]
-        drawn = DraftDistributions(distributions.reshape(-1, VOCAB), numbers.int())
-        self._append(self._verify(logits, self.uniforms[of_row, positions], verify, drawn))
+        samples = self.drafting.samples(rows)[:, None] & (columns < num_drafts[:, None])
+        numbers = torch.where(samples, rows[:, None] * MAX_DRAFTS + columns, -1)[is_real]
+        sampled = DraftDistributions(distributions.reshape(-1, VOCAB), numbers.int())
+        self._append(self._verify(logits, self.uniforms[of_row, positions], verify, sampled))
 
     def _draft(self, token: Tensor) -> tuple[Tensor, Tensor]:
         drafts, distributions = [], []
@@ -133,13 +133,13 @@ class Continuations:
             drafts.append(token)
         return torch.stack(drafts, dim=1), torch.stack(distributions, dim=1)
 
-    def _verify(self, logits: Tensor, uniforms: Tensor, verify: VerifyLogits, drawn: DraftDistributions) -> Tensor:
+    def _verify(self, logits: Tensor, uniforms: Tensor, verify: VerifyLogits, sampled: DraftDistributions) -> Tensor:
         rows = SamplingRows(logits, *(torch.full((len(logits),), value) for value in self.settings))
         tokens = sample_tokens(rows, uniforms[:, 0])
-        if self.drafting.tells is no_rows:
+        if self.drafting.samples is no_rows:
             return accept_matching(tokens, verify)
         numbers = RatioUniforms(uniforms[:, 1], uniforms[:, 2])
-        return accept_by_ratio(tokens, token_probabilities(rows), verify, drawn, numbers)
+        return accept_by_ratio(tokens, token_probabilities(rows), verify, sampled, numbers)
 
     def _append(self, result: Tensor) -> None:
         continues = self.lengths < NUM_TOKENS
@@ -181,7 +181,7 @@ def p_value(continuations: Tensor, probabilities: Tensor) -> float:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_text_is_distributed_as_the_models_own(settings: tuple[float, int, float], drafting: str) -> None:
+def test_text_has_the_models_distribution(settings: tuple[float, int, float], drafting: str) -> None:
     continuations = Continuations(settings, DRAFTINGS[drafting], NUM_ROWS).run()
     for num_tokens in (1, 2, NUM_TOKENS):
         assert p_value(continuations[:, :num_tokens], exact_probabilities(settings, num_tokens)) > 0.001
@@ -189,7 +189,7 @@ def test_text_is_distributed_as_the_models_own(settings: tuple[float, int, float
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafting", ["always_wrong", "most_likely", "random", "mixed_rows"])
-def test_rows_verified_by_matching_have_the_very_tokens_of_a_run_without_drafts(
+def test_matched_drafts_keep_the_exact_tokens_of_a_run_without_drafts(
     settings: tuple[float, int, float], drafting: str
 ) -> None:
     run = Continuations(settings, DRAFTINGS[drafting], 2000)
@@ -199,7 +199,7 @@ def test_rows_verified_by_matching_have_the_very_tokens_of_a_run_without_drafts(
         columns = [torch.full((2000,), value) for value in settings]
         logits = run.table[plain[:, position]]
         plain[:, position + 1] = sample_tokens(SamplingRows(logits, *columns), run.uniforms[:, position, 0])
-    by_matching = ~DRAFTINGS[drafting].tells(torch.arange(2000))
+    by_matching = ~DRAFTINGS[drafting].samples(torch.arange(2000))
     assert by_matching.any() and torch.equal(text[by_matching], plain[by_matching, 1:])
 
 
@@ -212,7 +212,7 @@ def test_better_drafts_are_accepted_more_often() -> None:
     assert 0 < 2 * accepted[0] < accepted[1] and 1.2 * accepted[1] < accepted[2]
 
 
-def test_the_check_notices_drafts_that_came_from_elsewhere() -> None:
+def test_drafts_of_another_distribution_fail_the_check() -> None:
     class Liar(Continuations):
         def _draft(self, token: Tensor) -> tuple[Tensor, Tensor]:
             drafts, distributions = super()._draft(token)

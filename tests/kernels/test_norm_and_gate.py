@@ -40,7 +40,9 @@ def by_steps(y: Tensor, z: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
 @both_ops
 @pytest.mark.parametrize(("num_tokens", "heads", "head_dim"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_norm_before_gate(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, op: Op, device: str) -> None:
+def test_norm_precedes_the_gate(
+    num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, op: Op, device: str
+) -> None:
     torch.manual_seed(heads)
     y, z, weight = inputs(num_tokens, heads, head_dim, device, dtype)
     is_kernel = op is norm_and_gate and dtype != torch.float64
@@ -53,7 +55,7 @@ def test_norm_before_gate(num_tokens: int, heads: int, head_dim: int, dtype: tor
     torch.testing.assert_close(out.double(), by_steps(y, z, weight, dtype), rtol=tolerance, atol=1e-7)
 
 
-def test_bfloat16_is_rounded_before_the_weights_and_before_the_gate() -> None:
+def test_bf16_is_cast_before_the_weights_and_before_the_gate() -> None:
     """Of values chosen so that leaving out either rounding changes the result."""
     torch.manual_seed(0)
     y, z, weight = inputs(64, 2, 128, "cpu", torch.bfloat16)
@@ -66,7 +68,7 @@ def test_bfloat16_is_rounded_before_the_weights_and_before_the_gate() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 128])
-def test_tokens_have_the_same_bits_in_any_batch(head_dim: int, dtype: torch.dtype, device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(head_dim: int, dtype: torch.dtype, device: str) -> None:
     y, z, weight = inputs(9, 6, head_dim, device, dtype)
     together = norm_and_gate(y, z, weight, EPS)
     for rows in (slice(0, 1), slice(3, 4), slice(2, 9), slice(0, 8)):
@@ -79,7 +81,7 @@ def test_gates_of_any_size_stay_finite(device: str) -> None:
     assert out.isfinite().all() and (out[0, :3] == 0).all() and out[0, 7] > 1
 
 
-def test_a_gradient_reaches_the_inputs(device: str) -> None:
+def test_gradient_reaches_the_inputs(device: str) -> None:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs(2, 3, 8, device, torch.float32)]
     norm_and_gate(*leaves, EPS).sum().backward()
     assert all(leaf.grad is not None and leaf.grad.any() for leaf in leaves)
@@ -100,7 +102,7 @@ def test_no_tokens(device: str) -> None:
         ({"weight": torch.zeros(8, device="meta")}, "one device"),
     ],
 )
-def test_arguments_that_disagree_are_refused(change: dict[str, Tensor], reason: str) -> None:
+def test_mismatched_arguments_are_refused(change: dict[str, Tensor], reason: str) -> None:
     arguments = {"y": torch.zeros(3, 24), "z": torch.zeros(3, 24), "weight": torch.zeros(8)} | change
     with pytest.raises(ValueError, match=reason):
         norm_and_gate(**arguments, eps=EPS)

@@ -11,11 +11,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate
+from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate, split_prompts
 from megatron_mamba_cache.kernels.attention.attention_inputs import write_attention_inputs
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.attention.output_gate import gate_output
+from megatron_mamba_cache.kernels.attention.split_prompts import merge_parts
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, sampling, token_cuts, verification
@@ -46,7 +47,7 @@ from megatron_mamba_cache.recurrences.quantized_states import restore_states
 from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.kernels import delta_steps
-from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
+from tests.kernels.align_steps import StepRequest, device_batch, quantizing, within_pools
 from tests.kernels.delta_steps import DeltaShape
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_batches import RowSpec, VerifySpec, pack_rows, pack_verify
@@ -68,7 +69,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
         (1, (1, 1, 1), torch.bfloat16, {"b16"}),
     ],
 )
-def test_align_copy_compiles_with_wide_accesses(
+def test_align_copy_uses_wide_accesses(
     conv_dim: int,
     ssm_shape: tuple[int, int, int],
     dtype: torch.dtype,
@@ -77,7 +78,7 @@ def test_align_copy_compiles_with_wide_accesses(
 ) -> None:
     compiled = compile_for_hopper(align_copy_module, "_align_copy_kernel")
     conv, ssm = torch.empty(2, 1, 6, conv_dim, dtype=dtype), torch.empty(2, 1, *ssm_shape, dtype=dtype)
-    rows = device_rows([StepRow(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
+    rows = device_batch([StepRequest(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
     align_copy = within_pools(align_copy_module.align_copy)
     align_copy(conv, ssm, rows, 16, 3)
     slots, drafts = cut_window(conv, rows.columns[:, 0], 3)
@@ -138,7 +139,7 @@ def test_convolutions_move_inputs_and_windows_in_wide_accesses(
     assert whole.ptx[0].count("ld.global.v2.b32") >= 19 and whole.ptx[0].count("st.global.v2.b32") >= 16
 
 
-def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(compile_for_hopper: Compile) -> None:
+def test_other_batches_lengths_or_boundaries_compile_nothing_new(compile_for_hopper: Compile) -> None:
     verify = compile_for_hopper(conv_verify_module, "_conv_verify_kernel")
     whole = compile_for_hopper(causal_conv_module, "_causal_conv_kernel")
     update = compile_for_hopper(state_verify_module, "_state_verify_kernel")
@@ -156,7 +157,7 @@ def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(compile_f
         drafts = DraftInputs(draft_inputs, rings[:num_rows])
         conv_verify(projected[:num_tokens, :128], weight, bias, conv_pool, rows, drafts=drafts)
         specs = [RowSpec(length, final=0, boundaries={4: 1})] * num_rows
-        x = projected[num_spare : num_spare + num_tokens, :128]  # prefill tokens come behind decode tokens
+        x = projected[num_spare : num_spare + num_tokens, :128]  # prefill tokens follow decode tokens
         causal_conv(x, weight, bias, conv_pool, pack_rows(specs, 4, "cpu", num_padding=num_spare))
     for kernel, num_forms in ((verify, 2), (whole, 1), (update, 1)):
         assert len(kernel.ptx) == 6 * num_forms and len(kernel.compiled) == num_forms
@@ -204,7 +205,7 @@ SLOT_SHAPES = pytest.mark.parametrize(
 
 
 @SLOT_SHAPES
-def test_slot_copies_compile_with_wide_accesses(
+def test_slot_copies_use_wide_accesses(
     conv_shape: tuple[int, ...],
     ssm_shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -223,13 +224,13 @@ def test_slot_copies_compile_with_wide_accesses(
     ("kv_heads", "dim", "dtype", "accesses"),
     [(8, 128, torch.bfloat16, {"v4.b32"}), (2, 128, torch.float32, {"v4.b32"}), (1, 1, torch.bfloat16, {"b16"})],
 )
-def test_kv_append_compiles_with_wide_accesses(
+def test_kv_append_uses_wide_accesses(
     kv_heads: int, dim: int, dtype: torch.dtype, accesses: set[str], compile_for_hopper: Compile
 ) -> None:
     compiled = compile_for_hopper(kv_append, "_append_kv_kernel")
     joint = torch.empty(5, kv_heads, 3 * dim, dtype=dtype)
-    caches, places = torch.empty(2, 3, 4, kv_heads, dim, dtype=dtype), torch.zeros(5, dtype=torch.int32)
-    append_kv(joint[:, :, dim : 2 * dim], joint[:, :, 2 * dim :], caches[0], caches[1], places, places)
+    caches, targets = torch.empty(2, 3, 4, kv_heads, dim, dtype=dtype), torch.zeros(5, dtype=torch.int32)
+    append_kv(joint[:, :, dim : 2 * dim], joint[:, :, 2 * dim :], caches[0], caches[1], targets, targets)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == accesses | {"b32"}
 
@@ -239,7 +240,7 @@ def test_kv_append_compiles_with_wide_accesses(
     [(2, 8, 256, 64, True), (4, 6, 256, 64, True), (8, 4, 128, 64, False), (8, 4, 128, 128, False)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_inputs_of_attention_compile_with_wide_accesses_and_once(
+def test_attention_inputs_use_wide_accesses_and_compile_once(
     kv_heads: int,
     queries: int,
     dim: int,
@@ -254,9 +255,9 @@ def test_inputs_of_attention_compile_with_wide_accesses_and_once(
     caches, weights = torch.empty(2, 3, 4, kv_heads, dim, dtype=dtype), torch.empty(2, dim, dtype=dtype)
     table = torch.empty(9, 2, rotated // 2, dtype=dtype)
     for num_tokens in (1, 2, 16, 65):
-        places = torch.zeros(num_tokens, dtype=torch.int32)
+        targets = torch.zeros(num_tokens, dtype=torch.int32)
         changes = HeadChanges(
-            HeadNorms(weights[0], weights[1], 1e-6, 1.0) if has_norms else None, Rotation(table, places.long())
+            HeadNorms(weights[0], weights[1], 1e-6, 1.0) if has_norms else None, Rotation(table, targets.long())
         )
         write_attention_inputs(
             query[:num_tokens].unflatten(-1, (queries, dim)),
@@ -264,8 +265,8 @@ def test_inputs_of_attention_compile_with_wide_accesses_and_once(
             value[:num_tokens],
             caches[0],
             caches[1],
-            places,
-            places,
+            targets,
+            targets,
             changes,
         )
     assert len(compiled.compiled) == 1
@@ -274,7 +275,7 @@ def test_inputs_of_attention_compile_with_wide_accesses_and_once(
 
 
 @pytest.mark.parametrize(("kv_heads", "queries"), [(2, 8), (4, 6)])
-def test_the_output_gate_compiles_with_wide_accesses(kv_heads: int, queries: int, compile_for_hopper: Compile) -> None:
+def test_output_gate_uses_wide_accesses(kv_heads: int, queries: int, compile_for_hopper: Compile) -> None:
     compiled = compile_for_hopper(output_gate, "_gate_kernel")
     joint = torch.empty(5, kv_heads, (2 * queries + 2) * 256, dtype=torch.bfloat16)
     gate = joint[:, :, queries * 256 : 2 * queries * 256].unflatten(-1, (queries, 256))
@@ -283,9 +284,18 @@ def test_the_output_gate_compiles_with_wide_accesses(kv_heads: int, queries: int
     assert global_accesses(ptx) == {"v4.b32"}
 
 
+@pytest.mark.parametrize("num_pieces", [2, 8])
+def test_merging_parts_compiles_with_wide_accesses_of_values(num_pieces: int, compile_for_hopper: Compile) -> None:
+    compiled = compile_for_hopper(split_prompts, "_merge_kernel")
+    parts = torch.empty(num_pieces + 1, 5, 16, 256, dtype=torch.bfloat16)
+    merge_parts(parts, torch.empty(parts.shape[:3]), parts[0].clone())
+    (ptx,) = compiled.ptx
+    assert global_accesses(ptx, "st") == {"v4.b32"} and "v4.b32" in global_accesses(ptx, "ld")
+
+
 @pytest.mark.parametrize(("channels", "group_size"), [(8192, 1024), (4096, 512), (8192, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gated_norm_compiles_with_wide_accesses(
+def test_gated_norm_uses_wide_accesses(
     channels: int, group_size: int, dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     compiled = compile_for_hopper(gated_norm, "_gated_group_norm_kernel")
@@ -296,7 +306,7 @@ def test_gated_norm_compiles_with_wide_accesses(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norm_and_gate_compile_with_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+def test_norm_and_gate_use_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
     compiled = compile_for_hopper(norm_and_gate, "_norm_and_gate_kernel")
     rows = torch.empty(3, 2 * 4096 + 128, dtype=dtype)
     norm_and_gate.norm_and_gate(rows[:, :4096], rows[:, -4096:], torch.empty(128, dtype=dtype), 1e-6)
@@ -321,7 +331,7 @@ OTHER_SCANS = [
 
 
 @pytest.mark.parametrize(("tiling", "shape", "pool_dtype"), SCANS + OTHER_SCANS)
-def test_scan_compiles_to_asynchronous_matrix_products(
+def test_scan_uses_asynchronous_matmuls(
     tiling: HopperTiling | None, shape: SSMShape, pool_dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     cut = compile_for_hopper(tiles_module, "_tiles_kernel")
@@ -336,9 +346,7 @@ def test_scan_compiles_to_asynchronous_matrix_products(
 
 
 @pytest.mark.parametrize("tiling", [None, HopperTiling(1, 64, 3), HopperTiling(2, 64, 2)])
-def test_scan_that_rounds_states_compiles_and_takes_no_more_shared_memory(
-    tiling: HopperTiling | None, compile_for_hopper: Compile
-) -> None:
+def test_quantizing_scan_needs_no_more_shared_memory(tiling: HopperTiling | None, compile_for_hopper: Compile) -> None:
     compile_for_hopper(tiles_module, "_tiles_kernel")
     scan = compile_for_hopper(scan_hopper if tiling else scan_portable, "_scan_kernel")
     steps = random_steps(200, "cpu", SHAPE_NANO).cast(torch.bfloat16)
@@ -359,12 +367,12 @@ def test_scan_that_rounds_states_compiles_and_takes_no_more_shared_memory(
 def test_quantized_states_move_in_wide_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
     restore = compile_for_hopper(quantized_states, "_restore_kernel")
     align = compile_for_hopper(align_copy_module, "_align_copy_kernel")
-    ssm, places = torch.empty(2, 3, *shape.state), patterned(3, shape.state, "cpu", 2)
+    ssm, targets = torch.empty(2, 3, *shape.state), patterned(3, shape.state, "cpu", 2)
     slots = torch.zeros(3, dtype=torch.int32)
-    restore_states(places, ssm, slots, slots)
+    restore_states(targets, ssm, slots, slots)
     conv, ends = torch.empty(2, 3, 6, 10240, dtype=torch.bfloat16), torch.empty(2, 3, 3, 10240, dtype=torch.bfloat16)
-    rows = device_rows([StepRow(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
-    quantizing(align_copy_module.align_copy)(conv, ssm, rows, 16, 3, ends, places)
+    rows = device_batch([StepRequest(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
+    quantizing(align_copy_module.align_copy)(conv, ssm, rows, 16, 3, ends, targets)
     assert "v4.b32" in global_accesses(restore.ptx[0], "st") and "v4.b32" in global_accesses(align.ptx[0], "ld")
     assert "div.rn.f32" in align.ptx[0]
 
@@ -379,7 +387,7 @@ OTHERS_CHOSEN = [
 
 
 @pytest.mark.parametrize(("head_dim", "d_state", "num_rows"), CHOSEN + OTHERS_CHOSEN)
-def test_the_form_of_the_scan_that_is_chosen_fits_in_shared_memory(
+def test_chosen_scan_variant_fits_in_shared_memory(
     head_dim: int, d_state: int, num_rows: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan_module, "num_multiprocessors", lambda device: 132)
@@ -395,7 +403,7 @@ def test_the_form_of_the_scan_that_is_chosen_fits_in_shared_memory(
 
 
 @pytest.mark.parametrize(("head_dim", "d_state"), [(128, 128), (64, 256), (80, 128)])
-def test_the_largest_states_of_the_portable_scan_fit_in_shared_memory(
+def test_largest_portable_scan_states_fit_in_shared_memory(
     head_dim: int, d_state: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_for_hopper(tiles_module, "_tiles_kernel")
@@ -421,7 +429,7 @@ def test_delta_verify_moves_states_in_wide_accesses(pool_dtype: torch.dtype, com
     assert ptx.count("st.global.v4.b32") == num_accesses and ptx.count("ld.global.v4.b32") >= num_accesses
 
 
-def test_delta_kernels_compile_once_for_any_rows(compile_for_hopper: Compile) -> None:
+def test_delta_kernels_compile_once_for_any_batch(compile_for_hopper: Compile) -> None:
     kernels = [
         compile_for_hopper(tile_systems, "_systems_kernel"),
         compile_for_hopper(delta_scan_portable, "_scan_kernel"),
@@ -443,16 +451,14 @@ def test_delta_kernels_compile_once_for_any_rows(compile_for_hopper: Compile) ->
     ("num_requests", "quantizes"),
     [(1, False), pytest.param(1, True, marks=pytest.mark.slow), pytest.param(3, False, marks=pytest.mark.slow)],
 )
-def test_delta_scan_compiles_to_asynchronous_matmuls(
-    num_requests: int, quantizes: bool, compile_for_hopper: Compile
-) -> None:
+def test_delta_scan_uses_asynchronous_matmuls(num_requests: int, quantizes: bool, compile_for_hopper: Compile) -> None:
     systems = compile_for_hopper(tile_systems, "_systems_kernel")
     scan = compile_for_hopper(delta_scan_portable, "_scan_kernel")
     steps = delta_steps.random_steps(200 * num_requests, "cpu", SHAPE_QWEN, dtype=torch.bfloat16)
     pool, rows = torch.empty(2, *SHAPE_QWEN.state), pack_rows([RowSpec(200, final=0)] * num_requests, 64, "cpu")
-    tiles, places = tile_shape(64, torch.bfloat16), patterned(3, SHAPE_QWEN.state, "cpu") if quantizes else None
+    tiles, targets = tile_shape(64, torch.bfloat16), patterned(3, SHAPE_QWEN.state, "cpu") if quantizes else None
     assert tiles is not None
-    scan_delta_tiles(steps.tokens, steps.gates, pool, rows, tiles, places)
+    scan_delta_tiles(steps.tokens, steps.gates, pool, rows, tiles, targets)
     assert "wgmma.mma_async" in systems.ptx[0]
     assert "wgmma.mma_async" in scan.ptx[0] and "cp.async.bulk.tensor" in scan.ptx[0]
     assert ("div.rn.f32" in scan.ptx[0]) == quantizes

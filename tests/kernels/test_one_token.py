@@ -18,7 +18,7 @@ from tests.kernels.kernel_stand_ins import launches_expected
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 40), (64, 256), (33, 130), (3, 8200), (2, 21504)])
 @pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_are_those_of_a_matrix_product(
+def test_outputs_match_a_matmul(
     outputs: int, inputs: int, activation: Activation, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(outputs)
@@ -43,7 +43,7 @@ def test_nan_is_kept(activation: Activation, device: str) -> None:
     assert out.isnan().any(dim=0).tolist() == [False, True, *[False] * (out.shape[1] - 2)]
 
 
-def test_other_products_are_left_to_matrix_products(device: str) -> None:
+def test_unsupported_shapes_use_a_matmul(device: str) -> None:
     x, weight = torch.zeros(1, 8).bfloat16().to(device), torch.zeros(4, 8).bfloat16().to(device)
     assert can_multiply_one_token(x, weight) == (INTERPRETED or device == "cuda")
     wide = torch.zeros(1, MOST_INPUTS + 8).bfloat16().to(device)

@@ -28,7 +28,7 @@ def inputs_of(num_tokens: int, kv_heads: int, queries: int, dim: int, dtype: tor
 @both_ops
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("num_tokens", "kv_heads", "queries", "dim"), [(1, 2, 8, 256), (3, 4, 6, 64), (5, 1, 3, 7)])
-def test_outputs_are_multiplied_by_the_sigmoids_of_their_gates(
+def test_outputs_are_multiplied_by_sigmoids_of_their_gates(
     num_tokens: int, kv_heads: int, queries: int, dim: int, dtype: torch.dtype, op: Callable[..., Tensor], device: str
 ) -> None:
     attended, gate = inputs_of(num_tokens, kv_heads, queries, dim, dtype, device)
@@ -44,7 +44,7 @@ def test_outputs_are_multiplied_by_the_sigmoids_of_their_gates(
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_token_has_the_same_bits_alone_and_among_others(device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(device: str) -> None:
     attended, gate = inputs_of(4, 2, 4, 32, torch.bfloat16, device)
     together = gate_output(attended, gate)
     for token in range(4):
@@ -66,6 +66,6 @@ def test_no_tokens(device: str) -> None:
         (torch.zeros(2, 8, 8)[:, :, :4], torch.zeros(2, 2, 4, 4), "contiguous attended"),
     ],
 )
-def test_arguments_that_disagree_are_refused(attended: Tensor, gate: Tensor, reason: str) -> None:
+def test_mismatched_arguments_are_refused(attended: Tensor, gate: Tensor, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         gate_output(attended, gate)

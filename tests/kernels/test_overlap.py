@@ -61,7 +61,7 @@ def cut_prompt() -> object:
     return tiles.cut_tiles(steps.tokens.dt, steps.weights, PROMPT, tile, 64, torch.bfloat16)
 
 
-def sum_behind_pairs() -> object:
+def sum_after_pairs() -> object:
     rows, shared = {"shared_rows": half(1, 1024), "shared_weight": half(128, 1024)}, torch.zeros(1, 2)
     return summed_gemms.summed_gemm(half(2, 64), half(4, 128, 64), int32(1, 2), shared, follows_pairs=True, **rows)
 
@@ -73,8 +73,8 @@ def shared_gemms() -> object:
 def change_heads() -> object:
     norms, rotation = HeadNorms(half(64), half(64), 1e-6), Rotation(half(3, 2, 16), torch.zeros(1, dtype=torch.int64))
     heads = half(1, 2, 4, 64), half(1, 2, 64), half(1, 2, 64)
-    caches, places = (half(2, 16, 2, 64), half(2, 16, 2, 64)), (int32(1), int32(1))
-    return attention_inputs.write_attention_inputs(*heads, *caches, *places, HeadChanges(norms, rotation))
+    caches, slots = (half(2, 16, 2, 64), half(2, 16, 2, 64)), (int32(1), int32(1))
+    return attention_inputs.write_attention_inputs(*heads, *caches, *slots, HeadChanges(norms, rotation))
 
 
 ORDER_OF_MANY = ("_count_kernel", "_sum_counts_kernel", "_scatter_kernel")
@@ -92,8 +92,8 @@ def overlapped_ptx(
     monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
     compiled = compile_for_hopper(module, kernel)
     if kernel in ORDER_OF_MANY:
-        for beside in set(ORDER_OF_MANY) - {kernel}:
-            compile_for_hopper(module, beside)
+        for other in set(ORDER_OF_MANY) - {kernel}:
+            compile_for_hopper(module, other)
     launch()
     (ptx,) = compiled.ptx
     return ptx
@@ -154,7 +154,7 @@ def test_nothing_is_read_or_written_before_the_wait(
 
 # The gathering form takes many seconds to compile.
 @pytest.mark.parametrize("top_k", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_long_tiles_behind_any_kernel_wait_for_it_before_all_else(
+def test_long_tiles_wait_for_the_previous_kernel_first(
     top_k: int | None,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
@@ -227,7 +227,7 @@ def test_only_weights_are_read_before_the_wait(
     ],
     ids=["conv", "cutting of rows", "pairs"],
 )
-def test_a_kernel_whose_next_one_reads_early_waits_before_it_lets_it_begin(
+def test_kernel_waits_before_it_lets_its_successor_start(
     module: ModuleType,
     kernel: str,
     launch: Callable[[], object],
@@ -249,7 +249,7 @@ def test_no_other_kernel_is_launched_early() -> None:
     ("module", "kernel", "launch"),
     [
         (verify, "_state_verify_kernel", lambda: update_states(after_conv=True)),
-        (summed_gemms, "_sum_kernel", sum_behind_pairs),
+        (summed_gemms, "_sum_kernel", sum_after_pairs),
         (pair_gemms, "_pairs_kernel", shared_gemms),
     ],
     ids=["states", "sum", "pairs"],
@@ -268,10 +268,10 @@ def test_nothing_is_written_before_the_wait_that_ends_early_reads(
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before)
 
 
-def test_a_convolution_beside_the_cutting_of_rows_ends_after_it(
+def test_convolution_ends_after_the_concurrent_scan_preparation(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it reads and writes is not what the cutting writes; the scan, which waits for it alone, reads both."""
+    """It shares no memory with the scan's preparation; the scan waits only for the convolution, and reads both."""
     ptx = overlapped_ptx(
         conv,
         "_causal_conv_kernel",

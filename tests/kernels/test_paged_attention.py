@@ -65,7 +65,7 @@ def dense_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("lengths", MIXES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("tile", [2, 256])
-def test_attention_matches_dense_attention_of_each_row(
+def test_paged_attention_matches_dense_attention(
     lengths: list[tuple[int, int]], kv_heads: int, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(kv_heads)
@@ -93,7 +93,7 @@ def test_host_lengths_may_be_upper_bounds(device: str) -> None:
     torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, loose, SCALE), exact, rtol=1e-6, atol=1e-6)
 
 
-def test_padded_rows_without_cached_tokens_give_zeros(device: str) -> None:
+def test_padding_without_cached_tokens_gives_zeros(device: str) -> None:
     torch.manual_seed(1)
     cache = Cache([(1, 3), (1, 4)], 2, device)
     q = torch.randn(2, HEADS, DIM, device=device)
@@ -102,7 +102,7 @@ def test_padded_rows_without_cached_tokens_give_zeros(device: str) -> None:
     assert (out[1] == 0).all() and out[0].isfinite().all() and (out[0] != 0).any()
 
 
-def test_splitting_a_large_batch_changes_no_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_a_large_batch_changes_no_request(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     cache = Cache([(1, 3), (1, 9), (1, 2), (1, 5)], 2, device)
     q = torch.randn(4, HEADS, DIM, device=device)
@@ -111,7 +111,7 @@ def test_splitting_a_large_batch_changes_no_row(device: str, monkeypatch: pytest
     torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE), together)
 
 
-def test_bf16_inputs_are_computed_in_fp32(device: str) -> None:
+def test_bf16_inputs_are_computed_in_float32(device: str) -> None:
     torch.manual_seed(3)
     cache = Cache([(1, 3), (4, 9)], 2, device)
     q = torch.randn(5, HEADS, DIM, device=device).bfloat16()

@@ -17,10 +17,10 @@ SETTINGS = [(1.3, 0.7, 0.2), (1.3, 0.7, 0.2), (1.3, 0.7, 0.2), (1.0, -0.5, 1.0),
 def rows_of(vocab_size: int, device: str) -> PenalisedRows:
     counts = torch.zeros(len(TEXTS), vocab_size)
     in_prompt = torch.zeros(len(TEXTS), vocab_size, dtype=torch.uint8)
-    for place, (text, prompt) in enumerate(zip(TEXTS, PROMPTS, strict=True)):
+    for index, (text, prompt) in enumerate(zip(TEXTS, PROMPTS, strict=True)):
         for token, count in Counter(text).items():
-            counts[place, token] = count
-        in_prompt[place, prompt] = 1
+            counts[index, token] = count
+        in_prompt[index, prompt] = 1
     drafts = [draft for _, _, before in ROWS for draft in before]
     ends = torch.tensor([len(before) for _, _, before in ROWS]).cumsum(0).tolist()
     integers = {
@@ -38,7 +38,7 @@ def rows_of(vocab_size: int, device: str) -> PenalisedRows:
 
 
 @pytest.mark.parametrize("vocab_size", [9, 2049])
-def test_the_kernel_has_the_bits_of_its_twin(vocab_size: int, device: str) -> None:
+def test_kernel_equals_the_reference_bit_for_bit(vocab_size: int, device: str) -> None:
     torch.manual_seed(vocab_size)
     logits = torch.randn(7, vocab_size, device=device) * 5
     logits[0, 3] = float("-inf")
@@ -50,22 +50,22 @@ def test_the_kernel_has_the_bits_of_its_twin(vocab_size: int, device: str) -> No
     assert same_bits(found[3], logits[3]) and same_bits(found[6], logits[6])
 
 
-def test_both_follow_the_definitions(device: str) -> None:
+def test_kernel_and_reference_follow_the_definitions(device: str) -> None:
     torch.manual_seed(1)
     logits = torch.randn(7, 9, device=device)
     found = logits.clone()
     penalise(found, rows_of(9, device))
-    for (place, text, drafts), (repetition, frequency, presence) in zip(ROWS, SETTINGS, strict=True):
+    for (index, text, drafts), (repetition, frequency, presence) in zip(ROWS, SETTINGS, strict=True):
         counts = Counter([*TEXTS[text], *drafts])
         for token in range(9):
-            value = float(logits[place, token])
+            value = float(logits[index, token])
             if counts[token] or token in PROMPTS[text]:
                 value = value / repetition if value > 0 else value * repetition
             value -= frequency * counts[token] + (presence if counts[token] else 0.0)
-            assert float(found[place, token]) == pytest.approx(value, abs=1e-6)
+            assert float(found[index, token]) == pytest.approx(value, abs=1e-6)
 
 
-def test_arguments_that_disagree_are_refused(device: str) -> None:
+def test_mismatched_arguments_are_refused(device: str) -> None:
     rows = rows_of(9, device)
     with pytest.raises(ValueError, match="counts of 9 tokens, logits of 10"):
         penalise(torch.zeros(7, 10, device=device), rows)

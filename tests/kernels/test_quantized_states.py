@@ -34,7 +34,7 @@ from megatron_mamba_cache.recurrences.replay import boundary_folds
 from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.replay.reference import fold_boundaries_ref
 from megatron_mamba_cache.recurrences.request_tiles import tile_shape
-from tests.kernels.align_steps import StepRow, device_rows, padding_row, quantizing, within_pools
+from tests.kernels.align_steps import StepRequest, device_batch, padding_request, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import RowSpec, pack_rows, poisoned_pool, same_bits, scan_specs, written_slots
 from tests.kernels.quantized_values import (
@@ -45,7 +45,7 @@ from tests.kernels.quantized_values import (
     patterned,
 )
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
-from tests.kernels.split_windows import align_beside_rings
+from tests.kernels.split_windows import align_with_rings
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 quantized_align_copy, quantized_align_copy_ref = (
@@ -67,9 +67,7 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=60)
-def test_a_quantized_state_is_within_half_a_step_of_the_state(
-    d_state: int, head_dim: int, size: float, seed: int
-) -> None:
+def test_quantization_error_is_at_most_half_a_step(d_state: int, head_dim: int, size: float, seed: int) -> None:
     state = torch.randn(2, d_state, head_dim, generator=torch.Generator().manual_seed(seed)) * size
     values, scales = quantize(state, torch.int8)
     assert all(same_bits(*pair) for pair in zip((values, scales), by_the_formula(state), strict=True))
@@ -79,7 +77,7 @@ def test_a_quantized_state_is_within_half_a_step_of_the_state(
     assert values.min() >= -127 and values.max() <= 127
 
 
-def test_the_largest_value_of_a_channel_comes_back_to_a_rounding() -> None:
+def test_largest_value_of_a_channel_is_restored_up_to_rounding() -> None:
     state = torch.randn(8, 128, 64)
     values, scales = quantize(state, torch.int8)
     largest = state.abs().amax(1)
@@ -91,7 +89,7 @@ def test_the_largest_value_of_a_channel_comes_back_to_a_rounding() -> None:
 @pytest.mark.parametrize("op", [restore_states, restore_states_ref])
 @given(data=st.data())
 @settings(max_examples=15)
-def test_restore_writes_the_product_and_nothing_else(
+def test_restore_writes_the_dequantized_state_and_nothing_else(
     data: st.DataObject, op: Callable[..., None], dtype: torch.dtype
 ) -> None:
     shape = data.draw(st.sampled_from([(2, 3, 4), (1, 1, 1), (3, 16, 5), (2, 7, 70)]))
@@ -99,24 +97,24 @@ def test_restore_writes_the_product_and_nothing_else(
     src = [data.draw(st.sampled_from([PAD_SLOT, 0, 3, 6])) for _ in range(num_pairs)]
     dst = data.draw(st.permutations(range(5)))[:num_pairs]
     dst = [data.draw(st.sampled_from([PAD_SLOT, slot, slot])) for slot in dst]
-    places, pool = patterned(7, shape, "cpu", 2), torch.randn(2, 5, *shape).to(dtype)
+    quantized, pool = patterned(7, shape, "cpu", 2), torch.randn(2, 5, *shape).to(dtype)
     expected = pool.clone()
     for source, target in zip(src, dst, strict=True):
         if PAD_SLOT not in (source, target):
-            expected[:, target] = places.values[:, source] * places.scales[:, source][..., None, :]
+            expected[:, target] = quantized.values[:, source] * quantized.scales[:, source][..., None, :]
     slots = torch.tensor([src, dst], dtype=torch.int32)
     launches = op is restore_states and num_pairs > 0
     with launches_expected(quantized_states, "_restore_kernel", of_kernel=launches, device="cpu"):
-        op(places, pool, slots[0], slots[1])
+        op(quantized, pool, slots[0], slots[1])
     assert same_bits(pool, expected)
 
 
 def test_restore_takes_many_pairs_in_rounds(device: str) -> None:
     num_pairs = quantized_states.SLOTS_AT_A_TIME + 3 if not INTERPRETED else 9
-    places, pool = patterned(5, (1, 2, 2), device, 1), torch.zeros(1, num_pairs, 1, 2, 2, device=device)
+    quantized, pool = patterned(5, (1, 2, 2), device, 1), torch.zeros(1, num_pairs, 1, 2, 2, device=device)
     src = torch.arange(num_pairs, dtype=torch.int32, device=device) % 5
-    restore_states(places, pool, src, torch.arange(num_pairs, dtype=torch.int32, device=device))
-    expected = (places.values * places.scales[..., None, :])[:, src.long()]
+    restore_states(quantized, pool, src, torch.arange(num_pairs, dtype=torch.int32, device=device))
+    expected = (quantized.values * quantized.scales[..., None, :])[:, src.long()]
     assert same_bits(pool, expected)
 
 
@@ -130,11 +128,11 @@ def test_restore_takes_many_pairs_in_rounds(device: str) -> None:
         ({"scales": torch.zeros(1, 2, 4, 2).transpose(2, 3)}, "with strides"),
     ],
 )
-def test_places_that_do_not_fit_the_pool_are_refused(change: dict[str, Tensor], message: str) -> None:
-    places = replace(patterned(2, (2, 3, 4), "cpu", 1), **change)
+def test_mismatched_quantized_states_are_refused(change: dict[str, Tensor], message: str) -> None:
+    quantized = replace(patterned(2, (2, 3, 4), "cpu", 1), **change)
     slots = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
-        restore_states(places, torch.zeros(1, 2, 2, 3, 4), slots, slots)
+        restore_states(quantized, torch.zeros(1, 2, 2, 3, 4), slots, slots)
 
 
 @BOTH_POOLS
@@ -143,7 +141,7 @@ def test_places_that_do_not_fit_the_pool_are_refused(change: dict[str, Tensor], 
     [(ssd_scan, SCANNED), (ssd_scan, SLICED), (ssd_scan, ODD), (ssd_scan_ref, SCANNED)],
     ids=["kernel", "slices", "odd", "twin"],
 )
-def test_the_scan_rounds_states_at_boundaries_and_changes_nothing_else(
+def test_scan_quantizes_boundary_states_and_changes_nothing_else(
     op: Callable[..., Tensor], shape: SSMShape, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(3)
@@ -155,16 +153,16 @@ def test_the_scan_rounds_states_at_boundaries_and_changes_nothing_else(
     exact = exact.to(dtype).float()
     pool = exact.to(dtype, copy=True)
     y = op(steps.tokens, steps.weights, exact, rows, chunk)
-    places = patterned(num_slots, shape.state, device)
-    before, pool_before = cloned(places), pool.clone()
+    quantized = patterned(num_slots, shape.state, device)
+    before, pool_before = cloned(quantized), pool.clone()
     is_kernel = op is ssd_scan and shape is not ODD
     with launches_expected(scan_portable, "_scan_kernel", of_kernel=is_kernel, device=device):
-        quantized_y = op(steps.tokens, steps.weights, pool, rows, chunk, places)
+        quantized_y = op(steps.tokens, steps.weights, pool, rows, chunk, quantized)
     assert same_bits(quantized_y, y)
     boundaries = {slot for spec in specs for slot in spec.boundaries.values()}
     for slot in boundaries:
-        assert holds_quantized(places, slot, exact[slot])
-    assert_only_written(before, places, boundaries)
+        assert holds_quantized(quantized, slot, exact[slot])
+    assert_only_written(before, quantized, boundaries)
     finals = {spec.final for spec in specs} - {PAD_SLOT}
     assert written_slots(specs) == finals | boundaries
     for slot in range(num_slots):
@@ -175,7 +173,7 @@ def test_the_scan_rounds_states_at_boundaries_and_changes_nothing_else(
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @BOTH_POOLS
 @pytest.mark.parametrize("tiling", [HopperTiling(1, 64, 3), HopperTiling(2, 64, 2), HopperTiling(1, 32, 3)])
-def test_the_scan_on_hopper_rounds_the_states_that_it_would_write(tiling: HopperTiling, dtype: torch.dtype) -> None:
+def test_hopper_scan_quantizes_the_states_it_would_write(tiling: HopperTiling, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     chunk, num_slots = 128, 13
     specs = scan_specs(chunk)
@@ -183,19 +181,19 @@ def test_the_scan_on_hopper_rounds_the_states_that_it_would_write(tiling: Hopper
     rows, tile = pack_rows(specs, chunk, "cuda"), tile_shape(chunk, torch.bfloat16)
     assert tile is not None
     exact = poisoned_pool((num_slots, *HOPPER.state), torch.float32, "cuda", [1, 11]).to(dtype).float()
-    pool, places = exact.to(dtype, copy=True), patterned(num_slots, HOPPER.state, "cuda")
-    before = cloned(places)
+    pool, quantized = exact.to(dtype, copy=True), patterned(num_slots, HOPPER.state, "cuda")
+    before = cloned(quantized)
     y = scan_tiles(steps.tokens, steps.weights, exact, rows, tile, tiling)
-    assert same_bits(scan_tiles(steps.tokens, steps.weights, pool, rows, tile, tiling, places), y)
+    assert same_bits(scan_tiles(steps.tokens, steps.weights, pool, rows, tile, tiling, quantized), y)
     boundaries = {slot for spec in specs for slot in spec.boundaries.values()}
     for slot in boundaries:
-        assert holds_quantized(places, slot, exact[slot])
-    assert_only_written(before, places, boundaries)
+        assert holds_quantized(quantized, slot, exact[slot])
+    assert_only_written(before, quantized, boundaries)
 
 
 @BOTH_POOLS
 @pytest.mark.parametrize("op", [fold_boundaries, fold_boundaries_ref])
-def test_a_fold_rounds_the_state_that_an_exact_one_writes(
+def test_fold_quantizes_the_state_an_exact_fold_writes(
     op: Callable[..., None], dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(5)
@@ -207,49 +205,49 @@ def test_a_fold_rounds_the_state_that_an_exact_one_writes(
     targets = [4, PAD_SLOT, 0]
     exact, ring = layered(requests.pool.clone(), requests.ring)
     op(exact, ring, requests.folds([0, PAD_SLOT, 2], ends), 8)
-    places = patterned(6, ODD.state, device, 1)
-    before, pool = cloned(places), requests.pool.clone()
+    quantized = patterned(6, ODD.state, device, 1)
+    before, pool = cloned(quantized), requests.pool.clone()
     with launches_expected(boundary_folds, "_fold_boundaries_kernel", of_kernel=op is fold_boundaries, device=device):
-        op(*layered(requests.pool, requests.ring), requests.folds(targets, ends), 8, places)
-    in_layer, untouched = (states.of_layer(0) for states in (places, before))
+        op(*layered(requests.pool, requests.ring), requests.folds(targets, ends), 8, quantized)
+    in_layer, untouched = (states.of_layer(0) for states in (quantized, before))
     for target, slot in ((4, 0), (0, 2)):
         assert holds_quantized(in_layer, target, exact[0, slot])
     assert_only_written(untouched, in_layer, {0, 4})
     assert same_bits(requests.pool, pool)
 
 
-ALIGN_ROWS = [
-    StepRow(60, 5, 4, 5, (0, 1, 2, 3, 4), 3),
-    StepRow(30, 3, 2, 1, (5, 6, 7, 8, 9), 6),  # reaches no boundary
-    padding_row(5, target=7),
-    StepRow(15, 1, 0, 1, (10, 10, 10, 10, 10), 10),  # a target with the number of its source is another place
-    StepRow(30, 3, 2, 3, (5, 6, 7, 8, 9), PAD_SLOT),
+ALIGN_STEPS = [
+    StepRequest(60, 5, 4, 5, (0, 1, 2, 3, 4), 3),
+    StepRequest(30, 3, 2, 1, (5, 6, 7, 8, 9), 6),  # reaches no boundary
+    padding_request(5, target=7),
+    StepRequest(15, 1, 0, 1, (10, 10, 10, 10, 10), 10),  # a quantized target may have its source's number
+    StepRequest(30, 3, 2, 3, (5, 6, 7, 8, 9), PAD_SLOT),
 ]
 
 
 @BOTH_POOLS
 @pytest.mark.parametrize("op", [quantized_align_copy, quantized_align_copy_ref])
-@pytest.mark.parametrize("places_of_drafts", ["in slots", "beside rings"])
+@pytest.mark.parametrize("draft_inputs", ["in slots", "next to rings"])
 @pytest.mark.parametrize("conv_dim", [10, 8])
-def test_an_align_copy_rounds_the_state_that_an_exact_one_copies(
-    conv_dim: int, places_of_drafts: str, op: Callable[..., None], dtype: torch.dtype, device: str
+def test_align_copy_quantizes_the_state_an_exact_one_copies(
+    conv_dim: int, draft_inputs: str, op: Callable[..., None], dtype: torch.dtype, device: str
 ) -> None:
     conv = torch.randn(2, 11, 7, conv_dim, device=device).to(torch.bfloat16)
     ssm = torch.randn(2, 11, *ODD.state, device=device).to(dtype)
-    roomy = [torch.cat([pool, torch.zeros_like(pool)], 1) for pool in (conv, ssm)]  # targets beside all sources
-    beside = [replace(row, target=row.target + 11) if row.target >= 0 else row for row in ALIGN_ROWS]
-    align_copy_ref(*roomy, device_rows(beside, device), 16, 3)
-    places, ends = patterned(11, ODD.state, device, 2), torch.full((2, 11, 3, conv_dim), 9.0, device=device)
+    roomy = [torch.cat([pool, torch.zeros_like(pool)], 1) for pool in (conv, ssm)]  # targets after all sources
+    moved = [replace(row, target=row.target + 11) if row.target >= 0 else row for row in ALIGN_STEPS]
+    align_copy_ref(*roomy, device_batch(moved, device), 16, 3)
+    quantized, ends = patterned(11, ODD.state, device, 2), torch.full((2, 11, 3, conv_dim), 9.0, device=device)
     ends = ends.to(torch.bfloat16)
-    before, ends_before, pools = cloned(places), ends.clone(), (conv.clone(), ssm.clone())
-    rows = device_rows(ALIGN_ROWS, device)
-    run = op if places_of_drafts == "in slots" else align_beside_rings(op)
+    before, ends_before, pools = cloned(quantized), ends.clone(), (conv.clone(), ssm.clone())
+    rows = device_batch(ALIGN_STEPS, device)
+    run = op if draft_inputs == "in slots" else align_with_rings(op)
     is_kernel = op is quantized_align_copy
     with launches_expected(align_copy_module, "_align_copy_kernel", of_kernel=is_kernel, device=device):
-        run(conv, ssm, rows, 16, 3, ends, places)
+        run(conv, ssm, rows, 16, 3, ends, quantized)
     assert all(same_bits(*pair) for pair in zip((conv, ssm), pools, strict=True))
     for layer in range(2):
-        of_layer, untouched = (states.of_layer(layer) for states in (places, before))
+        of_layer, untouched = (states.of_layer(layer) for states in (quantized, before))
         for target in (3, 10):
             assert holds_quantized(of_layer, target, roomy[1][layer, target + 11])
             assert same_bits(ends[layer, target], roomy[0][layer, target + 11, :3])
@@ -259,15 +257,15 @@ def test_an_align_copy_rounds_the_state_that_an_exact_one_copies(
 
 
 @pytest.mark.parametrize("op", [align_copy_module.align_copy, align_copy_module.align_copy_ref])
-def test_an_align_copy_of_windows_alone_moves_nothing_else(op: Callable[..., None], device: str) -> None:
+def test_window_only_align_copy_moves_nothing_else(op: Callable[..., None], device: str) -> None:
     conv, ends = torch.randn(2, 11, 7, 10, device=device), torch.zeros(2, 11, 3, 10, device=device)
-    op([StateMove(conv, ends, 3)], device_rows(ALIGN_ROWS, device), 16)
+    op([StateMove(conv, ends, 3)], device_batch(ALIGN_STEPS, device), 16)
     assert same_bits(ends[:, 3], conv[:, 0, 3:6]) and same_bits(ends[:, 10], conv[:, 10, :3])
     assert not ends[:, [slot for slot in range(11) if slot not in (3, 10)]].any()
 
 
 @pytest.mark.parametrize("op", [causal_conv, causal_conv_ref])
-def test_windows_at_chunk_ends_go_to_places_of_their_own(op: Callable[..., Tensor], device: str) -> None:
+def test_boundary_windows_have_their_own_buffer(op: Callable[..., Tensor], device: str) -> None:
     specs, num_slots = scan_specs(8), 13
     rows = pack_rows(specs, 8, device, num_padding=1)
     x = torch.randn(sum(spec.length for spec in specs), 10, device=device)
@@ -286,9 +284,9 @@ def test_windows_at_chunk_ends_go_to_places_of_their_own(op: Callable[..., Tenso
     assert pool[list(boundaries)].isnan().all()
 
 
-def test_a_scan_without_boundaries_writes_no_quantized_state(device: str) -> None:
+def test_scan_without_boundaries_writes_no_quantized_state(device: str) -> None:
     steps, rows = random_steps(9, device, SCANNED), pack_rows([RowSpec(9, final=0)], 16, device)
-    places = patterned(2, SCANNED.state, device)
-    before = cloned(places)
-    ssd_scan(steps.tokens, steps.weights, torch.zeros(1, *SCANNED.state, device=device), rows, 16, places)
-    assert_only_written(before, places, set())
+    quantized = patterned(2, SCANNED.state, device)
+    before = cloned(quantized)
+    ssd_scan(steps.tokens, steps.weights, torch.zeros(1, *SCANNED.state, device=device), rows, 16, quantized)
+    assert_only_written(before, quantized, set())

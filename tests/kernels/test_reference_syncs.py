@@ -50,7 +50,7 @@ from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_boundari
 from megatron_mamba_cache.recurrences.replay.reference import fold_boundaries_ref
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, copy_slots_ref
 from tests.kernels import delta_steps
-from tests.kernels.align_steps import StepRow, device_rows, padding_row, within_pools
+from tests.kernels.align_steps import StepRequest, device_batch, padding_request, within_pools
 from tests.kernels.packed_batches import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
 from tests.kernels.ssm_steps import SSMShape, random_steps
@@ -161,7 +161,7 @@ def copy_call() -> Callable[[], object]:
 
 
 def align_call() -> Callable[[], object]:
-    rows = device_rows([StepRow(13, 3, 2, 3, (0, 1, 2), 3), padding_row(3)], "cuda")
+    rows = device_batch([StepRequest(13, 3, 2, 3, (0, 1, 2), 3), padding_request(3)], "cuda")
     conv_pool, ssm_pool = randn(2, 4, 5, 6), randn(2, 4, 2, 3, 5)
     drafts = DraftInputs(randn(2, 3, 2, 6), int32(1, 0))
     align = within_pools(align_copy_ref)
@@ -188,9 +188,9 @@ def append_call() -> Callable[[], object]:
 
 def inputs_call() -> Callable[[], object]:
     new, caches, query = randn(2, 3, 2, 8), randn(2, 9, 4, 2, 8), randn(4, 2, 2, 8)
-    places = int32(1, -1, 4), int32(0, 1, 2)
+    slots = int32(1, -1, 4), int32(0, 1, 2)
     changes = HeadChanges(HeadNorms(randn(8), randn(8), 1e-6), Rotation(randn(5, 2, 3), int32(0, 4, 2).long()))
-    return lambda: write_attention_inputs_ref(query, new[0], new[1], caches[0], caches[1], *places, changes)
+    return lambda: write_attention_inputs_ref(query, new[0], new[1], caches[0], caches[1], *slots, changes)
 
 
 def sampling_call() -> Callable[[], object]:
@@ -215,12 +215,12 @@ def verification_call() -> Callable[[], object]:
     logits, settings = randn(6, 50), (randn(6).abs(), int32(0, 1, 7, 0, 3, 0), randn(6).sigmoid())
     tokens, drafts = (torch.arange(6, device="cuda") for _ in range(2))
     rows = VerifyLogits(int32(0, 3, 4, 6, 6), drafts, 2)
-    drawn = DraftDistributions(randn(3, 50).softmax(-1), int32(0, 1, -1, -1, 2, -1))
+    sampled = DraftDistributions(randn(3, 50).softmax(-1), int32(0, 1, -1, -1, 2, -1))
     uniforms = RatioUniforms(*torch.rand(2, 6, device="cuda", dtype=torch.float64))
     return lambda: (
         accept_matching(tokens, rows),
         accept_matching_ref(tokens, rows),
-        accept_by_ratio(tokens, token_probabilities(SamplingRows(logits, *settings)), rows, drawn, uniforms),
+        accept_by_ratio(tokens, token_probabilities(SamplingRows(logits, *settings)), rows, sampled, uniforms),
     )
 
 
@@ -255,7 +255,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("prepare", CALLS)
-def test_op_never_waits_for_the_device(prepare: Callable[[], Callable[[], object]]) -> None:
+def test_op_never_syncs_with_the_device(prepare: Callable[[], Callable[[], object]]) -> None:
     call = prepare()
     call()
     with forbidden_syncs():
@@ -270,7 +270,7 @@ def test_op_can_be_captured_in_a_graph(prepare: Callable[[], Callable[[], object
         call()
 
 
-def test_the_check_notices_a_wait() -> None:
+def test_planted_sync_is_noticed() -> None:
     tensor = randn(1)
     with forbidden_syncs(), pytest.raises(RuntimeError):
         tensor.item()

@@ -82,7 +82,7 @@ def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hop
 
 
 @pytest.mark.parametrize("form", ["sums", "mma"])
-def test_nothing_compiles_again_when_rows_or_few_tokens_change(form: str, compile_for_hopper: Compile) -> None:
+def test_other_batches_or_few_tokens_compile_nothing_new(form: str, compile_for_hopper: Compile) -> None:
     weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     shape = SSMShape(heads=4, head_dim=64, d_state=16, groups=2)
@@ -106,12 +106,12 @@ def test_nothing_compiles_again_when_rows_or_few_tokens_change(form: str, compil
         (64, 8, None),
     ],
 )
-def test_heads_that_a_warp_takes_in_whole_tiles(head_dim: int, d_state: int, width: int | None) -> None:
+def test_warps_take_heads_in_whole_tiles(head_dim: int, d_state: int, width: int | None) -> None:
     assert hopper_width(head_dim, d_state) == width
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_early_kernels_wait_for_what_they_read(
+def test_early_kernels_wait_for_their_inputs(
     form: tuple[str, torch.dtype], compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first kernel waits before it writes, and before it lets the next begin, which does so after its own wait."""
@@ -128,9 +128,7 @@ def test_early_kernels_wait_for_what_they_read(
     assert "griddepcontrol.launch_dependents" in after
     ptx = kernel.ptx[-1]
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
-    assert (
-        ptx.count("griddepcontrol.wait") == 2
-    )  # padding rows wait too: a kernel's end is all that the next one awaits
+    assert ptx.count("griddepcontrol.wait") == 2  # padding waits too: a kernel's end is all that the next one awaits
 
 
 def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: None) -> None:
@@ -152,7 +150,7 @@ def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile
 
 
 @POOL_DTYPES
-def test_boundary_folds_by_products_stay_in_registers(
+def test_matmul_boundary_folds_stay_in_registers(
     dtype: torch.dtype, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fold_mma, "num_multiprocessors", lambda device: 132)

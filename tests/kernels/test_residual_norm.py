@@ -1,4 +1,4 @@
-"""The residual sum and the norm behind it, kernel and twin, have the bits of a sum and a norm apart."""
+"""The fused residual sum and norm, kernel and reference, equal a separate sum and norm bit for bit."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.kernels.packed_batches import same_bits
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 96), (3, 1, 1500), (2, 4096), (0, 8)])
 @pytest.mark.parametrize(("multiplier", "offset"), [(1.0, 0.0), (0.22, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_both_results_are_those_of_two_passes(
+def test_fused_results_equal_separate_sum_and_norm(
     shape: tuple[int, ...], multiplier: float, offset: float, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(shape[-1])
@@ -36,14 +36,14 @@ def test_both_results_are_those_of_two_passes(
         assert same_bits(found[0], expected)
 
 
-def test_a_token_has_the_same_bits_in_any_batch(device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(device: str) -> None:
     output, residual, weight = (torch.randn(n, 768, device=device).bfloat16() for n in (9, 9, 1))
     together = add_and_norm(output, residual, weight[0], 1e-5)
     alone = add_and_norm(output[4:5], residual[4:5], weight[0], 1e-5)
     assert all(same_bits(mine, its[4:5]) for mine, its in zip(alone, together, strict=True))
 
 
-def test_other_tensors_are_refused(device: str) -> None:
+def test_unsupported_tensors_are_refused(device: str) -> None:
     x, weight = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
     for others in ((x[:1], x, weight), (x.bfloat16(), x, weight), (x, x, weight[:4]), (x.T, x.T, weight[:2])):
         with pytest.raises(ValueError, match="need "):

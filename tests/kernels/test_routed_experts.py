@@ -76,7 +76,7 @@ def test_weights_are_prefetched_only_after_a_gemm_that_waited(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_tokens", [257, 300, 512, 777, 1024])
 @pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
-def test_a_shared_product_is_that_of_its_twin(num_tokens: int, activation: Activation) -> None:
+def test_shared_expert_gemm_matches_the_reference(num_tokens: int, activation: Activation) -> None:
     """Outputs that do not fill the last tile, and rows that do not either."""
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, 192, generator=generator).bfloat16().cuda()
@@ -95,14 +95,14 @@ def test_a_shared_product_is_that_of_its_twin(num_tokens: int, activation: Activ
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_tokens", [200, 300, 700, 1100, 2100])
 @pytest.mark.parametrize("num_experts", [2, 16])
-def test_a_captured_layer_gives_what_its_parts_give(num_tokens: int, num_experts: int) -> None:
+def test_captured_layer_equals_its_separate_ops(num_tokens: int, num_experts: int) -> None:
     generator, hidden = torch.Generator().manual_seed(num_tokens), 256
 
-    def drawn(*sizes: int) -> Tensor:
+    def random_weights(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator).mul(sizes[-1] ** -0.5).bfloat16().cuda()
 
-    first, second = drawn(num_experts, 128, hidden), drawn(num_experts, hidden, 128)
-    up, down = drawn(320, hidden), drawn(hidden, 320)
+    first, second = random_weights(num_experts, 128, hidden), random_weights(num_experts, hidden, 128)
+    up, down = random_weights(320, hidden), random_weights(hidden, 320)
     x, ids = torch.empty(num_tokens, hidden, device="cuda").bfloat16(), torch.empty(num_tokens, TOP_K, device="cuda")
     ids = ids.to(torch.int32)
 

@@ -50,10 +50,10 @@ def expected_route(logits: list[float], bias: list[float], rule: RoutingRule) ->
     choice = [score + offset for score, offset in zip(scores, bias, strict=True)]
     size = len(logits) // rule.num_groups
 
-    def worth(group: int) -> float:
+    def group_score(group: int) -> float:
         return sum(sorted(choice[group * size : (group + 1) * size])[-2:])
 
-    groups = sorted(range(rule.num_groups), key=lambda group: (-worth(group), group))[: rule.top_groups]
+    groups = sorted(range(rule.num_groups), key=lambda group: (-group_score(group), group))[: rule.top_groups]
     reach = [expert for expert in range(len(logits)) if expert // size in groups]
     ids = sorted(reach, key=lambda expert: (-choice[expert], expert))[: rule.top_k]
     weights = [scores[expert] for expert in ids]
@@ -99,7 +99,7 @@ def test_equal_scores_go_to_the_lowest_experts(score: str, op: Route, device: st
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_token_has_the_same_bits_in_any_batch(name: str, device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(name: str, device: str) -> None:
     num_experts, rule = RULES[name]
     torch.manual_seed(1)
     logits, bias = torch.randn(9, num_experts, device=device), torch.randn(num_experts, device=device)
@@ -110,14 +110,14 @@ def test_a_token_has_the_same_bits_in_any_batch(name: str, device: str) -> None:
 
 
 @both_routes
-def test_scores_that_vanish_still_choose_by_logits(op: Route, device: str) -> None:
+def test_underflowing_scores_are_ranked_by_logits(op: Route, device: str) -> None:
     logits = torch.tensor([[200.0, -10.0, -20.0, -5.0]], device=device)
     ids, weights = op(logits[None], None, RoutingRule(3))
     assert ids.tolist() == [[0, 3, 1]] and weights[0, 0] == 1 and weights.isfinite().all()
 
 
 @both_routes
-def test_tokens_of_padding_get_no_expert(op: Route, device: str) -> None:
+def test_padding_tokens_get_no_expert(op: Route, device: str) -> None:
     torch.manual_seed(2)
     logits, is_real = torch.randn(1, 5, 8, device=device), torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32).to(device)
     ids, weights = op(logits, None, RoutingRule(3), is_real)
@@ -131,7 +131,7 @@ def test_tokens_of_padding_get_no_expert(op: Route, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("num_inputs", [5, 130, 2048])
 @pytest.mark.parametrize("has_padding", [False, True])
-def test_the_shared_expert_weighs_the_sigmoid_of_its_gate(
+def test_shared_expert_is_weighted_by_its_gates_sigmoid(
     num_inputs: int, dtype: torch.dtype, has_padding: bool, op: Route, device: str
 ) -> None:
     """Both the gate's product and its sigmoid are rounded, as by the linear layer and the function of torch."""
@@ -152,14 +152,14 @@ def test_the_shared_expert_weighs_the_sigmoid_of_its_gate(
 
 
 @both_routes
-def test_the_product_with_the_shared_expert_s_gate_is_rounded_before_its_sigmoid(op: Route, device: str) -> None:
+def test_shared_gate_logit_is_cast_before_its_sigmoid(op: Route, device: str) -> None:
     x = torch.tensor([[-5.0, -0.01171875]], device=device).bfloat16()  # their sum is between two numbers of bf16
     _, weights = op(torch.zeros(1, 1, 2, device=device), None, RoutingRule(1), None, SharedGate(x, torch.ones_like(x)))
-    rounded, exact = (torch.tensor(logit).sigmoid().bfloat16().item() for logit in (-5.0, -5.01171875))
-    assert weights[0, 1].item() == rounded != exact
+    cast, exact = (torch.tensor(logit).sigmoid().bfloat16().item() for logit in (-5.0, -5.01171875))
+    assert weights[0, 1].item() == cast != exact
 
 
-def test_a_token_s_shared_weight_has_the_same_bits_in_any_batch(device: str) -> None:
+def test_shared_weight_bits_do_not_depend_on_the_batch(device: str) -> None:
     torch.manual_seed(4)
     x, gate = torch.randn(5, 70, device=device).bfloat16(), torch.randn(1, 70, device=device).bfloat16()
     logits = torch.randn(1, 5, 8, device=device)
@@ -171,7 +171,7 @@ def test_a_token_s_shared_weight_has_the_same_bits_in_any_batch(device: str) -> 
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(512, 10), (256, 8)])
-def test_experts_are_those_of_transformers_router(num_experts: int, top_k: int, device: str) -> None:
+def test_experts_match_transformers_router(num_experts: int, top_k: int, device: str) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     if not hasattr(modeling, "Qwen3NextTopKRouter"):
         pytest.skip("this transformers routes inside its layer of experts")
@@ -194,7 +194,7 @@ def test_experts_are_those_of_transformers_router(num_experts: int, top_k: int, 
     ("num_tokens", "num_inputs", "num_experts"),
     [(1, 72, 5), (19, 1100, 70), (300, 130, 8), (2049, 130, 8), (2049, 72, 129), (4097, 72, 5)],
 )
-def test_logits_are_products_in_fp32(
+def test_logits_are_float32_matmuls(
     num_tokens: int, num_inputs: int, num_experts: int, dtype: torch.dtype, tolerance: float, op: Logits, device: str
 ) -> None:
     torch.manual_seed(num_inputs)
@@ -208,7 +208,7 @@ def test_logits_are_products_in_fp32(
 @pytest.mark.parametrize(
     ("num_tokens", "rows"), [(64, (slice(0, 1), slice(9, 40))), (700, (slice(1, 301),)), (2100, (slice(30, 2090),))]
 )
-def test_a_tokens_logits_have_the_same_bits_in_any_batch_of_a_form(
+def test_logit_bits_do_not_depend_on_the_batch_within_a_variant(
     num_tokens: int, rows: Sequence[slice], device: str
 ) -> None:
     if device == "cpu":
@@ -225,7 +225,7 @@ def test_a_tokens_logits_have_the_same_bits_in_any_batch_of_a_form(
     ("num_tokens", "top_k", "num_experts"), [(1, 6, 128), (9, 2, 5), (700, 3, 7), (1500, 3, 7), (3, 1, 1)]
 )
 @pytest.mark.parametrize("spread", ["random", "one expert", "the last expert", "few here"])
-def test_pairs_are_in_the_order_of_experts(
+def test_pairs_are_sorted_by_expert(
     num_tokens: int, top_k: int, num_experts: int, spread: str, op: Order, device: str
 ) -> None:
     torch.manual_seed(num_tokens)
@@ -238,17 +238,17 @@ def test_pairs_are_in_the_order_of_experts(
     }[spread].to(torch.int32)
     first = num_experts if spread == "few here" else 0
     order = op(ids.to(device), num_experts, first)
-    pairs, places, starts = order.pairs, order.positions, order.starts
+    pairs, pair_positions, starts = order.pairs, order.positions, order.starts
     flat = [expert - first for expert in ids.flatten().tolist()]
     here = [pair for pair, expert in enumerate(flat) if 0 <= expert < num_experts]
     assert pairs[: len(here)].tolist() == sorted(here, key=lambda pair: (flat[pair], pair))
     assert starts.tolist() == [sum(flat[pair] < bound for pair in here) for bound in range(num_experts + 1)]
-    assert places.shape == shape
-    for pair, place in enumerate(places.flatten().tolist()):
-        assert pairs[place] == pair if pair in set(here) else place == -1
+    assert pair_positions.shape == shape
+    for pair, position in enumerate(pair_positions.flatten().tolist()):
+        assert pairs[position] == pair if pair in set(here) else position == -1
 
 
-def test_more_chunks_of_pairs_than_are_summed_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_chunks_of_pairs_than_one_sum_covers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_order, "_CHUNKS_AT_A_TIME", 16)
     torch.manual_seed(6)
     ids = torch.randint(11, (2500, 2)).to(torch.int32)
@@ -281,7 +281,7 @@ def test_no_tokens(device: str) -> None:
         ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "contiguous inputs"),
     ],
 )
-def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:
+def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
     arguments = {"logits": torch.zeros(1, 3, 8), "bias": None, "rule": RoutingRule(2)} | changes
     with pytest.raises(ValueError, match=reason):
         route(**arguments)
@@ -295,13 +295,13 @@ def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None
         (torch.zeros(3, 16)[:, ::2], torch.zeros(4, 8), "contiguous"),
     ],
 )
-def test_logits_of_arguments_that_disagree_are_refused(x: Tensor, gate: Tensor, reason: str) -> None:
+def test_mismatched_logit_arguments_are_refused(x: Tensor, gate: Tensor, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         router_logits(x, gate)
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 0}, {"top_k": 1, "top_groups": 2}, {"top_k": 1, "score": "tanh"}])
-def test_rules_that_cannot_be_are_refused(fields: dict) -> None:
+def test_impossible_rules_are_refused(fields: dict) -> None:
     with pytest.raises(ValueError, match=r"top_k >= 1|'sigmoid' and 'softmax'"):
         RoutingRule(**fields)
 
@@ -317,7 +317,7 @@ def test_rules_that_cannot_be_are_refused(fields: dict) -> None:
         ("qwen3 next", True),
     ],
 )
-def test_other_numbers_of_tokens_compile_nothing_new(
+def test_other_token_counts_compile_nothing_new(
     name: str, has_shared_gate: bool, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ) -> None:
     routes = compile_for_hopper(routing, "_route_kernel")

@@ -53,17 +53,17 @@ ROWS = st.tuples(
 
 
 @given(st.lists(ROWS, min_size=1, max_size=5))
-def test_sample_inverts_the_cumulative_probabilities_of_the_kept_tokens_in_their_order(rows: list[Row]) -> None:
+def test_sample_inverts_the_cumulative_distribution_of_kept_tokens(rows: list[Row]) -> None:
     assert sample(rows) == [expected_token(*row) for row in rows]
 
 
 @given(st.lists(ROWS, min_size=2, max_size=5))
-def test_token_depends_on_its_own_row_only(rows: list[Row]) -> None:
+def test_token_depends_only_on_its_own_row(rows: list[Row]) -> None:
     assert sample(rows) == [sample([row])[0] for row in rows]
 
 
 @pytest.mark.parametrize("row", [([1.0, 5.0, 5.0], 0.0, 0, 0.0, 0.99), ([1.0, 5.0, 5.0], 2.0, 1, 0.9, 0.99)])
-def test_zero_temperature_and_top_1_take_the_first_largest(row: Row, device: str) -> None:
+def test_zero_temperature_and_top_1_take_the_first_maximum(row: Row, device: str) -> None:
     assert sample([row], device) == [1]
     assert greedy_tokens(torch.tensor([row[0]], device=device)).tolist() == [1]
 
@@ -81,7 +81,7 @@ def test_exactly_reached_nucleus_keeps_no_further_token(device: str) -> None:
 
 
 @pytest.mark.parametrize("top", [math.nextafter(1, 0), 1.0])
-def test_largest_uniform_never_draws_an_impossible_token(top: float, device: str) -> None:
+def test_largest_uniform_never_samples_an_impossible_token(top: float, device: str) -> None:
     assert sample([([0.0, 0.3, 0.1, -math.inf], 1.0, 0, 0.0, top)], device) == [2]
     assert sample([([-math.inf, 0.3, 0.1, -math.inf], 1.0, 0, 0.0, 0.0)], device) == [1]
     assert sample([([0.0, -1e9, 0.3], 1e-3, 0, 0.95, top)], device) == [2]
@@ -102,7 +102,7 @@ def test_frequencies_follow_the_probabilities(device: str) -> None:
 
 
 @given(st.lists(ROWS, min_size=1, max_size=5))
-def test_probabilities_in_token_order_are_those_of_the_kept_tokens(rows: list[Row]) -> None:
+def test_probabilities_in_token_order_are_the_kept_tokens_probabilities(rows: list[Row]) -> None:
     found = token_probabilities(rows_of(rows))
     kept = [kept_probabilities(*row[:-1]) for row in rows]
     expected = torch.tensor([[row.get(token, 0.0) for token in range(6)] for row in kept], dtype=torch.float64)
@@ -118,22 +118,22 @@ def test_probabilities_of_greedy_rows_are_one_hot(device: str) -> None:
     assert found.tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
 
 
-def test_weighted_draw_inverts_the_cumulative_weights(device: str) -> None:
+def test_weighted_sample_inverts_the_cumulative_weights(device: str) -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 5.0, 2.0]], dtype=torch.float64, device=device).expand(5, -1)
     uniforms = torch.tensor([0.0, 0.124, 0.126, 0.749, 0.751], dtype=torch.float64, device=device)
     assert sample_weighted(weights, uniforms).tolist() == [1, 1, 3, 3, 4]
 
 
-def test_weighted_draw_never_draws_a_token_without_weight(device: str) -> None:
+def test_weighted_sample_never_picks_a_token_of_zero_weight(device: str) -> None:
     weights = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.3, 0.0]], dtype=torch.float64, device=device)
     assert sample_weighted(weights, torch.tensor([1.0], device=device)).tolist() == [4]
 
 
-def test_rows_without_numbers_draw_some_token_and_change_no_other_row(device: str) -> None:
-    drawn = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 9, generator=drawn).to(device)
+def test_rows_of_nan_sample_some_token_and_change_no_other_row(device: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 9, generator=rng).to(device)
     settings = [torch.full((4,), value, device=device) for value in (1.0, 0, 0.9)]
-    uniforms = torch.rand(4, dtype=torch.float64, generator=drawn).to(device)
+    uniforms = torch.rand(4, dtype=torch.float64, generator=rng).to(device)
     expected = sample_tokens(SamplingRows(logits, *settings), uniforms)
     logits[1], logits[2] = torch.nan, -torch.inf
     found = sample_tokens(SamplingRows(logits, *settings), uniforms)

@@ -92,7 +92,7 @@ def test_copies_are_exact_and_touch_nothing_else(op: Op, data: st.DataObject) ->
 
 
 @both_copies
-def test_tensors_of_any_shape_dtype_and_number_of_layers_are_copied_in_one_launch(op: Op, device: str) -> None:
+def test_tensors_of_any_shape_and_dtype_are_copied_in_one_launch(op: Op, device: str) -> None:
     check_copy(op, toy_tensors(NUM_SLOTS, 3, device), [1, PAD_SLOT, 3], [0, 2, 5])
 
 
@@ -108,7 +108,7 @@ def test_tensors_of_any_shape_dtype_and_number_of_layers_are_copied_in_one_launc
         ([PAD_SLOT, 0, 1, 1, 3], [3, 8, 7, 4, PAD_SLOT]),
     ],
 )
-def test_pairs_that_hold_padding_are_skipped(src: list[int], dst: list[int], op: Op, device: str) -> None:
+def test_pairs_with_padding_are_skipped(src: list[int], dst: list[int], op: Op, device: str) -> None:
     check_copy(op, make_pools(device), src, dst)
 
 
@@ -145,7 +145,7 @@ def test_any_number_of_slots(num_slots: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
-def test_every_tiling_does_the_same(tiling: CopyTiling, device: str) -> None:
+def test_every_tiling_copies_the_same_bytes(tiling: CopyTiling, device: str) -> None:
     pools, slots = make_pools(device, conv_shape=(3, 12), ssm_shape=(2, 5, 8)), int32([1, 4], device)
     expected = [pool.clone() for pool in pools]
     copy_slots(pools, pools, slots, slots + 1, tiling)
@@ -165,7 +165,7 @@ def test_bytes_between_strided_slots_stay(gap: int, device: str) -> None:
 
 @both_copies
 @pytest.mark.parametrize("shift", [0, 1])
-def test_slots_are_copied_between_pools_of_other_slots(shift: int, op: Op, device: str) -> None:
+def test_slots_are_copied_between_pools_of_different_sizes(shift: int, op: Op, device: str) -> None:
     """With a shift, the pools allow accesses of other widths."""
     memory = torch.randn(2 * 7 * 24 + 1, device=device)
     sources = [memory[shift:][: 2 * 7 * 24].view(2, 7, 24), torch.randn(2, 4, 5, device=device)]
@@ -199,7 +199,7 @@ def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     call, reason = bad_calls()[name]
     with pytest.raises(ValueError, match=reason):
         call(make_pools("cpu"), int32([1, 2, 3], "cpu"))
@@ -207,7 +207,7 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_replayed_graph_reads_the_slots_anew() -> None:
+def test_replayed_graph_reads_new_slots() -> None:
     pools, src, dst = make_pools("cuda"), int32([1, 2, 3], "cuda"), int32([4, PAD_SLOT, 6], "cuda")
     copy_slots(pools, pools, src, dst)
     graph = torch.cuda.CUDAGraph()
@@ -223,7 +223,7 @@ def test_a_replayed_graph_reads_the_slots_anew() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_other_counts_slots_and_alignments_compile_nothing_new() -> None:
+def test_other_counts_and_alignments_compile_nothing_new() -> None:
     pools = make_pools("cuda")
     counted = slot_copies._copy_slots_kernel.kernel
     sizes = []

@@ -55,7 +55,7 @@ def test_scan_matches_the_sequential_recurrence(
 
 
 def neighbours(packing: str) -> tuple[list[int], list[int]]:
-    """Return the lengths of the rows before and behind the row under test."""
+    """Return the lengths of the requests before and after the one under test."""
     return {"alone": ([], []), "behind others": ([3, CHUNK], []), "amid others": ([1], [2 * CHUNK + 5, 0, 1])}[packing]
 
 
@@ -70,13 +70,13 @@ def test_scan_resumed_at_every_boundary_is_bit_equal(packing: str, tail: int, de
     rows = pack_rows([RowSpec(length, final=0, boundaries=slots)], CHUNK, device)
     expected = ssd_scan_ref(steps.tokens, steps.weights, whole, rows, CHUNK)
 
-    before, behind = ([RowSpec(n) for n in lengths] for lengths in neighbours(packing))
+    before, after = ([RowSpec(n) for n in lengths] for lengths in neighbours(packing))
     for cut, cut_slot in slots.items():
         pool = make_pool(torch.float32, device)
         pool[cut_slot] = whole[cut_slot]
         later = {position: slot for position, slot in slots.items() if position > cut}
-        specs = [*before, RowSpec(length - cut, cut, cut_slot, 0, later), *behind]
-        others = [[random_steps(spec.length, device, SHAPE) for spec in side] for side in (before, behind)]
+        specs = [*before, RowSpec(length - cut, cut, cut_slot, 0, later), *after]
+        others = [[random_steps(spec.length, device, SHAPE) for spec in side] for side in (before, after)]
         packed = steps[cut:].joined_with(*others)
         y = ssd_scan_ref(packed.tokens, packed.weights, pool, pack_rows(specs, CHUNK, device), CHUNK)
         assert same_bits(y[row_slices(specs)[len(before)]], expected[cut:])
@@ -87,22 +87,22 @@ def test_scan_resumed_at_every_boundary_is_bit_equal(packing: str, tail: int, de
     "shape", [SSMShape(2, 5, 7, 1), SSMShape(1, 5, 7, 1), SSMShape(1, 1, 16, 1), SSMShape(3, 5, 1, 1)], ids=str
 )
 @pytest.mark.parametrize("num_before", [1, 64, 20 * 64])
-def test_bits_do_not_depend_on_where_chunks_lie(shape: SSMShape, num_before: int, device: str) -> None:
-    """Sizes whose matrices are not aligned where they lie behind others."""
-    chunk, row, slots = 64, RowSpec(128 + 9, 0, 3, 2), (4, *shape.state)
+def test_bits_do_not_depend_on_chunk_offsets(shape: SSMShape, num_before: int, device: str) -> None:
+    """Sizes whose matrices are not aligned after others in memory."""
+    chunk, spec, slots = 64, RowSpec(128 + 9, 0, 3, 2), (4, *shape.state)
     for seed in range(8):
         torch.manual_seed(seed)
-        steps = random_steps(row.length, device, shape)
+        steps = random_steps(spec.length, device, shape)
         packed = steps.joined_with([random_steps(num_before, device, shape)], [])
-        alone, behind = (poisoned_pool(slots, torch.float32, device, (1, 3)) for _ in range(2))
-        behind.copy_(alone)
-        expected = ssd_scan_ref(steps.tokens, steps.weights, alone, pack_rows([row], chunk, device), chunk)
-        rows = pack_rows([RowSpec(num_before, 0, 1, 0), row], chunk, device)
-        y = ssd_scan_ref(packed.tokens, packed.weights, behind, rows, chunk)
-        assert same_bits(y[num_before:], expected) and same_bits(behind[2], alone[2]), seed
+        alone, after = (poisoned_pool(slots, torch.float32, device, (1, 3)) for _ in range(2))
+        after.copy_(alone)
+        expected = ssd_scan_ref(steps.tokens, steps.weights, alone, pack_rows([spec], chunk, device), chunk)
+        rows = pack_rows([RowSpec(num_before, 0, 1, 0), spec], chunk, device)
+        y = ssd_scan_ref(packed.tokens, packed.weights, after, rows, chunk)
+        assert same_bits(y[num_before:], expected) and same_bits(after[2], alone[2]), seed
 
 
-def test_first_chunk_of_an_unaligned_row_ends_on_the_absolute_multiple(device: str) -> None:
+def test_first_chunk_of_an_unaligned_prompt_ends_on_an_absolute_multiple(device: str) -> None:
     torch.manual_seed(0)
     steps = random_steps(3 * CHUNK, device, SHAPE)
     pool = make_pool(torch.float32, device)
@@ -116,7 +116,7 @@ def test_first_chunk_of_an_unaligned_row_ends_on_the_absolute_multiple(device: s
     assert same_bits(pool[0], pool[2])
 
 
-def test_neighbours_nan_stays_with_them_and_padding_gives_zeros(device: str) -> None:
+def test_nan_stays_in_its_request_and_padding_gives_zeros(device: str) -> None:
     torch.manual_seed(1)
     clean, poison = random_steps(5, device, SHAPE), random_steps(3, device, SHAPE)
     poison.poison(slice(None))
@@ -141,7 +141,7 @@ def test_padding_chunk_stores_nothing(device: str) -> None:
     assert same_bits(pool, plain)
 
 
-def test_step_of_padding_touches_nothing(device: str) -> None:
+def test_padding_step_touches_nothing(device: str) -> None:
     pool = make_pool(torch.float32, device)
     before = pool.clone()
     for num_tokens, num_padding in [(0, 0), (0, 2), (3, 2)]:
@@ -152,19 +152,19 @@ def test_step_of_padding_touches_nothing(device: str) -> None:
     assert same_bits(before, pool)
 
 
-def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(device: str) -> None:
+def test_bf16_pool_stores_cast_states_and_carries_exact_ones(device: str) -> None:
     torch.manual_seed(2)
     steps = random_steps(3 * CHUNK + 1, device, SHAPE)
     spec = RowSpec(3 * CHUNK + 1, final=0, boundaries={CHUNK: 1, 2 * CHUNK: 2})
-    exact, rounded = make_pool(torch.float32, device), make_pool(torch.bfloat16, device)
+    exact, stored = make_pool(torch.float32, device), make_pool(torch.bfloat16, device)
     rows = pack_rows([spec], CHUNK, device)
     y_exact = ssd_scan_ref(steps.tokens, steps.weights, exact, rows, CHUNK)
-    y_rounded = ssd_scan_ref(steps.tokens, steps.weights, rounded, rows, CHUNK)
-    assert same_bits(y_exact, y_rounded)
-    assert same_bits(rounded[:3], exact[:3].bfloat16())
+    y_stored = ssd_scan_ref(steps.tokens, steps.weights, stored, rows, CHUNK)
+    assert same_bits(y_exact, y_stored)
+    assert same_bits(stored[:3], exact[:3].bfloat16())
 
 
-def test_outputs_are_rounded_to_the_input_dtype(device: str) -> None:
+def test_outputs_have_the_input_dtype(device: str) -> None:
     torch.manual_seed(3)
     steps = random_steps(CHUNK + 3, device, SHAPE)
     steps = steps.cast(torch.bfloat16)

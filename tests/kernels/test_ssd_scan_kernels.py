@@ -15,6 +15,7 @@ from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.mamba2 import scan_portable
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.recurrence import Mamba2
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import cut_rows, scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, cut_tiles, head_slices
@@ -109,7 +110,9 @@ OTHER_ORDERS = [pytest.param(chunk, -order, marks=pytest.mark.slow) for chunk, o
 
 
 @pytest.mark.parametrize(("chunk", "order"), ORDERED_CHUNKS + OTHER_ORDERS)
-def test_float32_rows_follow_the_recurrence(chunk: int, order: int, device: str, counted_kernel: CountedKernel) -> None:
+def test_float32_scan_follows_the_recurrence(
+    chunk: int, order: int, device: str, counted_kernel: CountedKernel
+) -> None:
     torch.manual_seed(chunk)
     specs = scan_specs(chunk)[::order]
     launched = counted_kernel.launches
@@ -140,7 +143,7 @@ def test_slices_cover_a_head_once(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0, 8.0])
-def test_float32_rows_of_strong_decays_follow_the_recurrence(shift: float, device: str) -> None:
+def test_strong_decays_follow_the_recurrence(shift: float, device: str) -> None:
     torch.manual_seed(12)
     specs = scan_specs(LONG_CHUNK)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -195,7 +198,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
 @pytest.mark.parametrize("neighbours", [([], []), ([3, 70 if INTERPRETED else 200], []), ([1], [37, 0, 1])])
-def test_resumed_at_every_boundary_is_bit_equal(
+def test_resuming_at_every_boundary_is_bit_equal(
     tiling: HopperTiling | None,
     shape: SSMShape,
     chunk: int,
@@ -213,13 +216,13 @@ def test_resumed_at_every_boundary_is_bit_equal(
     whole = make_pool(shape, torch.float32, device)
     rows = pack_rows([RowSpec(length, final=0, boundaries=slots)], chunk, device)
     expected = scan(steps.tokens, steps.weights, whole, rows, chunk)
-    before, behind = ([RowSpec(n) for n in lengths] for lengths in neighbours)
+    before, after = ([RowSpec(n) for n in lengths] for lengths in neighbours)
     for cut, cut_slot in slots.items():
         pool = make_pool(shape, torch.float32, device)
         pool[cut_slot] = whole[cut_slot]
         later = {position: slot for position, slot in slots.items() if position > cut}
-        specs = [*before, RowSpec(length - cut, cut, cut_slot, 0, later), *behind]
-        others = [[random_steps(s.length, device, shape).cast(dtype) for s in side] for side in (before, behind)]
+        specs = [*before, RowSpec(length - cut, cut, cut_slot, 0, later), *after]
+        others = [[random_steps(s.length, device, shape).cast(dtype) for s in side] for side in (before, after)]
         packed = steps[cut:].joined_with(*others)
         y = scan(packed.tokens, packed.weights, pool, pack_rows(specs, chunk, device), chunk)
         assert same_bits(y[row_slices(specs)[len(before)]], expected[cut:])
@@ -227,7 +230,7 @@ def test_resumed_at_every_boundary_is_bit_equal(
 
 
 @pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
-def test_what_neighbours_hold_does_not_matter(
+def test_neighbouring_requests_do_not_matter(
     tiling: HopperTiling | None, shape: SSMShape, chunk: int, dtype: torch.dtype, device: str
 ) -> None:
     if tiling and device == "cpu":
@@ -247,7 +250,7 @@ def test_what_neighbours_hold_does_not_matter(
 
 
 @pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
-def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(
+def test_bf16_pool_stores_cast_states_and_carries_exact_ones(
     tiling: HopperTiling | None, shape: SSMShape, chunk: int, dtype: torch.dtype, device: str
 ) -> None:
     if tiling and device == "cpu":
@@ -255,20 +258,18 @@ def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(
     torch.manual_seed(2)
     specs = scan_specs(chunk)
     steps = random_steps(num_tokens(specs), device, shape).cast(dtype)
-    rounded = make_pool(shape, torch.bfloat16, device, (1, 11))
-    exact = rounded.float()
+    stored = make_pool(shape, torch.bfloat16, device, (1, 11))
+    exact = stored.float()
     rows = pack_rows(specs, chunk, device)
-    y_rounded, y_exact = (
-        scan_with(tiling)(steps.tokens, steps.weights, pool, rows, chunk) for pool in (rounded, exact)
-    )
-    assert same_bits(y_rounded, y_exact)
+    y_stored, y_exact = (scan_with(tiling)(steps.tokens, steps.weights, pool, rows, chunk) for pool in (stored, exact))
+    assert same_bits(y_stored, y_exact)
     written = sorted(written_slots(specs))
-    assert same_bits(rounded[written], exact[written].bfloat16())
+    assert same_bits(stored[written], exact[written].bfloat16())
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tiling", [pytest.param(t, marks=on_hopper) for t in TILINGS])
-def test_hopper_kernel_gives_the_bits_of_the_portable_one(tiling: HopperTiling, pool_dtype: torch.dtype) -> None:
+def test_hopper_kernel_equals_the_portable_one_bit_for_bit(tiling: HopperTiling, pool_dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     specs = scan_specs(256)
     steps = random_steps(num_tokens(specs) + 7, "cuda", LARGE).cast(torch.bfloat16)
@@ -290,10 +291,8 @@ SLOTS_APART = [
 
 
 @pytest.mark.parametrize(("tiling", "pool_dtype"), SLOTS_APART)
-def test_slots_of_a_slab_lie_apart_and_give_the_same_bits(
-    tiling: HopperTiling | None, pool_dtype: torch.dtype, device: str
-) -> None:
-    """In slabs a layer's states are far apart: the other layers' states and KV blocks lie between them."""
+def test_slab_strides_do_not_change_bits(tiling: HopperTiling | None, pool_dtype: torch.dtype, device: str) -> None:
+    """In slabs a layer's states are far apart: other layers' states and KV blocks are between them."""
     torch.manual_seed(6)
     shape, chunk, dtype = (SMALL, 16, torch.float32) if tiling is None else (LARGE, 128, torch.bfloat16)
     specs = scan_specs(chunk)
@@ -315,18 +314,18 @@ def test_slots_of_a_slab_lie_apart_and_give_the_same_bits(
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (128, 64), (128, 128), (80, 128), (112, 64)])
-def test_other_heads_follow_the_recurrence_with_the_same_bits_in_every_form(head_dim: int, d_state: int) -> None:
+def test_other_head_shapes_follow_the_recurrence_in_every_variant(head_dim: int, d_state: int) -> None:
     torch.manual_seed(10)
     shape = SSMShape(heads=4, head_dim=head_dim, d_state=d_state, groups=2)
     specs = scan_specs(128)
     steps = random_steps(num_tokens(specs) + 3, "cuda", shape).cast(torch.bfloat16)
     rows = pack_rows(specs, 128, "cuda", num_padding=1)
-    drawn = make_pool(shape, torch.bfloat16, "cuda", (1, 11))
+    random_pool = make_pool(shape, torch.bfloat16, "cuda", (1, 11))
     check_against_recurrence(scan_with(None), specs, 128, steps, 4e-3)
     outcomes = []
     for tiling in (None, *TILINGS):
         for pool_dtype in (torch.float32, torch.bfloat16):
-            pool = drawn.to(pool_dtype, copy=True)
+            pool = random_pool.to(pool_dtype, copy=True)
             outcomes.append((scan_with(tiling)(steps.tokens, steps.weights, pool, rows, 128), pool))
     for index, (y, pool) in enumerate(outcomes):
         assert same_bits(y, outcomes[0][0]) and same_bits(pool, outcomes[index % 2][1])
@@ -334,7 +333,7 @@ def test_other_heads_follow_the_recurrence_with_the_same_bits_in_every_form(head
 
 @compiled_only
 @pytest.mark.parametrize("tiling", [None, *(pytest.param(t, marks=on_hopper) for t in TILINGS[-1:])])
-def test_bf16_rows_are_as_near_to_the_recurrence_as_bf16_allows(tiling: HopperTiling | None, device: str) -> None:
+def test_bf16_scan_is_as_exact_as_bf16_allows(tiling: HopperTiling | None, device: str) -> None:
     if tiling and device == "cpu":
         pytest.skip("a Hopper kernel")
     torch.manual_seed(6)
@@ -343,7 +342,7 @@ def test_bf16_rows_are_as_near_to_the_recurrence_as_bf16_allows(tiling: HopperTi
     check_against_recurrence(scan_with(tiling), specs, 64, steps, 4e-3)
 
 
-def test_sizes_that_kernels_do_not_take_go_to_the_twin(device: str, counted_kernel: CountedKernel) -> None:
+def test_unsupported_sizes_use_the_reference(device: str, counted_kernel: CountedKernel) -> None:
     launched = counted_kernel.launches
     for shape, chunk in [(SSMShape(4, 5, 7, 2), 8), (SMALL, 100)]:
         torch.manual_seed(7)
@@ -352,7 +351,7 @@ def test_sizes_that_kernels_do_not_take_go_to_the_twin(device: str, counted_kern
     assert counted_kernel.launches == launched
 
 
-def test_step_without_rows_touches_nothing(device: str) -> None:
+def test_empty_step_touches_nothing(device: str) -> None:
     pool = make_pool(SMALL, torch.float32, device)
     before = pool.clone()
     for length, num_padding in [(0, 0), (0, 2), (3, 2)]:
@@ -364,7 +363,7 @@ def test_step_without_rows_touches_nothing(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="counts compilations")
-def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_batches_lengths_or_boundaries_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     compiled: list[str] = []
@@ -386,7 +385,7 @@ def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(monkeypat
     assert compiled == []
 
 
-def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions(
+def test_tiles_are_numbered_consecutively_and_cut_at_absolute_positions(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk, shape = 128, SMALL
@@ -410,10 +409,13 @@ def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions
     ):
         total = (dt[first:last].sum(0) * rate) / torch.log(torch.tensor(2.0, dtype=torch.float64))
         torch.testing.assert_close(tiles.decays[:, tile, 0, -1].double(), total, rtol=1e-5, atol=1e-5)
+    monkeypatch.undo()
+    sizes = Mamba2(shape.heads, shape.head_dim, shape.d_state, shape.groups, d_conv=4, grain=chunk)
+    assert tiles.num_bytes == rows.chunk_requests.shape[0] * sizes.chunk_bytes(torch.bfloat16) > 0
     assert tiles.slots[1] == 7 and (tiles.y == 1).all()
 
 
-def test_arguments_that_disagree_are_refused_by_name(device: str) -> None:
+def test_mismatched_arguments_are_refused_by_name(device: str) -> None:
     steps = random_steps(20, device, SMALL)
     rows, pool = pack_rows([RowSpec(20)], 16, device), make_pool(SMALL, torch.float32, device)
     tokens, weights = steps.tokens, steps.weights
@@ -431,7 +433,7 @@ def test_arguments_that_disagree_are_refused_by_name(device: str) -> None:
             ssd_scan(bad_tokens, bad_weights, bad_pool, rows, 16)
 
 
-def test_twin_and_kernel_agree(device: str) -> None:
+def test_kernel_matches_the_reference(device: str) -> None:
     torch.manual_seed(9)
     specs = scan_specs(32)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -449,8 +451,8 @@ def test_twin_and_kernel_agree(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_captured_rows_are_cut_beside_their_convolution_with_the_same_bits(num_padding: int) -> None:
-    """Layers behind each other, each of which begins with a product that the cutting and the convolution read."""
+def test_cutting_overlapped_with_convolution_gives_the_same_bits(num_padding: int) -> None:
+    """A chain of layers, each of which begins with a GEMM whose output the preparation and the convolution read."""
     torch.manual_seed(0)
     heads, head_dim, d_state, groups = 16, 64, 128, 2
     inner, conv_dim = heads * head_dim, heads * head_dim + 2 * groups * d_state
@@ -463,11 +465,11 @@ def test_captured_rows_are_cut_beside_their_convolution_with_the_same_bits(num_p
     windows = torch.zeros(5, 3, conv_dim, device="cuda", dtype=torch.bfloat16)
     pools = [windows, torch.zeros(5, heads, d_state, head_dim, device="cuda")]
 
-    def layers(*, beside: bool) -> list[Tensor]:
+    def layers(*, overlapped: bool) -> list[Tensor]:
         given, found = x, []
         for projection in projections:
             xbc, dt = (given @ projection.T).split([conv_dim, heads], dim=1)
-            tiles = cut_rows(dt, weights, rows, 128, head_dim, xbc.dtype) if beside else None
+            tiles = cut_rows(dt, weights, rows, 128, head_dim, xbc.dtype) if overlapped else None
             conv = causal_conv(xbc, taps, bias, pools[0], rows, after_cut=tiles is not None)
             parts = conv.split([inner, groups * d_state, groups * d_state], dim=1)
             B, C = (part.unflatten(1, (groups, -1)) for part in parts[1:])
@@ -477,11 +479,11 @@ def test_captured_rows_are_cut_beside_their_convolution_with_the_same_bits(num_p
             found += [conv, y, *(pool.clone() for pool in pools)]
         return found
 
-    layers(beside=True)  # compiles
+    layers(overlapped=True)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = layers(beside=True)
+        found = layers(overlapped=True)
     for seed in range(30):
         torch.manual_seed(seed)
         x.normal_()
@@ -493,5 +495,5 @@ def test_captured_rows_are_cut_beside_their_convolution_with_the_same_bits(num_p
         seen = [tensor.clone() for tensor in found]
         for pool, start in zip(pools, started, strict=True):
             pool.copy_(start)
-        expected = layers(beside=False)
+        expected = layers(overlapped=False)
         assert all(same_bits(a, b) for a, b in zip(seen, expected, strict=True)), f"seed {seed}"

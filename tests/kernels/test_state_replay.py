@@ -69,7 +69,7 @@ def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int,
 def texts(
     number: int, length: int, device: str, shape: SSMShape = SHAPE, dtype: torch.dtype = torch.float32
 ) -> list[SSMSteps]:
-    """Return texts of one model, with more tokens behind them for drafts."""
+    """Return texts of one model, followed by more tokens for drafts."""
     every = random_steps(number * (length + 9), device, shape, dtype=dtype)
     return [every[i * (length + 9) : (i + 1) * (length + 9)] for i in range(number)]
 
@@ -85,9 +85,7 @@ def checkpoint_by_tokens(requests: ReplayedRequests, number: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("num_drafts", "ring_len"), [(0, 4), (0, 16), (3, 8), (8, 4), (5, 16), (7, 32)])
-def test_outputs_and_checkpoints_are_those_of_the_recurrence(
-    num_drafts: int, ring_len: int, op: Op, device: str
-) -> None:
+def test_outputs_and_replay_bases_follow_the_recurrence(num_drafts: int, ring_len: int, op: Op, device: str) -> None:
     torch.manual_seed(num_drafts)
     draw = random.Random(num_drafts)
     length = (PERIODS if ring_len < 32 else 2) * ring_len + 3
@@ -100,7 +98,7 @@ def test_outputs_and_checkpoints_are_those_of_the_recurrence(
 
 
 @pytest.mark.parametrize("seed", range(1 if INTERPRETED else 6))
-def test_twin_in_float64_is_the_recurrence_over_long_texts(seed: int) -> None:
+def test_float64_reference_follows_the_recurrence_over_long_texts(seed: int) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
     length, ring_len, num_drafts = 150, draw.choice([4, 8, 16, 32]), draw.randint(0, 8)
@@ -121,7 +119,7 @@ def test_twin_in_float64_is_the_recurrence_over_long_texts(seed: int) -> None:
     ("shape", "inputs"),
     [(SHAPE, torch.float32), pytest.param(WHOLE_TILE, torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda])],
 )
-def test_checkpoints_depend_on_tokens_alone(
+def test_replay_bases_depend_only_on_tokens(
     shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     """Whatever the drafts, what is kept of them, the batch and the capacity: bits of a step of one token at a time."""
@@ -150,7 +148,7 @@ def test_checkpoints_depend_on_tokens_alone(
         assert same_bits(one_by_one.pool[request.slot], requests.pool[request.slot])
 
 
-def test_checkpoints_of_float32_are_the_states_of_the_window_form_bit_for_bit(op: Op, device: str) -> None:
+def test_float32_replay_bases_equal_window_states_bit_for_bit(op: Op, device: str) -> None:
     torch.manual_seed(1)
     ring_len, length = 8, 17
     requests = ReplayedRequests(texts(2, length, device), SHAPE, ring_len, 4)
@@ -163,8 +161,8 @@ def test_checkpoints_of_float32_are_the_states_of_the_window_form_bit_for_bit(op
         assert request.folded > 0 and same_bits(pool[0], requests.pool[request.slot])
 
 
-def test_a_row_may_start_anywhere(op: Op, device: str) -> None:
-    """What prefill leaves is a checkpoint at no multiple of the ring's length, and an empty ring."""
+def test_request_may_start_anywhere(op: Op, device: str) -> None:
+    """Prefill leaves a replay base at any position, and an empty ring."""
     torch.manual_seed(2)
     requests = ReplayedRequests(texts(2, 30, device), SHAPE, 8, 3, starts=[5, 11])
     decode(requests, op, random.Random(2), 29, 2)
@@ -176,7 +174,7 @@ def test_a_row_may_start_anywhere(op: Op, device: str) -> None:
         )
 
 
-def test_nan_of_a_kept_token_stays_with_its_row_and_those_after_it(op: Op, device: str) -> None:
+def test_nan_of_a_kept_token_stays_in_its_request_from_there_on(op: Op, device: str) -> None:
     torch.manual_seed(3)
     requests = ReplayedRequests(texts(2, 9, device), SHAPE, 8, 4)
     bad, good = requests.requests
@@ -187,7 +185,7 @@ def test_nan_of_a_kept_token_stays_with_its_row_and_those_after_it(op: Op, devic
 
 
 @BOTH_POOLS
-def test_bf16_states_are_rounded_once_a_ring(dtype: torch.dtype, op: Op, device: str) -> None:
+def test_bf16_states_lose_precision_once_per_ring(dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(4)
     requests = ReplayedRequests(texts(1, 9, device), SHAPE, 4, 9, dtype=dtype)
     (request,) = requests.requests
@@ -213,7 +211,7 @@ KERNEL_SHAPES = [
 
 @BOTH_POOLS
 @pytest.mark.parametrize(("shape", "kernel", "width"), KERNEL_SHAPES)
-def test_kernel_computes_what_its_twin_does(
+def test_kernel_matches_the_reference(
     shape: SSMShape, kernel: str, width: int, dtype: torch.dtype, device: str
 ) -> None:
     if device == "cpu" and not INTERPRETED:
@@ -250,7 +248,7 @@ def compare_with_twin(
 
 
 @pytest.mark.parametrize("number", [1, 3 if INTERPRETED else 63])
-def test_any_number_of_rows(number: int, op: Op, device: str) -> None:
+def test_any_batch_size(number: int, op: Op, device: str) -> None:
     torch.manual_seed(5)
     every = texts(number, 3, device)
     requests = ReplayedRequests(every, SHAPE, 4, 3)
@@ -260,14 +258,14 @@ def test_any_number_of_rows(number: int, op: Op, device: str) -> None:
         torch.testing.assert_close(request.outputs[0].double(), outputs, rtol=1e-5, atol=1e-5)
 
 
-def test_no_rows_give_zeros(device: str) -> None:
+def test_empty_batch_gives_zeros(device: str) -> None:
     steps = random_steps(3, device, SHAPE)
     requests = ReplayedRequests([steps], SHAPE, 4, 1)
     y = state_replay(steps.tokens, steps.weights, requests.pool, requests.ring, requests.rows([]), 4)
     assert y.shape == steps.tokens.x.shape and (y == 0).all()
 
 
-def test_views_of_a_wider_projection_and_strided_pool_and_rings(op: Op, device: str) -> None:
+def test_inputs_may_be_views_and_pool_and_rings_strided(op: Op, device: str) -> None:
     torch.manual_seed(7)
     steps = random_steps(3, device, SHAPE)
     wide = torch.full((3, 200), float("nan"), device=device)
@@ -277,14 +275,14 @@ def test_views_of_a_wider_projection_and_strided_pool_and_rings(op: Op, device: 
     x, dt, B, C = views
     strided = SSMTokens(x.unflatten(1, (4, 5)), dt, B.unflatten(1, (2, 7)), C.unflatten(1, (2, 7)))
     pools = torch.randn(3, 2, *SHAPE.state, device=device)
-    plain = poisoned_ring(2, 4, 3, SHAPE, device, spare=(0, 3))  # as many places of x as of the rest
+    plain = poisoned_ring(2, 4, 3, SHAPE, device, spare=(0, 3))  # as many entries of x as of the rest
     capacity = plain.capacity
     one_allocation = torch.full((2, capacity, 2, 100), float("nan"), device=device)
-    places = one_allocation[:, :, 1]
+    segments = one_allocation[:, :, 1]
     ring = ReplayRing(
-        places[:, :, :20].unflatten(2, (4, 5)),
-        places[:, :, 30:44].unflatten(2, (2, 7)),
-        places[:, :, 60:68].unflatten(2, (2, 4)),
+        segments[:, :, :20].unflatten(2, (4, 5)),
+        segments[:, :, 30:44].unflatten(2, (2, 7)),
+        segments[:, :, 60:68].unflatten(2, (2, 4)),
     )
     rows = ReplayBatch(*(int32(values, device) for values in ([0, 3], [2], [1], [0], [0])), max_tokens=3)
     plain_pool = pools[:, 1].clone()
@@ -310,7 +308,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     change, reason = BAD_CALLS[name]
     requests = ReplayedRequests(texts(1, 3, "cpu"), SHAPE, 4, 3)
     step = requests.requests[0].text[:3]
@@ -322,7 +320,7 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("inputs", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda])])
-def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms(inputs: torch.dtype, device: str) -> None:
+def test_replay_error_over_4096_tokens_is_at_most_the_window_error(inputs: torch.dtype, device: str) -> None:
     """Relative to the fp64 recurrence; bf16 states, rounded once a ring and not once a token, are better by far.
 
     The errors of states are means over all folds: that of one fold depends on the few tokens before it.
@@ -384,7 +382,7 @@ WHOLE_TILES = [
 @BOTH_POOLS
 @pytest.mark.parametrize("shape", WHOLE_TILES)
 @pytest.mark.parametrize("kernel", ["sums", "mma"])
-def test_gluon_kernels_compute_what_the_twin_does(kernel: str, shape: SSMShape, dtype: torch.dtype) -> None:
+def test_gluon_kernels_match_the_reference(kernel: str, shape: SSMShape, dtype: torch.dtype) -> None:
     width = hopper_width(shape.head_dim, shape.d_state)
     if not is_hopper(torch.device("cuda")) or not has_tested_gluon() or width is None:
         pytest.skip("needs Hopper, and a Gluon that was tested")
@@ -398,7 +396,7 @@ def test_gluon_kernels_compute_what_the_twin_does(kernel: str, shape: SSMShape, 
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 16])
 @pytest.mark.parametrize("kernel", ["portable", "sums", "mma"])
-def test_every_kernel_writes_the_checkpoints_of_the_boundary_fold(
+def test_every_kernel_writes_the_replay_bases_of_the_boundary_fold(
     kernel: str, ring_len: int, dtype: torch.dtype
 ) -> None:
     """Several multiples in one step; and outputs before a token of NaN are not touched by it."""
@@ -435,7 +433,7 @@ def test_every_kernel_writes_the_checkpoints_of_the_boundary_fold(
 @needs_cuda
 @BOTH_POOLS
 @pytest.mark.parametrize("shape", [SHAPE, WHOLE_TILES[0]])
-def test_a_replayed_graph_reads_its_rows_anew(shape: SSMShape, dtype: torch.dtype) -> None:
+def test_replayed_graph_reads_new_inputs(shape: SSMShape, dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     requests = ReplayedRequests(
         [text.cast(torch.bfloat16) for text in texts(3, 40, "cuda", shape)], shape, 8, 4, dtype=dtype

@@ -75,7 +75,7 @@ def test_one_token_is_one_step_of_the_recurrence(groups: int, slots: list[int], 
     assert_untouched(before, pool, written)
 
 
-def test_padded_rows_of_nan_touch_nothing(op: Op, device: str) -> None:
+def test_nan_padding_touches_nothing(op: Op, device: str) -> None:
     step = random_steps(3, device, SHAPE)
     step.poison(slice(None))
     pool = poisoned_pool((NUM_SLOTS, *SHAPE.state), torch.float32, device, filled=(0, 1))
@@ -84,21 +84,21 @@ def test_padded_rows_of_nan_touch_nothing(op: Op, device: str) -> None:
     assert same_bits(before, pool) and (y == 0).all()
 
 
-def test_pool_of_bf16_holds_the_rounded_state(op: Op, device: str) -> None:
+def test_bf16_pool_stores_the_cast_state(op: Op, device: str) -> None:
     torch.manual_seed(3)
     step = random_steps(1, device, SHAPE)
     rows = one_token_rows([2], device)
-    rounded = poisoned_pool((NUM_SLOTS, *SHAPE.state), torch.bfloat16, device, filled=(2,))
-    exact = rounded.float()
-    y_rounded = op(step.tokens, step.weights, rounded, rows)
+    stored = poisoned_pool((NUM_SLOTS, *SHAPE.state), torch.bfloat16, device, filled=(2,))
+    exact = stored.float()
+    y_stored = op(step.tokens, step.weights, stored, rows)
     y_exact = op(step.tokens, step.weights, exact, rows)
-    assert same_bits(rounded[2], exact[2].bfloat16())
-    torch.testing.assert_close(y_rounded, y_exact, rtol=1e-5, atol=1e-5)  # the sum's order may differ
+    assert same_bits(stored[2], exact[2].bfloat16())
+    torch.testing.assert_close(y_stored, y_exact, rtol=1e-5, atol=1e-5)  # the sum's order may differ
 
 
 @BOTH_POOLS
 @pytest.mark.parametrize("seed", seeds(20))
-def test_rows_are_bit_equal_to_as_many_steps_of_one_token(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
+def test_request_equals_single_token_steps_bit_for_bit(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(seed)
     specs = random_verify_specs(seed, num_slots := 60)
     step = random_steps(sum(spec.length for spec in specs), device, replace(SHAPE, groups=1 + seed % 2))
@@ -150,7 +150,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("num_drafts", range(0, 9, 4 if INTERPRETED else 1))
-def test_states_and_outputs_are_those_of_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
+def test_states_and_outputs_match_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
     torch.manual_seed(num_drafts)
     length = 1 + num_drafts
     step = random_steps(2 * length, device, SHAPE)
@@ -166,7 +166,7 @@ def test_states_and_outputs_are_those_of_the_prefill_scan(num_drafts: int, op: O
         torch.testing.assert_close(pool[spec.columns[num_drafts]], scanned[row.final], rtol=2e-5, atol=2e-5)
 
 
-def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_belong_to_none(op: Op, device: str) -> None:
+def test_nan_stays_in_its_request_and_spare_tokens_belong_to_none(op: Op, device: str) -> None:
     torch.manual_seed(4)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
     step = random_steps(8, device, SHAPE)
@@ -180,7 +180,7 @@ def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_belong_to_n
     assert_untouched(before, pool, set(range(6)))
 
 
-def test_outputs_are_rounded_to_the_input_dtype(op: Op, device: str) -> None:
+def test_outputs_have_the_input_dtype(op: Op, device: str) -> None:
     torch.manual_seed(5)
     step = random_steps(3, device, SHAPE)
     step = step.cast(torch.bfloat16)
@@ -203,7 +203,7 @@ def test_outputs_are_rounded_to_the_input_dtype(op: Op, device: str) -> None:
         (SSMShape(heads=1, head_dim=80, d_state=33, groups=1), 64),
     ],
 )
-def test_kernel_computes_what_its_twin_does(shape: SSMShape, width: int, dtype: torch.dtype, device: str) -> None:
+def test_kernel_matches_the_reference(shape: SSMShape, width: int, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(shape.d_state)
     specs = [VerifySpec(3, (3, 1, 6, 5), accepted=4), VerifySpec(2), VerifySpec(1, (4, 8, 9), accepted=2)]
     steps = random_steps(8, device, shape, dt_limit=(0.1, 1.5))
@@ -231,7 +231,7 @@ def test_small_time_steps_keep_their_precision(op: Op, device: str) -> None:
     torch.testing.assert_close(pool.flatten().double(), exact, rtol=1e-6, atol=0)
 
 
-def test_infinite_and_undefined_time_steps_stay_so(op: Op, device: str) -> None:
+def test_infinite_and_nan_time_steps_are_kept(op: Op, device: str) -> None:
     steps = random_steps(1, device, SSMShape(heads=3, head_dim=1, d_state=1, groups=1))
     steps.tokens.dt.copy_(torch.tensor([-float("inf"), float("nan"), 200.0], device=device))
     pool = torch.ones(1, 3, 1, 1, device=device)
@@ -239,7 +239,7 @@ def test_infinite_and_undefined_time_steps_stay_so(op: Op, device: str) -> None:
     assert pool[0, 0] == 1 and pool[0, 1].isnan() and pool[0, 2].isfinite()
 
 
-def test_views_of_a_wider_projection_and_a_strided_pool(op: Op, device: str) -> None:
+def test_inputs_may_be_views_and_the_pool_strided(op: Op, device: str) -> None:
     torch.manual_seed(7)
     steps, shape = random_steps(3, device, SHAPE), SHAPE
     wide = torch.full((3, 200), float("nan"), device=device)
@@ -257,7 +257,7 @@ def test_views_of_a_wider_projection_and_a_strided_pool(op: Op, device: str) -> 
     assert same_bits(layers[:, 1], plain) and same_bits(layers[:, 0], other_layer)
 
 
-def test_float64_is_computed_by_the_twin(device: str) -> None:
+def test_float64_uses_the_reference(device: str) -> None:
     steps = random_steps(2, device, SHAPE, dtype=torch.float64)
     pool = torch.randn(NUM_SLOTS, *SHAPE.state, dtype=torch.float64, device=device)
     expected_pool, rows = pool.clone(), pack_verify([VerifySpec(2, (1, 3))], device)
@@ -267,7 +267,7 @@ def test_float64_is_computed_by_the_twin(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_no_rows_give_zeros(num_tokens: int, device: str) -> None:
+def test_empty_batch_gives_zeros(num_tokens: int, device: str) -> None:
     steps = random_steps(num_tokens, device, SHAPE)
     pool = make_pool(2, torch.float32, device, set())
     rows = DecodeBatch(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
@@ -292,7 +292,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_mismatched_arguments_are_refused(name: str) -> None:
     change, reason = BAD_CALLS[name]
     steps, pool = random_steps(3, "cpu", SHAPE), make_pool(4, torch.float32, "cpu", {0})
     with pytest.raises(ValueError, match=reason):
@@ -306,7 +306,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @needs_cuda
 @BOTH_POOLS
 @pytest.mark.parametrize("shape", [SHAPE, SSMShape(heads=8, head_dim=64, d_state=128, groups=2)])
-def test_a_replayed_graph_reads_its_rows_anew(shape: SSMShape, dtype: torch.dtype) -> None:
+def test_replayed_graph_reads_new_inputs(shape: SSMShape, dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     steps, pool = random_steps(20, "cuda", shape), torch.randn(40, *shape.state, device="cuda").to(dtype)
     lengths = ((3, 4, 1), (1, 1, 1), (5, 0, 9), (2, 6, 4))

@@ -29,7 +29,7 @@ def test_each_token_gets_the_sum_of_its_rows(
     torch.testing.assert_close(op(parts, num_tokens, addend), expected.to(dtype))
 
 
-def test_the_kernel_has_the_bits_of_its_twin_and_a_token_those_that_it_has_alone(device: str) -> None:
+def test_kernel_equals_the_reference_in_any_batch_bit_for_bit(device: str) -> None:
     torch.manual_seed(0)
     parts = torch.randn(4, 7, 300, device=device).bfloat16()
     together = sum_of_ranks(parts, 7)
@@ -42,7 +42,7 @@ def test_no_tokens(op: object, device: str) -> None:
     assert op(torch.randn(2, 3, 8, device=device), 0).shape == (0, 8)
 
 
-def test_other_numbers_of_tokens_compile_nothing_new(
+def test_other_token_counts_compile_nothing_new(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
 ) -> None:
     sums = compile_for_hopper(sum_of_ranks_module, "_sum_of_ranks_kernel")

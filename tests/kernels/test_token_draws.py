@@ -48,7 +48,7 @@ def rows_of(logits: Tensor, chosen: Sequence[Setting]) -> SamplingRows:
     )
 
 
-def drawn_by_kernels(rows: SamplingRows, uniforms: Tensor) -> list[int]:
+def sampled_by_kernels(rows: SamplingRows, uniforms: Tensor) -> list[int]:
     with launches_expected(sampling, "_pick_kernel", of_kernel=True, device=DEVICE):
         return sample_tokens(rows, uniforms).tolist()
 
@@ -62,52 +62,53 @@ def uniforms_of(count: int) -> Tensor:
     ("vocab_size", "spread", "dtype"),
     [(5, 1.0, torch.float32), (4097, 0.3, torch.float32), (8999, 3.0, torch.bfloat16), (4096, 2.0, torch.float16)],
 )
-def test_the_kernels_draw_what_their_twin_draws(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
+def test_kernels_sample_the_tokens_of_the_reference(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab_size)
     logits = (torch.randn(len(SETTINGS), vocab_size) * spread).to(dtype)
     logits[:, 3] = -torch.inf
     logits[1, 2] = torch.nan
     rows, uniforms = rows_of(logits, SETTINGS), uniforms_of(len(SETTINGS))
-    assert drawn_by_kernels(rows, uniforms) == sample_tokens_ref(rows, uniforms).tolist()
+    assert sampled_by_kernels(rows, uniforms) == sample_tokens_ref(rows, uniforms).tolist()
 
 
 @needs_kernels
 @pytest.mark.parametrize("chosen", [(1.0, 0, 0.5012345), (1.0, 20, 0.0), (1.0, 4500, 0.3012345)], ids=str)
-def test_rows_of_equal_logits_keep_the_first_tokens(chosen: Setting) -> None:
+def test_equal_logits_keep_the_first_tokens(chosen: Setting) -> None:
     """More of them than lists hold, so that whole rows are searched."""
     num_rows = 2 if INTERPRETED else len(UNIFORMS)
     rows, uniforms = rows_of(torch.zeros(num_rows, 5000), [chosen] * num_rows), uniforms_of(num_rows)
     num_kept = math.ceil((chosen[1] or 5000) * (chosen[2] or 1))
     expected = [int(uniform * num_kept) for uniform in uniforms.tolist()]
-    assert drawn_by_kernels(rows, uniforms) == sample_tokens_ref(rows, uniforms).tolist() == expected
+    assert sampled_by_kernels(rows, uniforms) == sample_tokens_ref(rows, uniforms).tolist() == expected
 
 
 @needs_kernels
-def test_a_row_draws_the_same_token_alone_and_where_no_row_is_cut() -> None:
+def test_token_does_not_depend_on_the_batch() -> None:
     torch.manual_seed(2)
     rows, uniforms = rows_of(torch.randn(8, 5000), SETTINGS), uniforms_of(8)
     together = sample_tokens(rows, uniforms).tolist()
-    for place in (1, 5) if INTERPRETED else range(8):
-        fields = {name: getattr(rows, name)[place : place + 1] for name in SamplingRows.__slots__}
+    for row_index in (1, 5) if INTERPRETED else range(8):
+        fields = {name: getattr(rows, name)[row_index : row_index + 1] for name in SamplingRows.__slots__}
         assert (
-            sample_tokens(SamplingRows(**fields), uniforms[place : place + 1]).tolist() == together[place : place + 1]
+            sample_tokens(SamplingRows(**fields), uniforms[row_index : row_index + 1]).tolist()
+            == together[row_index : row_index + 1]
         )
     uncut = replace(rows, top_k=(rows.top_k == 1).int(), top_p=torch.zeros_like(rows.top_p))
     tokens = sample_tokens(uncut, uniforms, any_cut=True).tolist()
     assert sample_tokens(uncut, uniforms, any_cut=False).tolist() == tokens
-    for place in (0, 2, 4):
-        assert tokens[place] == together[place]
+    for row_index in (0, 2, 4):
+        assert tokens[row_index] == together[row_index]
 
 
 @needs_kernels
-def test_rows_without_numbers_draw_some_token_and_barred_tokens_are_never_drawn() -> None:
+def test_rows_of_nan_sample_some_token_but_never_a_masked_one() -> None:
     logits = torch.full((5, 4100), -torch.inf)
     logits[1] = torch.nan
     logits[2, 4099], logits[2, 7] = 3.0, torch.nan
     logits[3, 5] = logits[3, 4098] = torch.inf
     logits[4, 17] = -3e38
     chosen = [(1.0, 0, 0.0), (1.0, 9, 0.9), (1.0, 9, 0.9), (0.5, 0, 0.5), (1.0, 0, 0.0)]
-    tokens = drawn_by_kernels(rows_of(logits, chosen), uniforms_of(5))
+    tokens = sampled_by_kernels(rows_of(logits, chosen), uniforms_of(5))
     assert all(0 <= token < 4100 for token in tokens)
     assert tokens[2] == 4099 and tokens[3] == 5 and tokens[4] == 17
 
@@ -115,33 +116,33 @@ def test_rows_without_numbers_draw_some_token_and_barred_tokens_are_never_drawn(
 @needs_kernels
 @pytest.mark.parametrize("top_k", [2, 7, 50])
 @pytest.mark.parametrize("logits", [(1.3,), (-0.7,), (0.0,), (3e30,), (2.1, 2.1, 2.1), (2.1, -4.0), (5.5, 1e-3, 1e-3)])
-def test_a_row_with_fewer_tokens_than_top_k_keeps_all_of_them(logits: Sequence[float], top_k: int) -> None:
+def test_row_with_fewer_tokens_than_top_k_keeps_all(logits: Sequence[float], top_k: int) -> None:
     """As where a grammar allows a single token: which logits equal the largest one must not matter."""
-    places = torch.tensor([4099, 17, 4095][: len(logits)])
+    kept_tokens = torch.tensor([4099, 17, 4095][: len(logits)])
     row = torch.full((1, 4100), -torch.inf)
-    row[0, places] = torch.tensor(logits)
+    row[0, kept_tokens] = torch.tensor(logits)
     for setting in ((1.5, top_k, 0.0), (0.3, top_k, 0.95)):
         rows = rows_of(row.expand(len(UNIFORMS), -1).contiguous(), [setting] * len(UNIFORMS))
         uniforms = uniforms_of(len(UNIFORMS))
-        tokens = drawn_by_kernels(rows, uniforms)
+        tokens = sampled_by_kernels(rows, uniforms)
         on_cpu = SamplingRows(*(getattr(rows, name).cpu() for name in ("logits", "temperature", "top_k", "top_p")))
-        assert tokens == sample_tokens_ref(on_cpu, uniforms.cpu()).tolist() and set(tokens) <= set(places.tolist())
+        assert tokens == sample_tokens_ref(on_cpu, uniforms.cpu()).tolist() and set(tokens) <= set(kept_tokens.tolist())
 
 
 @needs_kernels
-def test_a_greedy_row_without_numbers_takes_the_same_token_in_any_step() -> None:
+def test_greedy_row_of_nan_takes_the_same_token_in_any_step() -> None:
     logits = torch.full((4, 8200), -torch.inf)
     logits[1], logits[2, 4100] = torch.nan, torch.nan
     logits[3, 8199] = -3e38
     greedy = [(0.0, 0, 0.0), (1.0, 1, 0.5), (0.0, 0, 0.0), (0.0, 0, 0.0)]
-    beside_a_sampled_row = drawn_by_kernels(
+    next_to_a_sampled_row = sampled_by_kernels(
         rows_of(torch.cat((logits, logits[3:])), [*greedy, SETTINGS[0]]), uniforms_of(5)
     )
-    assert beside_a_sampled_row[:4] == greedy_tokens(logits.to(DEVICE)).tolist() == [0, 0, 0, 8199]
+    assert next_to_a_sampled_row[:4] == greedy_tokens(logits.to(DEVICE)).tolist() == [0, 0, 0, 8199]
 
 
 @needs_kernels
-def test_no_row_draws_no_token() -> None:
+def test_empty_batch_samples_nothing() -> None:
     assert sample_tokens(rows_of(torch.empty(3, 9), [(1.0, 0, 0.0)] * 3), torch.empty(3, device=DEVICE)).shape == (3,)
     none = SamplingRows(torch.empty(0, 9, device=DEVICE), *(torch.empty(0, device=DEVICE) for _ in range(3)))
     assert sample_tokens(none, torch.empty(0, device=DEVICE)).tolist() == []
@@ -159,13 +160,13 @@ CASES = st.tuples(
 @needs_kernels
 @settings(max_examples=4 if INTERPRETED else 150, deadline=None)
 @given(st.lists(CASES, min_size=1, max_size=3), st.integers(0, 2**30))
-def test_exactly_what_the_definitions_keep_is_kept(
+def test_exactly_the_tokens_of_the_definitions_are_kept(
     cases: list[tuple[list[float], float, int, float]], seed: int
 ) -> None:
     """Wherever the tokens are in a row of two tiles, the others of which are improbable."""
-    places = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))[:9].sort().values
+    kept_tokens = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))[:9].sort().values
     logits = torch.full((len(cases), 5000), -40.0)
-    logits[:, places] = torch.tensor([case[0] for case in cases])
+    logits[:, kept_tokens] = torch.tensor([case[0] for case in cases])
     rows = rows_of(logits, [case[1:] for case in cases])
     tiles = token_cuts.RowTiles(*torch.empty(3, len(cases), 2, device=DEVICE))
     sampling._peaks_kernel[(len(cases), 2)](
@@ -179,9 +180,9 @@ def test_exactly_what_the_definitions_keep_is_kept(
     kept = (keys > cuts.keys[:, None]) | ((keys == cuts.keys[:, None]) & (ids <= cuts.last_ids[:, None]))
     wanted = token_probabilities(rows) > 0
     has_weight = values >= values.amax(1, keepdim=True) - 32 * rows.temperature[:, None]
-    for place, case in enumerate(cases):
+    for row_index, case in enumerate(cases):
         if any(math.isfinite(logit) for logit in case[0]):
-            assert (kept & has_weight)[place].nonzero().tolist() == wanted[place].nonzero().tolist(), case
+            assert (kept & has_weight)[row_index].nonzero().tolist() == wanted[row_index].nonzero().tolist(), case
 
 
 @needs_kernels

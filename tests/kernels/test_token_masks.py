@@ -1,4 +1,4 @@
-"""Barred tokens: the kernel writes what its twin writes, and nothing else."""
+"""Masked tokens: the kernel writes what its reference writes, and nothing else."""
 
 import pytest
 import torch
@@ -9,17 +9,17 @@ from tests.kernels.packed_batches import same_bits
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_logits", "vocab_size", "rows"), [(3, 96, [1]), (5, 4097, [4, 0, 2]), (2, 33, [])])
-def test_the_kernel_bars_what_the_twin_bars(
+def test_kernel_masks_what_the_reference_masks(
     num_logits: int, vocab_size: int, rows: list[int], dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(vocab_size)
     wide = torch.randn(num_logits, vocab_size + 7, device=device).to(dtype)
     words = -(-vocab_size // 32) + 1
     masks = torch.randint(-(2**31), 2**31, (len(rows), words), dtype=torch.int32, device=device)
-    places = torch.tensor(rows, dtype=torch.int32, device=device)
+    positions = torch.tensor(rows, dtype=torch.int32, device=device)
     found, expected = wide.clone(), wide.clone()
-    mask_tokens(found[:, :vocab_size], masks, places)
-    mask_tokens_ref(expected[:, :vocab_size], masks, places)
+    mask_tokens(found[:, :vocab_size], masks, positions)
+    mask_tokens_ref(expected[:, :vocab_size], masks, positions)
     assert same_bits(found, expected)
     for row in range(num_logits):
         if row not in rows:
@@ -30,7 +30,7 @@ def test_the_kernel_bars_what_the_twin_bars(
             assert bool(found[row, token].isneginf()) is not is_allowed
 
 
-def test_arguments_that_disagree_are_refused(device: str) -> None:
+def test_mismatched_arguments_are_refused(device: str) -> None:
     logits = torch.zeros(2, 64, device=device)
     rows = torch.zeros(1, dtype=torch.int32, device=device)
     masks = torch.zeros(1, 2, dtype=torch.int32, device=device)

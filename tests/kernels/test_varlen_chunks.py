@@ -28,7 +28,7 @@ def test_no_tokens_give_no_chunks(lengths: list[int], device: str) -> None:
 
 
 @given(st.lists(st.integers(0, 20), max_size=8), st.integers(1, 9))
-def test_chunks_are_the_runs_of_one_row_and_one_packed_tile(lengths: list[int], chunk_size: int) -> None:
+def test_chunks_are_runs_of_one_request_within_one_packed_tile(lengths: list[int], chunk_size: int) -> None:
     owner = [row for row, length in enumerate(lengths) for _ in range(length)]
     cuts = [t for t in range(len(owner)) if t % chunk_size == 0 or owner[t] != owner[t - 1]]
     rows = [owner[t] for t in cuts]
@@ -37,7 +37,7 @@ def test_chunks_are_the_runs_of_one_row_and_one_packed_tile(lengths: list[int], 
     assert as_lists(lengths, chunk_size) == expected
 
 
-def test_rows_may_end_at_the_last_int32() -> None:
+def test_lengths_may_reach_the_int32_limit() -> None:
     starts = torch.tensor([0, 2**30, 2**31 - 1])
     assert compute_varlen_chunk_metadata(starts, 2**30).cu_chunk_seqlens.tolist() == starts.tolist()
 
@@ -57,6 +57,6 @@ def test_rows_may_end_at_the_last_int32() -> None:
         (torch.tensor([0, 4]), 2.0),
     ],
 )
-def test_malformed_rows_and_sizes_are_refused(starts: torch.Tensor, chunk_size: int) -> None:
+def test_malformed_lengths_and_sizes_are_refused(starts: torch.Tensor, chunk_size: int) -> None:
     with pytest.raises(ValueError):
         compute_varlen_chunk_metadata(starts, chunk_size)

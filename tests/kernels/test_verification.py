@@ -49,11 +49,11 @@ def emitted_tokens(row: list[Position], *, by_ratio: bool) -> list[int]:
             emitted.append(x)
         else:
             residual = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-            return [*emitted, drawn_token(residual if any(residual) else p, position.residual)]
+            return [*emitted, sampled_token(residual if any(residual) else p, position.residual)]
     return [*emitted, row[-1].token]
 
 
-def drawn_token(weights: list[float], uniform: float) -> int:
+def sampled_token(weights: list[float], uniform: float) -> int:
     cumulative = list(accumulate(weights))
     return next(token for token, reached in enumerate(cumulative) if reached > uniform * cumulative[-1])
 
@@ -67,10 +67,10 @@ def random_position(rng: np.random.Generator, *, is_last: bool) -> Position:
     shape = rng.integers(5)
     if shape == 0:
         q = p
-    drawn = not is_last and shape < 4
+    sampled = not is_last and shape < 4
     numbers = rng.random(2).tolist()
     draft = int(rng.integers(VOCAB)) if not is_last else int(rng.integers(-99, 99))
-    return Position(int(rng.integers(VOCAB)), p, draft, q if drawn else None, *numbers)
+    return Position(int(rng.integers(VOCAB)), p, draft, q if sampled else None, *numbers)
 
 
 def random_probabilities(rng: np.random.Generator) -> list[float]:
@@ -86,14 +86,14 @@ class Batch:
     tokens: Tensor
     probabilities: Tensor
     rows: VerifyLogits
-    drawn: DraftDistributions
+    sampled: DraftDistributions
     uniforms: RatioUniforms
 
     def match(self) -> list[list[int]]:
         return self._emitted(accept_matching(self.tokens, self.rows))
 
     def by_ratio(self) -> list[list[int]]:
-        return self._emitted(accept_by_ratio(self.tokens, self.probabilities, self.rows, self.drawn, self.uniforms))
+        return self._emitted(accept_by_ratio(self.tokens, self.probabilities, self.rows, self.sampled, self.uniforms))
 
     def _emitted(self, result: Tensor) -> list[list[int]]:
         assert result.dtype == torch.int64
@@ -119,7 +119,7 @@ def batch_of(rows: list[list[Position]], device: str, *, num_padding: int = 0, m
         tokens=int64([position.token for position in positions]),
         probabilities=float64([position.p for position in positions]).reshape(-1, VOCAB),
         rows=VerifyLogits(cu_logits, int64([position.draft for position in positions]), max_drafts),
-        drawn=DraftDistributions(float64(distributions).reshape(-1, VOCAB), int64(index).int()),
+        sampled=DraftDistributions(float64(distributions).reshape(-1, VOCAB), int64(index).int()),
         uniforms=RatioUniforms(*(float64([getattr(p, name) for p in positions]) for name in ("accept", "residual"))),
     )
 
@@ -139,7 +139,7 @@ def test_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int
 
 @pytest.mark.parametrize("max_drafts", [0, 1, 4, 7])
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_matching_kernel_and_twin_give_the_same_outcome(max_drafts: int, num_padding: int, device: str) -> None:
+def test_matching_kernel_equals_the_reference(max_drafts: int, num_padding: int, device: str) -> None:
     rng = np.random.default_rng(max_drafts)
     rows = [random_row(int(rng.integers(max_drafts + 1)), rng) for _ in range(40)]
     batch = batch_of(rows, device, num_padding=num_padding, max_drafts=max_drafts)
@@ -164,7 +164,7 @@ def test_ratio_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) 
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_rows_without_drawn_drafts_keep_the_match_rule(lengths: list[int], seed: int) -> None:
+def test_requests_without_sampled_drafts_are_verified_by_matching(lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = [random_row(num_drafts, rng) for num_drafts in [*lengths, 4, 4, 4]]
     batch = batch_of(rows, "cpu")
@@ -180,7 +180,7 @@ def test_every_entry_is_a_valid_id(batch: tuple[list[int], int, int]) -> None:
     args = batch_of([random_row(num_drafts, rng) for num_drafts in lengths], "cpu", num_padding=num_padding)
     for result in (
         accept_matching(args.tokens, args.rows),
-        accept_by_ratio(args.tokens, args.probabilities, args.rows, args.drawn, args.uniforms),
+        accept_by_ratio(args.tokens, args.probabilities, args.rows, args.sampled, args.uniforms),
     ):
         assert ((result[:, 1:] >= 0) & (result[:, 1:] < VOCAB)).all()
 
@@ -198,7 +198,7 @@ def test_draft_is_accepted_up_to_the_ratio(device: str) -> None:
     assert decide(p, [0.125, 0.875, 0, 0], 0.999, 0.9, device) == [0, 3]
 
 
-def test_draft_of_no_draft_probability_is_accepted_only_if_the_model_can_emit_it(device: str) -> None:
+def test_draft_of_zero_draft_probability_is_accepted_only_if_the_model_can_emit_it(device: str) -> None:
     q = [0.0, 1.0, 0.0, 0.0]
     assert decide([1e-9, 1.0, 0.0, 0.0], q, 0.999, 0.0, device) == [0, 3]
     assert decide([0.0, 0.5, 0.5, 0.0], q, 0.0, 0.0, device) == [2]
@@ -209,19 +209,19 @@ def test_empty_residual_falls_back_to_the_model(device: str) -> None:
     assert [decide(p, p, 0.0, uniform, device) for uniform in (0.0, 0.24, 0.26)] == [[1], [1], [2]]
 
 
-def test_greedy_rows_keep_the_argmax_whatever_was_drafted(device: str) -> None:
+def test_greedy_requests_keep_the_argmax_whatever_is_drafted(device: str) -> None:
     one_hot = [0.0, 0.0, 1.0, 0.0]
     assert decide(one_hot, [0.9, 0.0, 0.1, 0.0], 0.0, 0.999, device) == [2]
     assert decide([1.0, 0.0, 0.0, 0.0], [0.9, 0.0, 0.1, 0.0], 0.999, 0.0, device) == [0, 3]
 
 
 @pytest.mark.parametrize("num_rows", [0, 2])
-def test_step_without_logits_emits_one_token_a_row(num_rows: int, device: str) -> None:
+def test_step_without_logits_emits_one_token_per_request(num_rows: int, device: str) -> None:
     batch = batch_of([], device, num_padding=num_rows)
     assert batch.match() == batch.by_ratio() == [[0]] * num_rows
 
 
-def test_rows_without_drafts_emit_what_was_sampled(device: str) -> None:
+def test_requests_without_drafts_emit_the_sampled_token(device: str) -> None:
     rows = [random_row(0, np.random.default_rng(seed)) for seed in range(3)]
     batch = batch_of(rows, device, max_drafts=0)
     assert batch.match() == batch.by_ratio() == [[row[0].token] for row in rows]

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.attention import flashinfer
 from megatron_mamba_cache.kernels.attention.flashinfer_calls import CapturedPart, PagedAttention, PageLists
 from megatron_mamba_cache.kernels.attention.interface import AttentionRows, PlannedAttention
+from megatron_mamba_cache.kernels.attention.split_prompts import SplitPart
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.kernels.attention_libraries import serve_with_flashinfer
@@ -58,6 +59,7 @@ class Plans:
         """Count from now on."""
         make, plan_pages, reads_blocks = flashinfer._wrapper, PagedAttention.plan_pages, StepGraph.reads_blocks_of
         plan, plan_again = flashinfer.FlashInferAttention.plan, CapturedPart.plan_again
+        plan_pieces = SplitPart.plan_again
 
         def noted(workspace: Tensor, kernel: str, **settings: Any) -> Any:
             wrapper = make(workspace, kernel, **settings)
@@ -66,7 +68,7 @@ class Plans:
 
         def counted(attention: PagedAttention, pages: PageLists) -> None:
             kernel = self._kernels[id(attention._wrapper)]
-            self._counts[kernel] += 1
+            self._counts[kernel if attention._is_causal else "pieces"] += 1
             of_padding = attention._shape.num_blocks - 1  # read by rows whose results are not
             if self.last_block is not None and pages.pages[pages.pages < of_padding].gt(self.last_block).any():
                 assert kernel == "fa2"
@@ -81,6 +83,10 @@ class Plans:
             self._counts = Counter() if part._planned is None else self.num_replayed
             plan_again(part, rows)
 
+        def counted_pieces(part: SplitPart, rows: AttentionRows) -> None:
+            self._counts = self.num_replayed
+            plan_pieces(part, rows)
+
         def counted_reads(graph: StepGraph, requests: Sequence[RunningRequest]) -> bool:
             reads = reads_blocks(graph, requests)
             self.num_left_out += not reads
@@ -90,6 +96,7 @@ class Plans:
         patch.setattr(PagedAttention, "plan_pages", counted)
         patch.setattr(flashinfer.FlashInferAttention, "plan", counted_eager)
         patch.setattr(CapturedPart, "plan_again", counted_again)
+        patch.setattr(SplitPart, "plan_again", counted_pieces)
         patch.setattr(StepGraph, "reads_blocks_of", counted_reads)
 
     def limit_fa3(self, patch: pytest.MonkeyPatch, last_block: int) -> None:
@@ -102,9 +109,9 @@ class Plans:
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
     """Take FlashInfer, or its stand-in where there is no CUDA; return what it plans."""
+    monkeypatch.setattr(flashinfer, "_FA3_TILE", 1)  # so that graphs of tens of prompt tokens are of "fa3"
     if HAS_CUDA:
         pytest.importorskip("flashinfer")
-        monkeypatch.setattr(flashinfer, "_FA3_TILE", 1)  # so that graphs of tens of prompt tokens are of "fa3"
     else:
         capture_in_parts(monkeypatch)
         serve_with_flashinfer(monkeypatch)
@@ -165,6 +172,20 @@ def test_tokens_are_the_oracles(
     print(plans.num_eager, plans.num_replayed)
     assert plans.num_eager and plans.num_replayed["fa2"]
     assert (plans.num_eager + plans.num_replayed)["fa3"] or not flashinfer.is_hopper(torch.device("cuda"))
+
+
+@by_drafts
+@pytest.mark.parametrize(
+    "name", ["roomy", *(pytest.param(name, marks=pytest.mark.long) for name in FLAVOURS if name != "roomy")]
+)
+def test_tokens_are_the_oracles_where_histories_are_attended_in_pieces(
+    name: str, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the query tokens of prompts are too few for the card."""
+    monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 800)
+    totals.run_batch(name, SHORT, lambda seed: run_seed(name, "dense", seed, num_drafts), ("graph_steps",), enough=1)
+    print(plans.num_replayed)
+    assert plans.num_replayed["pieces"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.models.served_run import full_sequence_logits
 
 
 class _Float64(TorchDispatchMode):
-    """Every operation that is told to make float32 makes float64."""
+    """Replace float32 by float64 in every operation that asks for it."""
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What transformers computes for the prompts that a loaded checkpoint is served."""
+"""Logits and tokens of transformers for the prompts of a loaded checkpoint."""
 
 from dataclasses import dataclass
 

@@ -23,7 +23,7 @@ _STEPS_BEFORE_THE_OTHERS = 9  # the first request has then published its prompt 
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """What the engine did, by request."""
+    """The engine's results by request."""
 
     tokens: dict[int, list[int]]
     logits: dict[int, Tensor]  # [generated, vocab], on the CPU
@@ -52,7 +52,7 @@ def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRu
     )
     run = EngineRun(loaded, build_engine(loaded.model, config))
     logits = _record_logits(run.engine)
-    prompts = {request: reference.prompts[row].tolist() for request, row in PROMPT_OF.items()}
+    prompts = {request: reference.prompts[index].tolist() for request, index in PROMPT_OF.items()}
     run.add(FIRST, prompts[FIRST], NUM_GENERATED)
     for _ in range(_STEPS_BEFORE_THE_OTHERS):
         run.step()
@@ -72,9 +72,9 @@ def _record_logits(engine: Any) -> dict[int, list[Tensor]]:
     sample = engine.context.runner._sample
 
     def record_and_sample(step: Step, logits: Tensor, **settings: bool) -> Tensor:
-        for row, row_logits in zip(step.requests, logits.squeeze(0), strict=True):
-            if row.samples_this_step:
-                recorded[row.request_id].append(row_logits.to("cpu", copy=True))
+        for request, row_logits in zip(step.requests, logits.squeeze(0), strict=True):
+            if request.samples_this_step:
+                recorded[request.request_id].append(row_logits.to("cpu", copy=True))
         return sample(step, logits, **settings)
 
     engine.context.runner._sample = record_and_sample

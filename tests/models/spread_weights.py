@@ -32,7 +32,7 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
         if "e_score_correction_bias" in name:
             uniform(buffer, 0.0, 0.2)
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    multipliers = [getattr(model.config, f"{place}_multiplier", 1.0) for place in ("residual", "embedding")]
+    multipliers = [getattr(model.config, f"{part}_multiplier", 1.0) for part in ("residual", "embedding")]
     normal(embeddings, _EMBEDDING_STD * multipliers[0] / multipliers[1])
     if output is not embeddings:
         normal(output, _OUTPUT_STD)

@@ -33,7 +33,7 @@ LARGE = {
     "granite_moe-3-chunk128",
 }
 CASES = [
-    *(pytest.param(name, marks=pytest.mark.long) if place % 3 else name for place, name in enumerate(CASE_NAMES)),
+    *(pytest.param(name, marks=pytest.mark.long) if index % 3 else name for index, name in enumerate(CASE_NAMES)),
     *(pytest.param(name, marks=pytest.mark.long if name in LARGE else pytest.mark.slow) for name in LARGE_CHUNK_NAMES),
 ]
 
@@ -97,16 +97,16 @@ def assert_agree(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
         )
 
 
-def test_in_float64_both_are_the_same_model(comparison: Comparison) -> None:
+def test_float64_logits_match_transformers(comparison: Comparison) -> None:
     assert comparison.exact.dtype is torch.float64
     assert (comparison.our_exact - comparison.exact).abs().max() <= FLOAT64_TOLERANCE
 
 
-def test_full_sequence_logits_are_those_of_transformers(comparison: Comparison) -> None:
+def test_full_sequence_logits_match_transformers(comparison: Comparison) -> None:
     assert_agree(comparison.full_sequence_logits, comparison.reference.prompt_logits, comparison.exact_prompt)
 
 
-def test_engine_chooses_tokens_by_the_logits_of_transformers(comparison: Comparison) -> None:
+def test_engine_samples_from_the_logits_of_transformers(comparison: Comparison) -> None:
     for request, row in PROMPT_OF.items():
         known = slice(comparison.num_comparable(request) + 1)  # the logits of an unsure choice still agree
         assert_agree(
@@ -116,7 +116,7 @@ def test_engine_chooses_tokens_by_the_logits_of_transformers(comparison: Compari
         )
 
 
-def test_greedy_tokens_are_those_of_transformers(comparison: Comparison) -> None:
+def test_greedy_tokens_match_transformers(comparison: Comparison) -> None:
     for request, row in PROMPT_OF.items():
         count = comparison.num_comparable(request)
         if count < NUM_GENERATED:

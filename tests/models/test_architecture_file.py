@@ -46,12 +46,12 @@ MAMBA = replace(
 
 
 @pytest.mark.parametrize("architecture", [GATED_DELTA, MAMBA], ids=["gated_delta", "mamba"])
-def test_a_written_architecture_is_read_back(architecture: HybridArchitecture, tmp_path: Path) -> None:
+def test_written_architecture_is_read_back(architecture: HybridArchitecture, tmp_path: Path) -> None:
     write_architecture(architecture, tmp_path)
     assert read_architecture(tmp_path) == architecture
 
 
-def test_a_file_with_two_kinds_of_recurrent_layers_is_refused(tmp_path: Path) -> None:
+def test_two_kinds_of_recurrent_layers_are_refused(tmp_path: Path) -> None:
     write_architecture(GATED_DELTA, tmp_path)
     path = tmp_path / ARCHITECTURE_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mamba": {"num_heads": 4}}))
@@ -59,13 +59,13 @@ def test_a_file_with_two_kinds_of_recurrent_layers_is_refused(tmp_path: Path) ->
         read_architecture(tmp_path)
 
 
-def test_value_heads_must_share_the_key_heads_equally() -> None:
+def test_value_heads_must_divide_by_key_heads() -> None:
     check_architecture(GATED_DELTA)
     with pytest.raises(ValueError, match="6 value heads do not divide by 4 key heads"):
         check_architecture(replace(GATED_DELTA, recurrent=GatedDeltaSizes(4, 6, 4, 5)))
 
 
-def test_a_gate_needs_a_shared_expert() -> None:
+def test_gate_needs_a_shared_expert() -> None:
     assert GATED_DELTA.experts is not None
     ungated = replace(GATED_DELTA.experts, shared_hidden_size=None)
     with pytest.raises(ValueError, match="has_shared_gate needs a shared expert"):

@@ -32,9 +32,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpoint_that_lacks_any_one_tensor_is_refused(
-    family: str, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_any_missing_tensor_is_refused(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
     tensors = tensors_of(directory)
     for dropped in tensors:
@@ -45,7 +43,7 @@ def test_checkpoint_that_lacks_any_one_tensor_is_refused(
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_one_tensor_of_a_wrong_shape_is_refused_with_both_shapes(
+def test_any_tensor_of_a_wrong_shape_is_refused_with_both_shapes(
     family: str, dim: int, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -90,7 +88,7 @@ def test_directory_without_weights_is_refused(sharded: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_file_truncated_anywhere_is_refused(sharded: Path) -> None:
+def test_truncated_file_is_refused(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
@@ -100,7 +98,7 @@ def test_file_truncated_anywhere_is_refused(sharded: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_file_of_another_kind_is_refused(sharded: Path) -> None:
+def test_file_of_another_format_is_refused(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[0]
     shard.write_bytes(b"<html>not found</html>" * 50)
     assert_refused(sharded, f"{shard} is damaged or incomplete")
@@ -121,7 +119,7 @@ def test_damaged_index_is_refused(sharded: Path, content: str) -> None:
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_index_that_names_the_wrong_shard_of_a_tensor_is_refused(sharded: Path) -> None:
+def test_index_with_the_wrong_shard_of_a_tensor_is_refused(sharded: Path) -> None:
     first, second = sorted(sharded.glob("*.safetensors"))[:2]
     moved = next(iter(load_file(second)))
     edit_json(sharded / INDEX, lambda index: index["weight_map"].update({moved: first.name}))
@@ -147,7 +145,7 @@ def test_quantized_tensor_is_refused(dtype: torch.dtype, checkpoints: dict[str, 
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("fields", [{"vocab_size": 10**7}, {"hidden_size": 10**7, "mamba_d_head": "auto"}])
-def test_embeddings_of_other_sizes_than_the_config_says_are_refused_before_memory_is_spent(
+def test_wrong_embedding_sizes_are_refused_before_allocation(
     fields: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
@@ -158,7 +156,7 @@ def test_embeddings_of_other_sizes_than_the_config_says_are_refused_before_memor
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("fields", [{"num_key_value_heads": 3}, {"mamba_n_groups": 3}])
-def test_config_that_megatron_cannot_build_is_refused(
+def test_config_megatron_cannot_build_is_refused(
     fields: dict[str, int], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["granite_moe"], tmp_path)

@@ -147,7 +147,7 @@ def test_every_naming_scheme_gives_the_same_weights(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_in_its_own_format_computes_the_same(family: str, tmp_path: Path) -> None:
+def test_checkpoint_saved_by_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
     model = tiny_checkpoint(f"{family}-1").model()
     model.save_pretrained(tmp_path, save_original_format=False)
     names = tensors_of(tmp_path).keys()
@@ -158,7 +158,7 @@ def test_what_transformers_writes_in_its_own_format_computes_the_same(family: st
 
 
 @pytest.mark.parametrize("family", ["bamba", "granite", "granite_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
-def test_a_tied_model_that_was_saved_without_its_output_layer_loads(family: str, tmp_path: Path) -> None:
+def test_tied_model_saved_without_its_output_layer_loads(family: str, tmp_path: Path) -> None:
     case = tiny_checkpoint(f"{family}-0")
     case.config.tie_word_embeddings = True
     case.model().model.save_pretrained(tmp_path)
@@ -169,7 +169,7 @@ def test_a_tied_model_that_was_saved_without_its_output_layer_loads(family: str,
 
 
 @pytest.mark.parametrize("family", ["bamba", "granite_moe", "qwen3_5"])
-def test_weights_of_tied_ends_may_have_the_name_of_the_output_layer(
+def test_tied_weights_may_have_the_name_of_the_output_layer(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -184,7 +184,7 @@ def test_weights_of_tied_ends_may_have_the_name_of_the_output_layer(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", ["nemotron_h", "granite_moe"])
-def test_a_half_renamed_checkpoint_loads(
+def test_partly_renamed_checkpoint_loads(
     family: str, seed: int, checkpoints: dict[str, Path], usual: dict[str, LoadedModel], tmp_path: Path
 ) -> None:
     directory, rng = copy_of(checkpoints[family], tmp_path), random.Random(seed)
@@ -232,7 +232,7 @@ def test_two_names_of_one_tensor_are_refused(
         ("qwen3_5", "linear_attn.in_proj_z.weight", ["model.language_model.layers."]),
     ],
 )
-def test_a_missing_tensor_is_named_with_all_names_that_were_tried(
+def test_missing_tensor_is_named_with_every_name_tried(
     family: str, end: str, tried: list[str], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -243,9 +243,7 @@ def test_a_missing_tensor_is_named_with_all_names_that_were_tried(
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_a_name_that_no_version_has_is_refused_with_what_is_missing(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_unknown_name_is_refused_with_the_missing_ones(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints["nemotron_h"], tmp_path)
     write_tensors(directory, replacing(("backbone.norm_f", "backbone.last_norm"))(tensors_of(directory)))
     assert_refused(
@@ -290,7 +288,7 @@ def wrap(directory: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_language_model_of_a_larger_model_loads_and_the_rest_is_left_out_with_one_line(
+def test_language_model_of_a_multimodal_checkpoint_loads_with_a_note(
     name: str,
     checkpoints: dict[str, Path],
     usual: dict[str, LoadedModel],
@@ -308,7 +306,7 @@ def test_the_language_model_of_a_larger_model_loads_and_the_rest_is_left_out_wit
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_unknown_tensors_and_families_inside_a_larger_model_are_refused(
+def test_unknown_tensors_or_families_in_a_multimodal_checkpoint_are_refused(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["nemotron_h"], tmp_path)
@@ -320,7 +318,7 @@ def test_unknown_tensors_and_families_inside_a_larger_model_are_refused(
     assert_refused(directory, f"{directory / 'config.json'}: llm_config.model_type='llama' is not supported, only ")
 
 
-def test_layers_for_images_and_for_drafts_are_left_out_with_one_line_each(
+def test_vision_and_draft_layers_are_skipped_with_one_line_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = tiny_checkpoint("qwen3_5_moe_whole-0")
@@ -338,7 +336,7 @@ def test_layers_for_images_and_for_drafts_are_left_out_with_one_line_each(
     assert num_of_images > 10
 
 
-def test_layers_for_images_next_to_a_flat_configuration_are_left_out(
+def test_vision_layers_next_to_a_flat_config_are_skipped(
     checkpoints: dict[str, Path], usual: dict[str, LoadedModel], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
@@ -351,7 +349,7 @@ def test_layers_for_images_next_to_a_flat_configuration_are_left_out(
 
 @pytest.mark.parametrize("inner", [False, None, True])
 @pytest.mark.parametrize("outer", [False, None, True])
-def test_a_larger_model_is_tied_where_either_configuration_says_so(
+def test_multimodal_model_is_tied_if_either_config_says_so(
     outer: bool | None, inner: bool | None, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
@@ -369,7 +367,7 @@ def test_a_larger_model_is_tied_where_either_configuration_says_so(
     assert not load_hugging_face(directory, torch.float32).architecture.tie_embeddings
 
 
-def test_tensors_that_are_left_out_may_be_of_any_type(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_skipped_tensors_may_have_any_dtype(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
     tensors, counted = tensors_of(directory), torch.tensor(3)
     others = {"model.visual.norm.num_batches_tracked": counted, "mtp.fc.weight": torch.ones(8, 8).to(torch.float8_e5m2)}
@@ -379,7 +377,7 @@ def test_tensors_that_are_left_out_may_be_of_any_type(checkpoints: dict[str, Pat
     assert_refused(directory, "tensor norm.num_batches_tracked is of type I64, which is not supported")
 
 
-def test_a_tensor_that_is_missing_has_the_name_that_the_others_have(tmp_path: Path) -> None:
+def test_missing_tensor_is_named_in_the_scheme_of_the_others(tmp_path: Path) -> None:
     case = tiny_checkpoint("qwen3_5_whole-0")
     case.write(case.model(), tmp_path)
     name = "model.language_model.layers.1.post_attention_layernorm.weight"

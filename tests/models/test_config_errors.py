@@ -86,8 +86,8 @@ def config_of(directory: Path) -> str:
 @pytest.mark.parametrize(("family", "fields"), UNSUPPORTED, ids=str)
 def test_unsupported_setting_is_refused(family: str, fields: dict[str, Any], copies: dict[str, Path]) -> None:
     set_fields(copies[family], **fields)
-    said = (f"{name}={value!r}" for name, value in fields.items())
-    assert_refused(copies[family], config_of(copies[family]), "is not supported", *said)
+    values = (f"{name}={value!r}" for name, value in fields.items())
+    assert_refused(copies[family], config_of(copies[family]), "is not supported", *values)
 
 
 @pytest.mark.parametrize(("family", "field"), UNKNOWN_LAYERS)
@@ -98,14 +98,14 @@ def test_unknown_layer_is_refused(family: str, field: str, copies: dict[str, Pat
 
 @pytest.mark.parametrize("pattern", ["XM*M", "M**M\n", "M|*M", "EM*X"])
 @pytest.mark.parametrize("family", ["nemotron_h", "nemotron_h_moe"])
-def test_unknown_layer_of_a_pattern_is_refused(family: str, pattern: str, copies: dict[str, Path]) -> None:
+def test_unknown_layer_in_a_pattern_is_refused(family: str, pattern: str, copies: dict[str, Path]) -> None:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     experts |= {"moe_shared_expert_intermediate_size": 8}
     set_fields(copies[family], layers_block_type=None, hybrid_override_pattern=pattern, **experts)
     assert_refused(copies[family], config_of(copies[family]), f"layer pattern {pattern!r} has unknown symbols")
 
 
-def test_groups_that_a_token_cannot_choose_from_are_refused_by_name(copies: dict[str, Path]) -> None:
+def test_impossible_expert_groups_are_refused_by_name(copies: dict[str, Path]) -> None:
     directory = copies["nemotron_h_moe"]
     set_fields(directory, n_routed_experts=6, num_experts_per_tok=2, n_group=2, topk_group=3)
     assert_refused(directory, config_of(directory), "topk_group=3 is not supported, only up to n_group=2")
@@ -118,7 +118,7 @@ def test_groups_that_a_token_cannot_choose_from_are_refused_by_name(copies: dict
     ("family", "field"),
     [("nemotron_h_moe", "n_routed_experts"), ("granite_moe", "num_local_experts"), ("qwen3_5_moe", "num_experts")],
 )
-def test_more_experts_than_any_model_has_are_refused_by_name(family: str, field: str, copies: dict[str, Path]) -> None:
+def test_absurd_expert_count_is_refused_by_name(family: str, field: str, copies: dict[str, Path]) -> None:
     set_fields(copies[family], **{field: 2**19})
     assert_refused(copies[family], f"{config_of(copies[family])}: {field}=524288, but must be an integer from", "8192")
 
@@ -134,7 +134,7 @@ def test_scaled_rotary_embedding_is_refused(family: str, kind: str, copies: dict
 
 
 @pytest.mark.parametrize("model_type", ["zamba2", "falcon_h1", "jamba", "llama"])
-def test_other_architecture_is_refused_with_those_that_are_supported(model_type: str, copies: dict[str, Path]) -> None:
+def test_unknown_architecture_is_refused_with_the_supported_ones(model_type: str, copies: dict[str, Path]) -> None:
     set_fields(copies["bamba"], model_type=model_type)
     assert_refused(
         copies["bamba"], config_of(copies["bamba"]), repr(model_type), "only 'bamba', 'granitemoehybrid', 'nemotron_h'"
@@ -142,14 +142,14 @@ def test_other_architecture_is_refused_with_those_that_are_supported(model_type:
 
 
 @pytest.mark.parametrize("model_type", ["kimi_linear", "olmo_hybrid", "lara_mini", "qwen3", "qwen3_moe"])
-def test_other_models_with_recurrent_layers_or_of_qwen_are_refused(model_type: str, copies: dict[str, Path]) -> None:
+def test_unsupported_recurrent_and_qwen_models_are_refused(model_type: str, copies: dict[str, Path]) -> None:
     set_fields(copies["qwen3_5"], model_type=model_type)
     config, found = config_of(copies["qwen3_5"]), f"model_type={model_type!r} is not supported"
     assert_refused(copies["qwen3_5"], f"{config}: {found}, only", "'qwen3_5_moe_text', 'qwen3_5_text', 'qwen3_next'")
 
 
 @pytest.mark.parametrize("model_type", ["qwen4_exp_text", "glm5_next_text"])
-def test_other_language_models_of_larger_models_are_refused(model_type: str, copies: dict[str, Path]) -> None:
+def test_unsupported_multimodal_language_models_are_refused(model_type: str, copies: dict[str, Path]) -> None:
     outer = model_type.removesuffix("_text")
     set_fields(copies["qwen3_5"], model_type=outer, text_config={"model_type": model_type})
     found = f"text_config.model_type={model_type!r} is not supported"
@@ -162,7 +162,7 @@ def test_config_without_model_type_is_refused(copies: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_config_that_lacks_a_field_is_refused(family: str, copies: dict[str, Path]) -> None:
+def test_config_with_a_missing_field_is_refused(family: str, copies: dict[str, Path]) -> None:
     config = copies[family] / "config.json"
     content = config.read_text()
     for name in (*REQUIRED_FIELDS[family], "vocab_size", "hidden_size", "num_attention_heads"):
@@ -178,7 +178,7 @@ def test_quantized_checkpoint_is_refused(family: str, copies: dict[str, Path]) -
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, "{", '{"model_type": "bamba"', "[]", '"bamba"', "null"])
-def test_config_that_is_no_json_object_is_refused(content: str, copies: dict[str, Path]) -> None:
+def test_config_must_be_a_json_object(content: str, copies: dict[str, Path]) -> None:
     (copies["bamba"] / "config.json").write_text(content)
     assert_refused(copies["bamba"], config_of(copies["bamba"]), "JSON")
 
@@ -188,12 +188,12 @@ def test_directory_without_config_is_refused(copies: dict[str, Path]) -> None:
     assert_refused(copies["bamba"], f"cannot read {config_of(copies['bamba'])}", "No such file")
 
 
-def test_what_is_no_directory_is_refused(copies: dict[str, Path]) -> None:
+def test_path_that_is_not_a_directory_is_refused(copies: dict[str, Path]) -> None:
     for source in (copies["bamba"] / "config.json", "/no/such/directory", "no-such-directory", "no/such/directory"):
         assert_refused(source, f"{source} is no directory")
 
 
-def test_hub_name_that_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unavailable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert_refused(
@@ -203,9 +203,7 @@ def test_hub_name_that_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_hub_download_brings_the_files_that_a_directory_is_read_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hub_download_fetches_every_file_that_loading_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     read = {"config.json", "model.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"}
 
     def fetch(_: str, allow_patterns: list[str]) -> str:

@@ -73,7 +73,7 @@ def refusal_of(directory: Path) -> str | None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_is_refused_with_a_value_of_no_sense_before_a_model_is_begun(
+def test_nonsense_value_of_any_field_is_refused_before_building(
     family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -96,7 +96,7 @@ def test_every_field_is_refused_with_a_value_of_no_sense_before_a_model_is_begun
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_gives_a_model_or_a_refusal_with_a_value_that_may_make_sense(
+def test_plausible_value_of_any_field_builds_or_is_refused(
     family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -118,7 +118,7 @@ def test_every_field_gives_a_model_or_a_refusal_with_a_value_that_may_make_sense
 
 @pytest.mark.parametrize("family", ["bamba", "granite", "qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("field", ROTARY)
-def test_fields_of_the_rotary_embedding_are_checked_too(
+def test_rotary_embedding_fields_are_checked(
     field: str, family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -132,7 +132,7 @@ def test_fields_of_the_rotary_embedding_are_checked_too(
         assert not begun
 
 
-def test_a_head_whose_channels_cannot_be_rotated_is_refused(
+def test_head_with_unrotatable_channels_is_refused(
     checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
@@ -143,7 +143,7 @@ def test_a_head_whose_channels_cannot_be_rotated_is_refused(
     assert not begun
 
 
-def test_sizes_of_mamba_heads_that_contradict_each_other_are_refused(
+def test_contradicting_mamba_head_sizes_are_refused(
     checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
@@ -160,18 +160,18 @@ def test_sizes_of_mamba_heads_that_contradict_each_other_are_refused(
     "limit",
     [3, "inf", [0.1], [0.1, 0.2, 0.3], [0.4, 0.1], [-1, 1], ["x", 1], [None, 1], [{}, {}]],
 )
-def test_time_step_limit_that_is_no_pair_of_ascending_numbers_is_refused(
+def test_time_step_limit_must_be_an_ascending_pair(
     limit: Any, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints["granite"], tmp_path)
     set_fields(directory, time_step_limit=limit)
-    said = f"time_step_limit={limit!r}, but must be a pair of ascending numbers from 0 on"
-    assert refusal_of(directory) == f"{directory / 'config.json'}: {said}"
+    message = f"time_step_limit={limit!r}, but must be a pair of ascending numbers from 0 on"
+    assert refusal_of(directory) == f"{directory / 'config.json'}: {message}"
     assert not begun
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_absurd_sizes_are_refused_by_their_names(
+def test_absurd_sizes_are_refused_by_name(
     family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -184,16 +184,16 @@ def test_absurd_sizes_are_refused_by_their_names(
         most = 8192 if name in many else 2**24
         for value in (most + 1, 2**24 + 1, 10**13, 10**30):
             set_fields(directory, **{name: value})
-            said = f", but must be an integer from {0 if name in MAY_BE_ZERO else 1} to {most}"
+            message = f", but must be an integer from {0 if name in MAY_BE_ZERO else 1} to {most}"
             if name == "num_hidden_layers" and "layer_types" in fields:
-                said = f" is not supported, only {len(fields['layer_types'])}"
-            assert refusal_of(directory) == f"{config}: {name}={value}{said}"
+                message = f" is not supported, only {len(fields['layer_types'])}"
+            assert refusal_of(directory) == f"{config}: {name}={value}{message}"
             config.write_text(content)
     assert not begun
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "said"),
+    ("family", "fields", "message"),
     [
         ("nemotron_h", {"layers_block_type": ["mamba"] * 8193}, "layers_block_type has 8193 entries, but must have at"),
         ("granite", {"layer_types": ["mamba"] * 8193}, "layer_types has 8193 entries, but must have at most 8192"),
@@ -209,19 +209,19 @@ def test_absurd_sizes_are_refused_by_their_names(
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported, only True"),
     ],
 )
-def test_layers_and_numbers_beyond_reason_are_refused_in_one_short_line(
-    family: str, fields: dict[str, Any], said: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+def test_absurd_layers_and_numbers_are_refused_in_one_short_line(
+    family: str, fields: dict[str, Any], message: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
     if "hybrid_override_pattern" in fields:
         set_fields(directory, layers_block_type=None)
     set_fields(directory, **fields)
     refusal = refusal_of(directory)
-    assert refusal is not None and said in refusal and len(refusal) < 500 and not begun
+    assert refusal is not None and message in refusal and len(refusal) < 500 and not begun
 
 
 @pytest.mark.parametrize("error", [RuntimeError("[enforce fail] can't allocate memory"), MemoryError()], ids=repr)
-def test_weights_that_no_memory_can_hold_are_refused_by_the_largest_sizes(
+def test_weights_larger_than_memory_are_refused_by_their_sizes(
     error: Exception, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -234,7 +234,7 @@ def test_weights_that_no_memory_can_hold_are_refused_by_the_largest_sizes(
         load_hugging_face(directory, torch.float32)
 
 
-def test_another_failure_of_torch_is_not_taken_for_lack_of_memory(
+def test_other_torch_errors_are_not_reported_as_out_of_memory(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

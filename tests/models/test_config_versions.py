@@ -107,7 +107,7 @@ def test_field_names_of_other_versions_describe_the_same_model(
     ],
 )
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "qwen3_5"])
-def test_as_many_channels_are_rotated_by_the_same_base_as_in_transformers(
+def test_rotary_channels_and_base_match_transformers(
     family: str, edit: Edit, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = edited(copy_of(checkpoints[family], tmp_path), edit)
@@ -127,7 +127,7 @@ def older_mrope(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("edit", [mrope, older_mrope])
-def test_positions_of_images_do_not_change_those_of_text(
+def test_image_positions_do_not_change_text_positions(
     edit: Callable[[dict[str, Any]], None], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
@@ -137,7 +137,7 @@ def test_positions_of_images_do_not_change_those_of_text(
 
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granite", "qwen3_5"])
-def test_the_dtype_of_the_weights_is_read_from_either_field(
+def test_weight_dtype_is_read_from_either_field(
     family: str, field: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     def edit(config: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def test_the_dtype_of_the_weights_is_read_from_either_field(
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_errors_have_the_name_that_a_field_has_in_the_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_errors_use_the_field_names_of_the_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints["nemotron_h"], tmp_path)
     edit_json(directory / "config.json", lambda config: config.update(mamba_n_groups="x"))
     assert_refused(directory, f"{directory / 'config.json'}: mamba_n_groups='x', but must be an integer from 1")

@@ -88,17 +88,15 @@ def _count_cells(sample: Tensor) -> Tensor:
 
 
 def p_values(first: Tensor, second: Tensor) -> list[float]:
-    """Return the probabilities of single tokens and of pairs at several places, for each settings."""
-    places = [slice(at, at + count) for count in (1, 2) for at in range(1, NUM_TOKENS - count + 1)]
-    return [
-        p_value(first[index][:, place], second[index][:, place]) for index in range(len(SETTINGS)) for place in places
-    ]
+    """Return the probabilities of single tokens and of pairs at several positions, for each of the settings."""
+    spans = [slice(at, at + count) for count in (1, 2) for at in range(1, NUM_TOKENS - count + 1)]
+    return [p_value(first[index][:, span], second[index][:, span]) for index in range(len(SETTINGS)) for span in spans]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_graphs", [0, 9])
 @pytest.mark.parametrize("num_requests", [NUM_REQUESTS, pytest.param(2 * NUM_REQUESTS, marks=pytest.mark.slow)])
-def test_a_draft_model_changes_no_distribution(
+def test_draft_model_changes_no_distribution(
     num_requests: int, num_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)

@@ -77,7 +77,7 @@ def test_greedy_drafts_are_the_models_own_continuation(length: int) -> None:
     assert subject.oracle.check_greedy(text, list(draft.tokens), 1e-5).first_mismatch is None
 
 
-def test_drafts_go_on_from_the_verified_text_whatever_was_drafted_before() -> None:
+def test_drafts_continue_the_verified_text_after_any_draft() -> None:
     subject, drafter = small_model(), CheckedDraftModel.start(small_model())
     text = some_tokens(13)
     for seed in range(12):
@@ -95,7 +95,7 @@ def test_drafts_do_not_depend_on_the_batch() -> None:
         assert propose(CheckedDraftModel.start(small_model()), {i: text})[i].tokens == together[i].tokens
 
 
-def test_each_request_gets_as_many_drafts_as_it_asks_for() -> None:
+def test_each_request_gets_the_requested_number_of_drafts() -> None:
     drafter = CheckedDraftModel.start(small_model())
     requests = [
         DraftRequest(request_of(some_tokens(5, seed=i), request_id=i, sampling=GREEDY), 1 + i) for i in range(5)
@@ -104,7 +104,7 @@ def test_each_request_gets_as_many_drafts_as_it_asks_for() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}])
-def test_sampled_drafts_come_with_the_distributions_they_were_drawn_from(settings: dict[str, float]) -> None:
+def test_sampled_drafts_come_with_their_distributions(settings: dict[str, float]) -> None:
     text, counts, drafter = some_tokens(9), torch.zeros(3, TINY_VOCAB), CheckedDraftModel.start(small_model())
     for seed in range(40):
         sampling = SamplingSettings(seed=seed, **settings)
@@ -119,7 +119,7 @@ def test_sampled_drafts_come_with_the_distributions_they_were_drawn_from(setting
     assert (counts[0] > 0).sum() > 2, "seeds draw different tokens"
 
 
-def test_a_greedy_request_beside_sampled_ones_is_drafted_for_greedily() -> None:
+def test_greedy_request_among_sampled_ones_is_drafted_greedily() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(9)
     settings = [GREEDY, SamplingSettings(seed=3), SamplingSettings(temperature=0.0)]
     rows = [request_of(text, request_id=i, sampling=sampling) for i, sampling in enumerate(settings)]
@@ -132,7 +132,7 @@ def test_a_greedy_request_beside_sampled_ones_is_drafted_for_greedily() -> None:
 # Engines.
 
 
-def test_a_model_that_drafts_for_itself_has_its_drafts_accepted() -> None:
+def test_self_drafts_are_accepted() -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
     for request_id in range(5):
@@ -143,7 +143,7 @@ def test_a_model_that_drafts_for_itself_has_its_drafts_accepted() -> None:
     assert run.counters.draft_tokens > 200 and acceptance(run) > 0.95
 
 
-def test_a_model_that_drafts_for_itself_is_right_again_after_every_rejection() -> None:
+def test_self_drafts_are_right_again_after_every_rejection() -> None:
     class SometimesWrong(CheckedDraftModel):
         calls = 0
 
@@ -164,7 +164,7 @@ def test_a_model_that_drafts_for_itself_is_right_again_after_every_rejection() -
     assert 0.3 < acceptance(run) < 0.95
 
 
-def test_sampled_requests_that_draft_for_themselves_accept_nearly_everything() -> None:
+def test_sampled_self_drafts_are_nearly_always_accepted() -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
     for request_id in range(4):
@@ -175,11 +175,11 @@ def test_sampled_requests_that_draft_for_themselves_accept_nearly_everything() -
 
 
 def sampled_params(num_tokens: int) -> SamplingParams:
-    """Return parameters of a request that draws its tokens."""
+    """Return parameters of a sampled request."""
     return SamplingParams(temperature=0.9, top_p=0.9, num_tokens_to_generate=num_tokens, termination_id=-1)
 
 
-def test_an_unlike_draft_model_changes_no_token() -> None:
+def test_different_draft_model_changes_no_token() -> None:
     drafter = CheckedDraftModel.start(small_model(), block_size_tokens=8)
     run = start_run(drafter)
     for request_id in range(5):
@@ -190,7 +190,7 @@ def test_an_unlike_draft_model_changes_no_token() -> None:
     assert run.counters.draft_tokens > 0
 
 
-def test_evicted_and_suspended_requests_are_forgotten_and_drafted_for_again() -> None:
+def test_evicted_and_suspended_requests_are_forgotten_and_drafted_again() -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter, kv_blocks=9, paused_blocks=0, cached_states=30)
     for request_id in range(4):
@@ -206,14 +206,14 @@ def test_evicted_and_suspended_requests_are_forgotten_and_drafted_for_again() ->
     assert run.counters.requests_evicted and acceptance(run) > 0.95
 
 
-def test_a_drafter_of_another_vocabulary_is_refused() -> None:
+def test_drafter_with_another_vocabulary_is_refused() -> None:
     subject, other = tiny_hybrid(), tiny_hybrid(vocab_size=64)
     config = cache_config(subject.sizes, num_speculative_tokens=2)
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, the model's has 96"):
         build_engine(subject.model, config, drafter=CheckedDraftModel.start(other))
 
 
-def test_a_drafter_whose_experts_other_ranks_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_with_sharded_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid(**MODEL_FORMS["experts"][0])
     assert len(propose(CheckedDraftModel.start(subject), {0: some_tokens(5)})[0].tokens) == 4
     monkeypatch.setattr(draft_model, "num_expert_ranks", lambda: 2)
@@ -222,7 +222,7 @@ def test_a_drafter_whose_experts_other_ranks_share_is_refused(monkeypatch: pytes
     assert propose(CheckedDraftModel.start(small_model()), {0: some_tokens(5)})[0].tokens
 
 
-def test_what_is_no_hybrid_model_is_refused() -> None:
+def test_non_hybrid_draft_model_is_refused() -> None:
     with pytest.raises(TypeError, match="MambaModel"):
         DraftModelDrafter(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="not a multiple of the recurrence's chunk"):
@@ -232,7 +232,7 @@ def test_what_is_no_hybrid_model_is_refused() -> None:
 # Its graphs.
 
 
-def test_every_forward_that_a_shape_holds_is_replayed(num_graphs: int) -> None:
+def test_every_forward_that_fits_a_shape_is_replayed(num_graphs: int) -> None:
     drafter = CheckedDraftModel.start(small_model(), cuda_graph_prefill_tokens=48, max_tokens=128)
     texts = {i: some_tokens(5 + i, seed=i) for i in range(4)}
     for round_index in range(3):
@@ -251,14 +251,14 @@ def test_every_forward_that_a_shape_holds_is_replayed(num_graphs: int) -> None:
 
 
 def move_weights(model: Any) -> None:
-    """Put all weights elsewhere, and what lay there out of reach."""
+    """Move all weights, and fill their old memory with NaN."""
     for parameter in model.parameters():
-        lay, parameter.data = parameter.data, parameter.data.clone()
-        lay.fill_(torch.nan)
+        old, parameter.data = parameter.data, parameter.data.clone()
+        old.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("flushed", ["drafter", "engine", "both"])
-def test_weights_that_move_are_captured_again(flushed: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_weights_are_recaptured(flushed: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid(seed=8)
     capture_without_cuda(monkeypatch, subject.model)
     drafter = CheckedDraftModel.start(subject)
@@ -278,9 +278,7 @@ def test_weights_that_move_are_captured_again(flushed: str, num_graphs: int, mon
     assert acceptance(run) > 0.95
 
 
-def test_weights_that_move_while_the_engine_is_suspended_are_captured_again(
-    num_graphs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_moved_during_a_suspend_are_recaptured(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid(seed=8)
     capture_without_cuda(monkeypatch, subject.model)
     drafter = CheckedDraftModel.start(subject)
@@ -289,11 +287,11 @@ def test_weights_that_move_while_the_engine_is_suspended_are_captured_again(
     for _ in range(4):
         run.step()
     run.engine.suspend()
-    places = [parameter.data for parameter in subject.model.parameters()]
+    tensors = [parameter.data for parameter in subject.model.parameters()]
     for parameter in subject.model.parameters():
         parameter.data = parameter.data[:0]
     drafter.flush("1")
-    for parameter, data in zip(subject.model.parameters(), places, strict=True):
+    for parameter, data in zip(subject.model.parameters(), tensors, strict=True):
         parameter.data = data.clone()
     run.engine.resume()
     run.finish()
@@ -302,7 +300,7 @@ def test_weights_that_move_while_the_engine_is_suspended_are_captured_again(
     assert acceptance(run) > 0.95
 
 
-def test_a_closed_engine_leaves_a_drafter_that_another_one_can_use(num_graphs: int) -> None:
+def test_drafter_can_be_reused_after_its_engine_closes(num_graphs: int) -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     for number in range(2):
         run = start_run(drafter)
@@ -318,7 +316,7 @@ def test_a_closed_engine_leaves_a_drafter_that_another_one_can_use(num_graphs: i
 
 
 @pytest.mark.parametrize("num_graphs", [3], indirect=True)
-def test_a_drafter_that_cannot_capture_again_drafts_without_graphs(
+def test_failed_recapture_drafts_without_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
@@ -337,7 +335,9 @@ def _fail(*_: Any) -> None:
 
 @pytest.mark.parametrize("num_graphs", [3], indirect=True)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}])
-def test_replayed_drafts_are_drawn_as_others(settings: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_drafts_are_sampled_like_eager_ones(
+    settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for count in (0, 3):
         monkeypatch.setattr(CheckedDraftModel, "num_cuda_graphs", count)
@@ -359,7 +359,7 @@ def test_replayed_drafts_are_drawn_as_others(settings: dict[str, float], monkeyp
 # Its cache.
 
 
-def test_prompts_that_share_a_prefix_are_skipped() -> None:
+def test_shared_prefix_of_prompts_is_skipped() -> None:
     drafter, prefix = CheckedDraftModel.start(small_model(), max_tokens=256), some_tokens(4 * BLOCK)
     first = propose(drafter, {0: [*prefix, 1]})
     drafter.forget(0)
@@ -371,7 +371,7 @@ def test_prompts_that_share_a_prefix_are_skipped() -> None:
         assert propose(CheckedDraftModel.start(small_model(), max_tokens=256), {9: text})[9].tokens == draft.tokens
 
 
-def test_of_two_new_prompts_with_one_prefix_the_second_waits_for_the_first() -> None:
+def test_second_prompt_with_a_new_prefix_waits_for_the_first() -> None:
     drafter, prefix = CheckedDraftModel.start(small_model(), max_tokens=256), some_tokens(4 * BLOCK)
     texts = {i: [*prefix, 2 + i] for i in range(2)}
     assert [bool(draft.tokens) for draft in propose(drafter, texts).values()] == [True, False]
@@ -379,7 +379,7 @@ def test_of_two_new_prompts_with_one_prefix_the_second_waits_for_the_first() -> 
     assert drafter.snapshot().counters.prompt_tokens_skipped == len(prefix)
 
 
-def test_the_next_turn_skips_what_was_generated() -> None:
+def test_next_turn_skips_generated_tokens() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(20)
     for _ in range(10):
         text = [*text, *propose(drafter, {0: text}, 3)[0].tokens, 7]
@@ -396,7 +396,7 @@ def test_tenants_share_nothing() -> None:
     assert drafter.snapshot().counters.prompt_tokens_skipped == 0
 
 
-def test_flush_makes_cached_prefixes_unreachable_and_prefills_running_requests_again() -> None:
+def test_flush_hides_cached_prefixes_and_prefills_running_requests_again() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
     before = propose(drafter, {0: text})[0]
     drafter.flush("1")
@@ -409,7 +409,7 @@ def test_flush_makes_cached_prefixes_unreachable_and_prefills_running_requests_a
 # Prompts longer than a step, and short memory.
 
 
-def test_drafts_are_empty_until_a_long_prompt_is_prefilled_in_steps() -> None:
+def test_drafts_are_empty_until_a_long_prompt_is_prefilled() -> None:
     subject, text = small_model(), some_tokens(100)
     drafter = CheckedDraftModel.start(subject, max_tokens=40)
     drafts = [propose(drafter, {0: text})[0].tokens for _ in range(3)]
@@ -417,7 +417,7 @@ def test_drafts_are_empty_until_a_long_prompt_is_prefilled_in_steps() -> None:
     assert subject.oracle.check_greedy(text, list(drafts[-1]), 1e-5).first_mismatch is None
 
 
-def test_no_prompt_starves_and_none_stops_the_others() -> None:
+def test_no_prompt_starves_or_blocks_others() -> None:
     drafter = CheckedDraftModel.start(small_model(), max_tokens=20, max_requests=8)
     texts = {i: some_tokens(60 if i >= 5 else 3, seed=i) for i in range(8)}
     num_drafted = dict.fromkeys(texts, 0)
@@ -429,13 +429,13 @@ def test_no_prompt_starves_and_none_stops_the_others() -> None:
     assert min(num_drafted.values()) > 10, num_drafted
 
 
-def test_text_that_did_not_grow_is_not_drafted_for_twice() -> None:
+def test_unchanged_text_is_not_drafted_twice() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(9)
     assert propose(drafter, {0: text})[0].tokens and not propose(drafter, {0: text})[0].tokens
     assert propose(drafter, {0: [*text, 5]})[0].tokens
 
 
-def test_another_text_under_the_same_id_that_is_shorter_starts_anew() -> None:
+def test_shorter_text_under_the_same_id_starts_over() -> None:
     drafter = CheckedDraftModel.start(small_model())
     propose(drafter, {0: some_tokens(30)})
     fresh = propose(CheckedDraftModel.start(small_model()), {0: some_tokens(9, seed=2)})
@@ -447,7 +447,7 @@ def test_another_text_under_the_same_id_that_is_shorter_starts_anew() -> None:
     [{"kv_blocks": 4}, {"kv_blocks": 1}, {"max_requests": 2}, {"cached_states": 1}, {"kv_blocks": 7, "max_tokens": 9}],
     ids=str,
 )
-def test_short_memory_costs_drafts_and_nothing_else(tight: dict[str, int]) -> None:
+def test_lack_of_memory_costs_only_drafts(tight: dict[str, int]) -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid(), **tight)
     run = start_run(drafter)
     for request_id in range(6):
@@ -458,28 +458,28 @@ def test_short_memory_costs_drafts_and_nothing_else(tight: dict[str, int]) -> No
     assert run.counters.draft_tokens and acceptance(run) > 0.95
 
 
-def test_the_request_whose_drafts_were_asked_for_longest_ago_makes_room() -> None:
+def test_least_recently_drafted_request_is_evicted_first() -> None:
     drafter = CheckedDraftModel.start(small_model(), max_requests=2)
     texts = {i: some_tokens(9, seed=i) for i in range(3)}
     propose(drafter, {0: texts[0]})
     propose(drafter, {1: texts[1]})
     assert propose(drafter, {2: texts[2]})[2].tokens
-    assert sorted(row.request_id for row in drafter.context.running_requests) == [1, 2]
+    assert sorted(request.request_id for request in drafter.context.running_requests) == [1, 2]
     drafts = propose(drafter, {i: [*text, 1] for i, text in texts.items()})
     assert [bool(drafts[i].tokens) for i in range(3)] == [False, True, True]
 
 
-def test_text_beyond_the_draft_models_limit_is_not_drafted_for() -> None:
+def test_text_beyond_the_draft_models_limit_is_not_drafted() -> None:
     drafter = CheckedDraftModel.start(small_model(), max_sequence_length=32)
     text = some_tokens(30)
     assert [len(propose(drafter, {0: [*text, *range(n)]}, 4)[0].tokens) for n in range(5)] == [3, 2, 1, 0, 0]
     assert not drafter.context.running_requests
 
 
-# Faults.
+# Errors.
 
 
-def test_a_fault_leaves_the_drafter_usable(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_stays_usable_after_an_error(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if num_graphs and torch.cuda.is_available():
         pytest.skip("a replay calls no layer")
     subject = small_model()
@@ -497,22 +497,22 @@ def test_a_fault_leaves_the_drafter_usable(num_graphs: int, monkeypatch: pytest.
         assert len(draft.tokens) == 4
 
 
-@pytest.mark.parametrize("place", ["lay_out", "publish_prompts", "logits_on_all_ranks"])
-def test_an_engine_goes_on_after_a_fault_of_its_drafter(
-    place: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["lay_out", "publish_prompts", "logits_on_all_ranks"])
+def test_engine_continues_after_an_error_of_its_drafter(
+    method: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
     for request_id in range(3):
         run.add(request_id, some_tokens(20 + request_id), 40)
     owner: Any = drafter.context.runner
-    if num_graphs and place != "publish_prompts":
-        owner, place = StepGraph, "verify" if place == "logits_on_all_ranks" else place
+    if num_graphs and method != "publish_prompts":
+        owner, method = StepGraph, "verify" if method == "logits_on_all_ranks" else method
     while run.engine.has_unfinished_requests():
         num_failed = run.counters.drafting_failures
         with monkeypatch.context() as patch:
             if run.num_steps % 3 == 1 and num_failed < 5:
-                raise_once(patch, owner, place, call=1 + num_failed)
+                raise_once(patch, owner, method, call=1 + num_failed)
             run.step()
     assert run.counters.drafting_failures >= 1
     run.assert_exact()

@@ -1,4 +1,4 @@
-"""What a process without any model of Megatron's is told."""
+"""Errors of a process that has not built a Megatron model."""
 
 import subprocess
 import sys
@@ -18,6 +18,6 @@ for call in (build_engine, DraftModelDrafter):
 """
 
 
-def test_what_is_not_a_model_is_refused_before_process_groups_exist() -> None:
+def test_invalid_model_is_refused_before_process_groups_exist() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.count("serving needs a MambaModel, found Linear(") == 2

@@ -1,4 +1,4 @@
-"""What of a checkpoint becomes a model's weights: in which precision, and whose output weights."""
+"""Loaded weights: their precision, and the source of the output weights."""
 
 import re
 from pathlib import Path
@@ -19,20 +19,20 @@ EMBEDDINGS = {
     "qwen3_5": "model.embed_tokens.weight",
 }
 FP32_PARAMETERS = re.compile(r"A_log|\.D$")
-"""What a bf16 model keeps exactly: decay and skip connection of the states."""
+"""Weights that a bf16 model keeps in fp32: decay and skip connection of the states."""
 FP32_PARAMETERS_OF_QWEN = re.compile(r"A_log|dt_bias")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_model_has_the_rounded_weights_of_the_fp32_model(family: str, checkpoints: dict[str, Path]) -> None:
+def test_bf16_model_has_the_cast_weights_of_the_fp32_model(family: str, checkpoints: dict[str, Path]) -> None:
     exact = load_hugging_face(checkpoints[family], torch.float32).model
-    rounded = dict(load_hugging_face(checkpoints[family], torch.bfloat16).model.named_parameters())
+    bf16 = dict(load_hugging_face(checkpoints[family], torch.bfloat16).model.named_parameters())
     kept = FP32_PARAMETERS if family in MAMBA_FAMILIES else FP32_PARAMETERS_OF_QWEN
     for name, parameter in exact.named_parameters():
         dtype = torch.float32 if kept.search(name) else torch.bfloat16
-        assert rounded[name].dtype is dtype, name
-        assert rounded.pop(name).equal(parameter.to(dtype)), name
-    assert not rounded
+        assert bf16[name].dtype is dtype, name
+        assert bf16.pop(name).equal(parameter.to(dtype)), name
+    assert not bf16
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,16 +40,16 @@ def test_bf16_checkpoint_loads_exactly_into_an_fp32_model(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
-    rounded = {name: tensor.bfloat16() for name, tensor in tensors_of(directory).items()}
-    write_tensors(directory, rounded)
-    from_rounded = load_hugging_face(directory, torch.float32).model.state_dict()
-    write_tensors(directory, {name: tensor.float() for name, tensor in rounded.items()})
+    bf16 = {name: tensor.bfloat16() for name, tensor in tensors_of(directory).items()}
+    write_tensors(directory, bf16)
+    from_bf16 = load_hugging_face(directory, torch.float32).model.state_dict()
+    write_tensors(directory, {name: tensor.float() for name, tensor in bf16.items()})
     for name, tensor in load_hugging_face(directory, torch.float32).model.state_dict().items():
-        assert tensor is None or from_rounded[name].equal(tensor), name
+        assert tensor is None or from_bf16[name].equal(tensor), name
 
 
 @pytest.mark.parametrize("family", EMBEDDINGS)
-def test_output_weights_that_a_tied_checkpoint_has_all_the_same_are_used(
+def test_stored_output_weights_of_a_tied_checkpoint_are_used(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -62,7 +62,7 @@ def test_output_weights_that_a_tied_checkpoint_has_all_the_same_are_used(
     assert model.embedding.word_embeddings.weight.cpu().equal(tensors[EMBEDDINGS[family]])
 
 
-def test_nemotron_h_of_transformers_is_never_tied_whatever_its_config_says(tmp_path: Path) -> None:
+def test_nemotron_h_of_transformers_is_never_tied(tmp_path: Path) -> None:
     case = tiny_checkpoint("nemotron_h-0")
     case.config.tie_word_embeddings = True
     reference = case.model()
@@ -74,7 +74,7 @@ def test_nemotron_h_of_transformers_is_never_tied_whatever_its_config_says(tmp_p
 
 
 @pytest.mark.parametrize(("family", "head_dim"), [("granite", 24), ("nemotron_h", None)])
-def test_attention_heads_are_as_wide_as_in_transformers(family: str, head_dim: int | None, tmp_path: Path) -> None:
+def test_attention_head_width_matches_transformers(family: str, head_dim: int | None, tmp_path: Path) -> None:
     case = tiny_checkpoint(f"{family}-0")
     width = head_dim or NemotronHConfig().head_dim
     case.config.head_dim = width
@@ -89,7 +89,7 @@ def test_attention_heads_are_as_wide_as_in_transformers(family: str, head_dim: i
     torch.testing.assert_close(full_sequence_logits(loaded, prompts), expected, atol=1e-4, rtol=0)
 
 
-def test_nemotron_h_heads_are_as_wide_as_their_older_field_says(tmp_path: Path) -> None:
+def test_nemotron_h_head_width_is_read_from_its_older_field(tmp_path: Path) -> None:
     case = tiny_checkpoint("nemotron_h-0")
     case.write(case.model(), tmp_path)
     drop_field(tmp_path, "head_dim")
@@ -98,7 +98,7 @@ def test_nemotron_h_heads_are_as_wide_as_their_older_field_says(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", EMBEDDINGS)
-def test_tied_checkpoint_without_output_weights_has_one_matrix_for_both_ends(
+def test_tied_checkpoint_without_output_weights_shares_one_matrix(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -111,7 +111,7 @@ def test_tied_checkpoint_without_output_weights_has_one_matrix_for_both_ends(
     assert model.shared_embedding_or_output_weight().cpu().equal(tensors[EMBEDDINGS[family]])
 
 
-def test_negative_multipliers_compute_what_they_compute_in_transformers(tmp_path: Path) -> None:
+def test_negative_multipliers_match_transformers(tmp_path: Path) -> None:
     case = tiny_checkpoint("granite-0")
     case.config.embedding_multiplier, case.config.residual_multiplier, case.config.logits_scaling = -3.0, -0.5, -2.0
     case.write(model := case.model(), tmp_path)

@@ -20,7 +20,7 @@ def load(count: int) -> None:
             advance()
 
 
-def test_a_terminal_has_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_one_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     load(7)
@@ -28,7 +28,7 @@ def test_a_terminal_has_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("every", "lines"), [(5.0, 0), (0.0, 3)])
-def test_elsewhere_a_line_comes_every_few_seconds_and_none_for_a_short_load(
+def test_long_load_logs_a_line_every_few_seconds_without_a_terminal(
     every: float, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "LINE_EVERY_S", every)

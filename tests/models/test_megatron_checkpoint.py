@@ -46,14 +46,14 @@ def saved(shipped: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-def test_a_saved_model_loads_bit_equal(shipped: LoadedModel, saved: Path) -> None:
+def test_saved_model_loads_bit_equal(shipped: LoadedModel, saved: Path) -> None:
     loaded = load_megatron_checkpoint(saved, torch.float32)
     assert loaded.architecture == shipped.architecture
     assert_same_weights(shipped, loaded)
 
 
 @pytest.mark.parametrize("portion_bytes", [400_000, 1])
-def test_a_large_checkpoint_is_read_in_portions(
+def test_large_checkpoint_is_read_in_chunks(
     shipped: LoadedModel, saved: Path, portion_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
@@ -79,14 +79,14 @@ def test_models_of_every_family_load_bit_equal(
     assert_same_weights(loaded, load_megatron_checkpoint(tmp_path / "saved", dtype))
 
 
-def test_a_script_without_a_main_guard_saves(tmp_path: Path) -> None:
+def test_script_without_a_main_guard_can_save(tmp_path: Path) -> None:
     (tmp_path / "save.py").write_text(SCRIPT)
     finished = run_process("save.py", SHIPPED, cwd=tmp_path)
     assert finished.status == 0, finished.stderr
     assert sorted(file.suffix for file in (tmp_path / "saved").glob("*.distcp")) == [".distcp"]
 
 
-def test_saving_without_psutil_fails_and_does_not_wait(
+def test_saving_without_psutil_fails_without_hanging(
     shipped: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(filesystem_async, "HAVE_PSUTIL", False)
@@ -94,13 +94,13 @@ def test_saving_without_psutil_fails_and_does_not_wait(
         save_megatron_checkpoint(shipped.model, shipped.architecture, tmp_path / "saved")
 
 
-def test_a_file_where_the_directory_should_be_is_refused(shipped: LoadedModel, tmp_path: Path) -> None:
+def test_file_instead_of_a_directory_is_refused(shipped: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     with pytest.raises(ValueError, match=f"cannot make the directory {tmp_path / 'taken'}"):
         save_megatron_checkpoint(shipped.model, shipped.architecture, tmp_path / "taken")
 
 
-def test_saving_over_something_is_refused(shipped: LoadedModel, saved: Path) -> None:
+def test_overwriting_is_refused(shipped: LoadedModel, saved: Path) -> None:
     with pytest.raises(ValueError, match="is not empty"):
         save_megatron_checkpoint(shipped.model, shipped.architecture, saved)
 
@@ -110,7 +110,7 @@ def test_weights_without_an_architecture_are_refused(tmp_path: Path) -> None:
         load_megatron_checkpoint(tmp_path)
 
 
-def test_a_damaged_architecture_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_damaged_architecture_is_refused(saved: Path, tmp_path: Path) -> None:
     text = (saved / ARCHITECTURE_FILE).read_text()
     for damaged in (text[: len(text) // 2], "[]", text.replace('"pattern"', '"patern"')):
         (tmp_path / ARCHITECTURE_FILE).write_text(damaged)
@@ -118,13 +118,13 @@ def test_a_damaged_architecture_is_refused(saved: Path, tmp_path: Path) -> None:
             load_megatron_checkpoint(tmp_path)
 
 
-def test_an_architecture_without_its_weights_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_architecture_without_its_weights_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / ARCHITECTURE_FILE).write_text((saved / ARCHITECTURE_FILE).read_text())
     with pytest.raises(ValueError, match="does not hold the weights"):
         load_megatron_checkpoint(tmp_path)
 
 
-def test_tensors_that_the_architecture_has_no_place_for_are_refused(saved: Path, tmp_path: Path) -> None:
+def test_tensors_unknown_to_the_architecture_are_refused(saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     edit_json(directory / ARCHITECTURE_FILE, lambda fields: fields.update(tie_embeddings=True))
     with pytest.raises(ValueError, match=r"has 1 tensors: output_layer\.weight, which .* has no place for"):
@@ -140,7 +140,7 @@ def test_tensors_that_the_architecture_has_no_place_for_are_refused(saved: Path,
         (None, None, None),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_before_memory_is_taken(
+def test_checkpoint_of_another_model_is_refused_before_allocation(
     field: str | None, value: object, reason: str | None, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, devices, build = copy_of(saved, tmp_path), [], megatron_checkpoint.build_hybrid_model
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_memory_is_taken(
     assert devices == [{"meta"}, {torch.empty(0, device=torch.cuda.current_device()).device.type}][: 1 + fits]
 
 
-def test_tensors_that_the_checkpoint_lacks_are_named(shipped: LoadedModel, tmp_path: Path) -> None:
+def test_missing_tensors_are_named(shipped: LoadedModel, tmp_path: Path) -> None:
     model = load_hugging_face(SHIPPED, torch.float32).model
     model.decoder.final_norm = torch.nn.Identity()
     save_megatron_checkpoint(model, shipped.architecture, tmp_path / "saved")
@@ -168,7 +168,7 @@ def test_tensors_that_the_checkpoint_lacks_are_named(shipped: LoadedModel, tmp_p
         load_megatron_checkpoint(tmp_path / "saved", torch.float32)
 
 
-def test_any_value_in_any_field_of_an_architecture_gives_a_model_or_a_refusal(saved: Path, tmp_path: Path) -> None:
+def test_any_value_in_an_architecture_file_builds_or_is_refused(saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     file = directory / ARCHITECTURE_FILE
     whole = json.loads(file.read_text())
@@ -199,14 +199,14 @@ def refusal_of(directory: Path) -> str | None:
 
 
 @pytest.mark.parametrize("fields", [{"pattern": "MMMM"}, {"pattern": "M*X"}, {"pattern": "M*E"}])
-def test_an_architecture_that_cannot_be_built_is_refused(fields: dict[str, str], saved: Path, tmp_path: Path) -> None:
+def test_unbuildable_architecture_is_refused(fields: dict[str, str], saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     edit_json(directory / ARCHITECTURE_FILE, lambda architecture: architecture.update(fields))
     with pytest.raises(ValueError, match=f"{ARCHITECTURE_FILE} describes no model that Megatron builds"):
         load_megatron_checkpoint(directory, torch.float32)
 
 
-def test_a_missing_or_truncated_weights_file_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_missing_or_truncated_weights_file_is_refused(saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     (file,) = directory.glob("*.distcp")
     content = file.read_bytes()
@@ -220,7 +220,7 @@ def test_a_missing_or_truncated_weights_file_is_refused(saved: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
-def test_a_missing_or_truncated_file_beside_the_weights_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
+def test_missing_or_truncated_metadata_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
     file = copy_of(saved, tmp_path) / name
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
@@ -234,7 +234,7 @@ def test_a_missing_or_truncated_file_beside_the_weights_is_refused(name: str, sa
         load_megatron_checkpoint(file.parent, torch.float32)
 
 
-def test_random_models_save_too(tmp_path: Path, shipped: LoadedModel) -> None:
+def test_random_models_can_be_saved(tmp_path: Path, shipped: LoadedModel) -> None:
     model = random_hybrid_model()
     save_megatron_checkpoint(model, shipped.architecture, tmp_path / "other")
     with pytest.raises(ValueError, match=r"lacks \d+ tensors"):  # another architecture's

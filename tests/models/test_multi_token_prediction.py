@@ -53,7 +53,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("family", RELEASED_NAMES)
-def test_a_directory_with_mtp_tensors_loads_without_them_and_says_so_once(
+def test_directory_with_mtp_tensors_loads_without_them_and_logs_it_once(
     family: str, checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory, names = copy_of(checkpoints[family], tmp_path), RELEASED_NAMES[family]
@@ -71,7 +71,7 @@ def test_a_directory_with_mtp_tensors_loads_without_them_and_says_so_once(
     assert warning.endswith(f"their {len(names)} tensors are left out")
 
 
-def test_layers_behind_the_last_one_are_mtp_where_the_configuration_says_so(
+def test_layers_after_the_last_one_are_mtp_if_configured(
     checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
@@ -89,7 +89,7 @@ def test_layers_behind_the_last_one_are_mtp_where_the_configuration_says_so(
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("name", ["mtps.weight", "model.layers.0.mtp.weight", "mtp", "head.mtp.layers.0.weight"])
-def test_other_names_beside_mtp_are_refused_still(
+def test_unknown_names_next_to_mtp_are_refused(
     name: str, checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
@@ -98,7 +98,7 @@ def test_other_names_beside_mtp_are_refused_still(
     assert warnings_of(caplog) == []
 
 
-def test_a_training_run_with_mtp_layers_loads_without_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_run_with_mtp_layers_loads_without_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = LoadedModel(random_model(DENSE), DENSE, tmp_path / "run")
     changed = {"mtp_num_layers": 1, "hybrid_override_pattern": f"{DENSE.pattern}/*E"}
     write_training_checkpoint(given.model, DENSE, tmp_path / "run", **changed)
@@ -115,7 +115,7 @@ def test_a_training_run_with_mtp_layers_loads_without_them(tmp_path: Path, caplo
     assert "multi-token prediction (MTP), which is not used yet; their 2 tensors are left out" in warning
 
 
-def test_names_are_told_apart_by_their_beginning() -> None:
+def test_mtp_tensors_are_found_by_name_prefix() -> None:
     names = ["mtp.a", "model.mtp.b", "language_model.model.mtp.c", "x.mtp.d", "model.layers.3.e", "model.layers.4.f"]
     assert mtp_names(names) == ["language_model.model.mtp.c", "model.mtp.b", "mtp.a"]
     assert mtp_names(names, ["norm", "model.layers.2.a", "model.layers.3.a"], 1) == [

@@ -64,7 +64,7 @@ def filled_ranks(
     placements: Placements, tensors: Mapping[str, Tensor], local_shape: tuple[int, ...], size: int
 ) -> list[Tensor]:
     """Return the one parameter that all of these tensors go to, as each rank fills it."""
-    (target,) = {place.target for name in tensors for place in placements[name]}
+    (target,) = {placed.target for name in tensors for placed in placements[name]}
     wanted = {name: placements[name] for name in tensors}
     parts = []
     for rank in range(size):
@@ -89,7 +89,7 @@ def joined(parts: list[Tensor], sections: tuple[int, ...], dim: int = 0) -> Tens
     dim=st.sampled_from([0, 1]),
     size=st.sampled_from(SIZES),
 )
-def test_parts_of_all_ranks_put_together_are_the_tensor(sections: tuple[int, ...], dim: int, size: int) -> None:
+def test_shards_of_all_ranks_join_to_the_tensor(sections: tuple[int, ...], dim: int, size: int) -> None:
     shape = (sum(sections), 3) if dim == 0 else (3, sum(sections))
     tensor = torch.arange(3 * sum(sections)).view(shape)
     parts = [Split(dim, sections).local(tensor, rank, size) for rank in range(size)]
@@ -104,19 +104,19 @@ def test_unsplit_tensor_is_whole_on_every_rank(size: int) -> None:
 
 
 @pytest.mark.parametrize(("sections", "size"), [((), 4), ((4, 2), 4), ((3, 3), 2), ((8, 1), 2)])
-def test_section_that_does_not_divide_by_the_ranks_is_refused(sections: tuple[int, ...], size: int) -> None:
+def test_section_not_divisible_by_the_ranks_is_refused(sections: tuple[int, ...], size: int) -> None:
     tensor = torch.zeros(sum(sections) or 6)
     with pytest.raises(ValueError, match=rf"parts .* do not divide by {size} ranks"):
         Split(0, sections).local(tensor, 0, size)
 
 
 @pytest.mark.parametrize(("num_groups", "rows", "size"), [(2, 12, 3), (2, 5, 4), (3, 9, 2)])
-def test_kv_heads_and_ranks_that_do_not_divide_each_other_are_refused(num_groups: int, rows: int, size: int) -> None:
+def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"do not divide by {size} ranks"):
         GroupedSplit(num_groups).local(torch.zeros(rows, 1), 0, size)
 
 
-def test_sections_of_another_length_are_refused_by_tensor_name() -> None:
+def test_sections_of_a_wrong_length_are_refused_by_tensor_name() -> None:
     filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
     with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* \[4, 4\] are needed"):
         filler.fill("given", torch.zeros(9))
@@ -133,7 +133,7 @@ def test_sections_of_another_length_are_refused_by_tensor_name() -> None:
         ("A_log", (MAMBA.num_heads,), ()),
     ],
 )
-def test_each_part_of_a_mamba_tensor_is_split_on_its_own(
+def test_each_section_of_a_mamba_tensor_is_split_separately(
     name: str, sections: tuple[int, ...], trailing: tuple[int, ...], size: int
 ) -> None:
     tensor = torch.rand(sum(sections), *trailing)
@@ -182,16 +182,16 @@ def test_each_rank_has_both_halves_of_a_gated_projection(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_each_expert_of_a_stack_is_split_like_a_gated_projection(size: int) -> None:
+def test_each_stacked_expert_is_split_like_a_gated_projection(size: int) -> None:
     stacked = torch.rand(3, 2 * FEED_FORWARD, HIDDEN)
     name = "model.layers.0.block_sparse_moe.input_linear.weight"
-    places = granite_hybrid.placements_of(architecture("ME*E", experts=True))[name]
+    expert_placements = granite_hybrid.placements_of(architecture("ME*E", experts=True))[name]
     models = []
     for rank in range(size):
-        models.append(model_with({place.target: (2 * FEED_FORWARD // size, HIDDEN) for place in places}))
-        ModelFiller(models[-1], {name: places}, rank, size).fill(name, stacked)
-    for place, expert in zip(places, stacked, strict=True):
-        parts = [model.get_parameter(place.target).detach() for model in models]
+        models.append(model_with({placed.target: (2 * FEED_FORWARD // size, HIDDEN) for placed in expert_placements}))
+        ModelFiller(models[-1], {name: expert_placements}, rank, size).fill(name, stacked)
+    for placed, expert in zip(expert_placements, stacked, strict=True):
+        parts = [model.get_parameter(placed.target).detach() for model in models]
         assert joined(parts, (FEED_FORWARD, FEED_FORWARD)).equal(expert)
 
 
@@ -215,7 +215,7 @@ def delta_parts(family: ModuleType) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", [qwen3_next, qwen3_5])
-def test_each_rank_has_its_heads_of_every_part_of_a_delta_projection(family: ModuleType, size: int) -> None:
+def test_each_rank_has_its_heads_of_every_delta_section(family: ModuleType, size: int) -> None:
     placements, (stored, parts) = family.placements_of(qwen()), delta_parts(family)
     assert {name for name in placements if "in_proj" in name} == stored.keys()
     rows = sum(DELTA_ROWS.values())
@@ -229,7 +229,7 @@ def test_each_rank_has_its_heads_of_every_part_of_a_delta_projection(family: Mod
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_the_output_gates_of_a_kv_head_follow_its_queries(num_kv_heads: int, size: int) -> None:
+def test_output_gates_of_a_kv_head_follow_its_queries(num_kv_heads: int, size: int) -> None:
     attention, num_groups = "model.layers.1.self_attn.", max(num_kv_heads, size)
     heads = {"q": 16, "k": num_kv_heads, "v": num_kv_heads}
     tensors = {name: torch.rand(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}
@@ -245,18 +245,18 @@ def test_the_output_gates_of_a_kv_head_follow_its_queries(num_kv_heads: int, siz
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_experts_stacked_with_both_projections_in_one_are_split_like_single_ones(size: int) -> None:
+def test_experts_with_stacked_projections_are_split_like_single_ones(size: int) -> None:
     stacked, single = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.2.up_proj.weight"
     usual = qwen3_next.placements_of(qwen(experts=True))
     tensor = torch.rand(3, 2 * FEED_FORWARD, HIDDEN)
     names = {stacked, *(name for name in usual if "gate_proj" not in name and "up_proj" not in name)}
     names |= {name for name in usual if "shared_expert." in name or ".layers.1." in name}
-    places = StoredTensors.find(usual, names, qwen3_next.OTHER_NAMES, Path()).placements[stacked]
-    shapes = {place.target: (2 * FEED_FORWARD, HIDDEN) for place in places}
-    assert stored_shape(places, shapes) == tensor.shape and usual[single][0].target in shapes
+    expert_placements = StoredTensors.find(usual, names, qwen3_next.OTHER_NAMES, Path()).placements[stacked]
+    shapes = {placed.target: (2 * FEED_FORWARD, HIDDEN) for placed in expert_placements}
+    assert stored_shape(expert_placements, shapes) == tensor.shape and usual[single][0].target in shapes
     models = [model_with({target: (2 * FEED_FORWARD // size, HIDDEN) for target in shapes}) for _ in range(size)]
     for rank, model in enumerate(models):
-        ModelFiller(model, {stacked: places}, rank, size).fill(stacked, tensor)
+        ModelFiller(model, {stacked: expert_placements}, rank, size).fill(stacked, tensor)
     for target, expert in zip(shapes, tensor, strict=True):
         parts = [model.get_parameter(target).detach() for model in models]
         assert joined(parts, (FEED_FORWARD, FEED_FORWARD)).equal(expert)

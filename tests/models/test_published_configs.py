@@ -45,7 +45,7 @@ def test_nemotron_3_nano_is_read_as_published() -> None:
     assert (experts.shared_hidden_size, experts.scaling, experts.latent_size) == (3712, 2.5, None)
 
 
-def test_latent_experts_may_be_named_absent_and_layers_listed() -> None:
+def test_latent_experts_may_be_absent_and_layers_listed() -> None:
     listed = {"M": "mamba", "E": "moe", "*": "attention"}
     fields = NEMOTRON_3_NANO | {
         "moe_latent_size": None,

@@ -44,38 +44,38 @@ def directory(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_quantized_configuration_is_named(kind: str, field: str, directory: Path) -> None:
+def test_unsupported_quantization_is_named(kind: str, field: str, directory: Path) -> None:
     set_fields(directory, **{field: CONFIGS[kind]})
     assert_refused(directory, f"{directory / 'config.json'}: {field}={kind} is not supported; {ADVICE}")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("kind", FILES)
-def test_a_file_that_says_so_beside_the_configuration_is_named(kind: str, directory: Path) -> None:
+def test_quantization_file_next_to_the_config_is_named(kind: str, directory: Path) -> None:
     name, content = FILES[kind]
     (directory / name).write_text(json.dumps(content))
     assert_refused(directory, f"{directory / name}: {kind}; {ADVICE}")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_a_directory_of_gguf_files_is_named(directory: Path) -> None:
+def test_gguf_directory_is_named(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "model-Q4_K_M.gguf")
     assert_refused(directory, f"{directory / 'model-Q4_K_M.gguf'}: GGUF; {ADVICE}")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize(
-    ("dtype", "said"),
+    ("dtype", "message"),
     [(torch.float8_e4m3fn, "F8_E4M3 (FP8)"), (torch.float8_e5m2, "F8_E5M2 (FP8)"), (torch.uint8, "U8 (packed NVFP4")],
     ids=str,
 )
-def test_a_tensor_of_eight_bits_is_named_with_its_type(dtype: torch.dtype, said: str, directory: Path) -> None:
+def test_tensor_of_an_8_bit_dtype_is_named_with_it(dtype: torch.dtype, message: str, directory: Path) -> None:
     tensors, name = tensors_of(directory), "backbone.layers.0.mixer.in_proj.weight"
     write_tensors(directory, tensors | {name: tensors[name].to(dtype)})
-    assert_refused(directory, f"tensor {name} is of type {said}", "config.json has no quantization_config")
+    assert_refused(directory, f"tensor {name} is of type {message}", "config.json has no quantization_config")
 
 
-def test_the_command_ends_with_that_line_and_status_2(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_refusal_and_exits_2(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     set_fields(directory, quantization_config=CONFIGS["4-bit (AWQ)"])
     lines = directory.parent / "lines.jsonl"
     lines.write_text('{"prompt_tokens": [1, 2, 3]}\n')
@@ -84,9 +84,7 @@ def test_the_command_ends_with_that_line_and_status_2(directory: Path, capsys: p
     assert "4-bit (AWQ) is not supported" in finished.stderr and ADVICE in finished.stderr
 
 
-def test_a_configuration_without_quantization_is_not_refused(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unquantized_config_is_accepted(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     set_fields(directory, quantization_config=None)
     lines = directory.parent / "lines.jsonl"
     lines.write_text('{"prompt_tokens": [1, 2, 3], "num_tokens_to_generate": 2}\n')
@@ -128,33 +126,35 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("said", VALUES)
-def test_an_unknown_value_is_named_with_its_field(said: str, directory: Path) -> None:
-    kind, fields = VALUES[said]
+@pytest.mark.parametrize("message", VALUES)
+def test_unknown_value_is_named_with_its_field(message: str, directory: Path) -> None:
+    kind, fields = VALUES[message]
     config = KINDS[kind].config
     assert config is not None
     set_fields(directory, quantization_config={**config, **fields})
-    assert_refused(directory, f"{directory / 'config.json'}: quantization_config.{said}")
+    assert_refused(directory, f"{directory / 'config.json'}: quantization_config.{message}")
 
 
-@pytest.mark.parametrize("said", WEIGHTS)
-def test_an_unknown_value_of_a_group_is_named_with_its_field(said: str, directory: Path) -> None:
-    kind, fields = WEIGHTS[said]
+@pytest.mark.parametrize("message", WEIGHTS)
+def test_unknown_value_of_a_group_is_named_with_its_field(message: str, directory: Path) -> None:
+    kind, fields = WEIGHTS[message]
     config = KINDS[kind].config
     assert config is not None
     group = config["config_groups"]["group_0"]
     groups = {"group_0": group | {"weights": group["weights"] | fields}}
     set_fields(directory, quantization_config={**config, "config_groups": groups})
-    assert_refused(directory, f"{directory / 'config.json'}: quantization_config.config_groups.group_0.weights.{said}")
+    assert_refused(
+        directory, f"{directory / 'config.json'}: quantization_config.config_groups.group_0.weights.{message}"
+    )
 
 
-def test_a_value_of_the_file_beside_the_configuration_is_named_with_its_field(directory: Path) -> None:
+def test_value_in_a_separate_file_is_named_with_its_field(directory: Path) -> None:
     file = directory / "hf_quant_config.json"
     file.write_text(json.dumps({"quantization": {"quant_algo": "W4A16_AWQ"}}))
     assert_refused(directory, f"{file}: quantization.quant_algo='W4A16_AWQ' is not supported, only 'FP8'")
 
 
-def test_plan_and_doctor_read_what_loading_reads(directory: Path) -> None:
+def test_plan_and_doctor_read_the_same_files_as_loading(directory: Path) -> None:
     set_fields(directory, quantization_config=CONFIGS["4-bit (GPTQ)"])
     with pytest.raises(ValueError, match=re.escape("4-bit (GPTQ) is not supported")):
         read_sizes(directory)
@@ -223,19 +223,19 @@ DAMAGES: dict[str, tuple[str, Edit]] = {
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-@pytest.mark.parametrize("said", DAMAGES)
-def test_damaged_codes_or_scales_are_named_before_memory_is_taken(said: str, wide: Path, tmp_path: Path) -> None:
-    kind, damage = DAMAGES[said]
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damaged_codes_or_scales_are_named_before_allocation(message: str, wide: Path, tmp_path: Path) -> None:
+    kind, damage = DAMAGES[message]
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS[kind], num_shards=1)
     stored = read_stored(directory / "model.safetensors")
     damage(stored)
     write_files(directory, stored, num_shards=1)
-    assert_refused(directory, said)
+    assert_refused(directory, message)
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_a_truncated_file_is_named(wide: Path, tmp_path: Path) -> None:
+def test_truncated_file_is_named(wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS["transformers F32"])
     file = directory / "model-00002-of-00003.safetensors"
@@ -244,7 +244,7 @@ def test_a_truncated_file_is_named(wide: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_the_size_of_a_weight_is_that_of_its_codes(wide: Path, tmp_path: Path) -> None:
+def test_weight_size_is_the_size_of_its_codes(wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS["compressed-tensors NVFP4"])
     set_fields(directory, hidden_size=96)

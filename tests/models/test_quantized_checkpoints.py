@@ -35,7 +35,7 @@ STORED = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def assert_loads_exactly(directory: Path, kind: str, keep: str = "$^", dtype: torch.dtype = torch.bfloat16) -> str:
-    """Quantize a checkpoint, load it, compare it with what it means, and return what loading said of it."""
+    """Quantize a checkpoint, load it, compare it with the dequantized weights, and return its log line."""
     means = quantize(directory, KINDS[kind], keep)
     loaded = load_hugging_face(directory, dtype)
     write_plain(directory, means, STORED[dtype])
@@ -50,23 +50,23 @@ def number_quantized(directory: Path, ending: str) -> int:
 
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_weight_is_code_times_scale_rounded_once(
+def test_each_weight_is_code_times_scale_with_one_rounding(
     kind: str, dtype: torch.dtype, wide: Path, tmp_path: Path
 ) -> None:
-    said = assert_loads_exactly(copy_of(wide, tmp_path), kind, dtype=dtype)
-    assert " quantized tensors (" in said and " bytes in the files)" in said
+    logged = assert_loads_exactly(copy_of(wide, tmp_path), kind, dtype=dtype)
+    assert " quantized tensors (" in logged and " bytes in the files)" in logged
 
 
 @pytest.mark.parametrize("kind", ["transformers, edge blocks", "modelopt mixed", "compressed-tensors NVFP4"])
-def test_weights_that_a_checkpoint_keeps_are_read_as_they_are(kind: str, wide: Path, tmp_path: Path) -> None:
-    said = assert_loads_exactly(copy_of(wide, tmp_path), kind, KEPT)
+def test_unquantized_weights_of_a_checkpoint_are_read_unchanged(kind: str, wide: Path, tmp_path: Path) -> None:
+    logged = assert_loads_exactly(copy_of(wide, tmp_path), kind, KEPT)
     everything = assert_loads_exactly(copy_of(wide, tmp_path / "all"), kind)
-    assert 0 < int(said.split()[0]) < int(everything.split()[0])
+    assert 0 < int(logged.split()[0]) < int(everything.split()[0])
 
 
 @pytest.mark.parametrize("kind", STACKED)
 @pytest.mark.parametrize("name", ["granite_moe-0", "nemotron_h_moe-0", "qwen3_5_moe-1"])
-def test_a_stack_of_experts_has_scales_of_each(name: str, kind: str, tmp_path: Path) -> None:
+def test_stacked_experts_have_their_own_scales(name: str, kind: str, tmp_path: Path) -> None:
     case = wide_checkpoint(name)
     case.model().save_pretrained(tmp_path, save_original_format=False)
     assert any(tensor.dim() == 3 and "conv" not in found for found, tensor in tensors_of(tmp_path).items())
@@ -81,7 +81,7 @@ def test_every_family_loads_its_quantized_weights(name: str, kind: str, tmp_path
     assert_loads_exactly(tmp_path, kind)
 
 
-def test_quantized_ends_of_a_tied_checkpoint_are_used(tmp_path: Path) -> None:
+def test_quantized_embeddings_of_a_tied_checkpoint_are_used(tmp_path: Path) -> None:
     case = wide_checkpoint("granite-1")
     case.config.tie_word_embeddings = True
     case.write(case.model(), tmp_path)
@@ -99,7 +99,7 @@ def test_quantized_ends_of_a_tied_checkpoint_are_used(tmp_path: Path) -> None:
     assert_same_weights(loaded, load_hugging_face(tmp_path))
 
 
-def test_a_language_model_inside_of_another_loads_and_other_parts_are_left_out(wide: Path, tmp_path: Path) -> None:
+def test_quantized_language_model_of_a_multimodal_checkpoint_loads(wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     names = {f"language_model.{name}": tensor for name, tensor in tensors_of(directory).items()}
     extra = {
@@ -116,7 +116,7 @@ def test_a_language_model_inside_of_another_loads_and_other_parts_are_left_out(w
     assert_same_weights(loaded, load_hugging_face(directory))
 
 
-def test_start_up_says_format_number_and_bytes_of_quantized_tensors(wide: Path, tmp_path: Path) -> None:
+def test_loading_logs_format_count_and_bytes_of_quantized_tensors(wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS["modelopt mixed"])
     files = SafetensorsFiles(directory)
@@ -138,12 +138,12 @@ def test_unused_scales_are_counted_in_one_warning(wide: Path, tmp_path: Path, ca
     count = sum(number_quantized(directory, ending) for ending in (".input_scale", ".k_scale", ".v_scale"))
     with caplog.at_level(logging.WARNING):
         load_hugging_face(directory)
-    said = f"scales of activations or of the KV cache, which are not used; their {count} tensors are left out"
-    assert count and [record.getMessage() for record in caplog.records if said in record.getMessage()]
+    logged = f"scales of activations or of the KV cache, which are not used; their {count} tensors are left out"
+    assert count and [record.getMessage() for record in caplog.records if logged in record.getMessage()]
 
 
 @pytest.mark.parametrize("kind", ["transformers F32", "modelopt FP8 in a file"])
-def test_weights_are_bf16_whatever_config_json_says_of_their_type(kind: str, wide: Path, tmp_path: Path) -> None:
+def test_weights_are_bf16_whatever_dtype_the_config_names(kind: str, wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     assert read_sizes(directory)[1] is torch.float32
     quantize(directory, KINDS[kind])
@@ -151,15 +151,13 @@ def test_weights_are_bf16_whatever_config_json_says_of_their_type(kind: str, wid
     assert load_hugging_face(directory, None).model.config.params_dtype is torch.bfloat16
 
 
-def test_a_cache_alone_may_be_quantized(wide: Path, tmp_path: Path) -> None:
+def test_cache_alone_may_be_quantized(wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     quantize(directory, Kind({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, {}))
     assert load_hugging_face(directory).quantized == ""
 
 
-def test_nothing_but_one_weight_is_alive_when_the_next_is_read(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_weight_is_in_memory_at_a_time(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = copy_of(wide, tmp_path)
     num_weights = len(quantize(directory, KINDS["modelopt NVFP4"], num_shards=4))
     alive: weakref.WeakSet = weakref.WeakSet()

@@ -57,7 +57,7 @@ def assert_equal_bits(found: torch.Tensor, expected: npt.NDArray[np.float32]) ->
 
 @given(format=FP8, leading=LEADING, rows=SIZES, columns=SIZES, dtype=DTYPES, slab=st.sampled_from([1, 64, 2**20]))
 @settings(deadline=None, max_examples=200)
-def test_a_weight_of_8_bits_is_its_code_times_the_scale_of_its_block(
+def test_fp8_weight_is_its_code_times_its_block_scale(
     format: WeightFormat, leading: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype, slab: int
 ) -> None:
     rng = np.random.default_rng(rows * 41 + columns)
@@ -81,7 +81,7 @@ def test_a_weight_of_8_bits_is_its_code_times_the_scale_of_its_block(
     divides=st.booleans(),
 )
 @settings(deadline=None, max_examples=200)
-def test_a_weight_of_4_bits_is_one_half_of_a_byte_times_its_scales(
+def test_fp4_weight_is_half_a_byte_times_its_scales(
     format: WeightFormat, leading: tuple[int, ...], rows: int, pairs: int, dtype: torch.dtype, divides: bool
 ) -> None:
     rng = np.random.default_rng(rows * 41 + pairs)
@@ -110,7 +110,7 @@ def test_every_code_has_its_value() -> None:
     assert four.values(tensors, torch.empty(0)).flatten().tolist() == np.repeat(E2M1, 2).tolist()
 
 
-def test_a_stack_may_have_one_scale_for_all() -> None:
+def test_stack_may_share_one_scale() -> None:
     weight = QuantizedWeight(fp8(None, None), (3, 2, 4), "codes", "scale")
     codes = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
     tensors = {"codes": tensor_of(codes, torch.float8_e4m3fn), "scale": torch.tensor(3.0)}
@@ -128,7 +128,7 @@ def test_a_stack_may_have_one_scale_for_all() -> None:
         (NVFP4, (8, 40), (8, 3), []),
     ],
 )
-def test_scales_may_have_the_shapes_that_published_files_have(
+def test_published_scale_shapes_are_accepted(
     format: WeightFormat, shape: tuple[int, ...], usual: tuple[int, ...], others: list[tuple[int, ...]]
 ) -> None:
     found = format.scale_shapes(shape)

@@ -43,7 +43,7 @@ class CountingFile:
 
 
 @pytest.mark.parametrize("name", ["nemotron_h_moe-0", "bamba-0", "granite_moe-0"])
-def test_no_other_tensor_is_alive_when_one_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_tensor_is_in_memory_at_a_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(tiny_checkpoint(name), max_shard_size="50KB")
     case.write(case.model(), tmp_path)
     num_tensors = len(tensors_of(tmp_path))

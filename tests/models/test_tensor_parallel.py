@@ -102,7 +102,7 @@ def run_ranks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_of_two_ranks_are_those_of_one(name: str, one_rank: dict[str, LoadedModel]) -> None:
+def test_logits_of_two_ranks_equal_those_of_one(name: str, one_rank: dict[str, LoadedModel]) -> None:
     loaded = one_rank[name]
     expected = full_sequence_logits(loaded, some_prompts(loaded.architecture.vocab_size))
     gathered = torch.load(loaded.directory.parent / LOGITS)
@@ -111,16 +111,14 @@ def test_logits_of_two_ranks_are_those_of_one(name: str, one_rank: dict[str, Loa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_saved_by_one_rank_and_again_by_two_are_the_same_bits(
-    name: str, one_rank: dict[str, LoadedModel]
-) -> None:
+def test_weights_resaved_by_two_ranks_keep_their_bits(name: str, one_rank: dict[str, LoadedModel]) -> None:
     folder = one_rank[name].directory.parent
     for saved in (FROM_ONE_RANK, FROM_ALL_RANKS):
         assert_same_weights(one_rank[name], load_megatron_checkpoint(folder / saved, torch.float32))
 
 
 @pytest.mark.parametrize("name", TRAINED_CASES)
-def test_weights_that_two_ranks_loaded_from_a_training_run_load_into_one(
+def test_training_run_weights_saved_by_two_ranks_load_into_one(
     name: str, one_rank: dict[str, LoadedModel]
 ) -> None:  # the ranks have compared theirs
     folder = one_rank[name].directory.parent
@@ -128,7 +126,7 @@ def test_weights_that_two_ranks_loaded_from_a_training_run_load_into_one(
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "said"),
+    ("name", "fields", "message"),
     [
         ("nemotron_h-6", {"vocab_size": 127}, "vocab_size 127"),
         ("nemotron_h-6", {"num_attention_heads": 6, "num_key_value_heads": 3}, "number of KV heads 3"),
@@ -138,8 +136,8 @@ def test_weights_that_two_ranks_loaded_from_a_training_run_load_into_one(
         ("qwen3_5-3", {"linear_num_key_heads": 1, "linear_num_value_heads": 7}, "number of value heads 7"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_before_anything_is_built(
-    name: str, fields: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unsplittable_model_is_refused_before_building(
+    name: str, fields: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = tiny_checkpoint(name)
     case.config.vocab_size = fields.get("vocab_size", 128)
@@ -147,10 +145,10 @@ def test_what_cannot_be_shared_out_is_refused_before_anything_is_built(
     set_fields(tmp_path, **fields)
     for name in ("get_tensor_model_parallel_world_size", "get_expert_tensor_parallel_world_size"):
         monkeypatch.setattr(parallel_state, name, lambda: NUM_RANKS)
-    assert_refused(tmp_path, str(tmp_path / "config.json"), f"{said} does not divide by 2 tensor-parallel ranks")
+    assert_refused(tmp_path, str(tmp_path / "config.json"), f"{message} does not divide by 2 tensor-parallel ranks")
 
 
-def test_sequences_are_not_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_parallelism_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = tiny_checkpoint("nemotron_h_moe-0")
     case.write(case.model(), tmp_path)
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
@@ -158,12 +156,12 @@ def test_sequences_are_not_shared_out(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("case", "size", "said"), [("nemotron_h_moe-0", 1024, "does not divide by 1024"), ("bamba-2", 2, "no experts")]
+    ("case", "size", "message"), [("nemotron_h_moe-0", 1024, "does not divide by 1024"), ("bamba-2", 2, "no experts")]
 )
-def test_experts_that_cannot_be_shared_out_are_refused(
-    case: str, size: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unsplittable_experts_are_refused(
+    case: str, size: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny_checkpoint(case)
     checkpoint.write(checkpoint.model(), tmp_path)
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: size)
-    assert_refused(tmp_path, said)
+    assert_refused(tmp_path, message)

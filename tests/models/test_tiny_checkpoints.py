@@ -7,7 +7,7 @@ from tests.models.tiny_checkpoints import (
     FAMILIES,
     LARGE_CHUNKS,
     MAMBA_FAMILIES,
-    drawn_settings,
+    sampled_settings,
     tiny_checkpoint,
 )
 from tests.models.tiny_qwen import QWEN_OPTIONS
@@ -27,7 +27,7 @@ def test_every_model_type_has_many_cases() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cases_of_a_family_differ_in_every_setting(family: str) -> None:
-    cases = drawn_settings(family)
+    cases = sampled_settings(family)
     for setting in cases[0]:
         assert len({str(case[setting]) for case in cases}) > 1, setting
     queries_per_kv_head = {case["attention"][1] // case["attention"][2] for case in cases}
@@ -40,23 +40,23 @@ def test_cases_of_a_family_differ_in_every_setting(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MAMBA_FAMILIES)
-def test_cases_of_a_family_with_mamba_have_all_kinds_of_mixers(family: str) -> None:
-    cases = drawn_settings(family)
+def test_mamba_families_have_cases_of_every_mixer_size(family: str) -> None:
+    cases = sampled_settings(family)
     assert {case["mamba"][0] for case in cases} == {1, 2, 8}
     assert {case["chunk_size"] for case in cases} == {8, 16, 32}
     assert any(case["limit"] != (0.0, float("inf")) for case in cases)
 
 
 @pytest.mark.parametrize("family", QWEN_OPTIONS)
-def test_cases_of_a_family_with_gated_delta_net_have_all_kinds_of_mixers(family: str) -> None:
-    mixers = [case["delta"] for case in drawn_settings(family)]
+def test_gated_delta_net_families_have_cases_of_every_mixer_size(family: str) -> None:
+    mixers = [case["delta"] for case in sampled_settings(family)]
     assert any(key_heads < value_heads for key_heads, value_heads, _, _ in mixers)
     assert any(key_dim < value_dim for _, _, key_dim, value_dim in mixers)
     assert any(key_dim > value_dim for _, _, key_dim, value_dim in mixers)
-    assert {case["tied"] for case in drawn_settings(family)} == {False, True}
+    assert {case["tied"] for case in sampled_settings(family)} == {False, True}
 
 
-def test_each_family_has_large_chunks_and_prompts_of_more_than_two_of_them() -> None:
+def test_each_family_has_prompts_of_several_large_chunks() -> None:
     for family, cases in LARGE_CHUNKS.items():
         assert list(cases) == [64, 128, 256]
         for size, index in cases.items():

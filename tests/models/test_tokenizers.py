@@ -66,7 +66,7 @@ def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("save", [save_tokenizer, save_with_bos, save_qwen])
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_are_those_of_transformers_and_text_comes_back(save: object, text: str, tmp_path: Path) -> None:
+def test_tokens_match_transformers_and_decode_to_the_text(save: object, text: str, tmp_path: Path) -> None:
     save(tmp_path)  # type: ignore[operator]
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), loaded(tmp_path)
     tokens = ours.tokenize(text)
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_transformers_and_text_comes_back(save: object, text
     assert (ours.bos, ours.eod, ours.vocab_size) == (theirs.bos_token_id, theirs.eos_token_id, VOCABULARY)
 
 
-def test_a_spelled_out_bos_comes_once(tmp_path: Path) -> None:
+def test_spelled_out_bos_appears_once(tmp_path: Path) -> None:
     save_with_bos(tmp_path)
     tokenizer = loaded(tmp_path)
     assert tokenizer.tokenize("a") == tokenizer.tokenize(f"{END_OF_TEXT}a")
@@ -94,7 +94,7 @@ def test_a_spelled_out_bos_comes_once(tmp_path: Path) -> None:
         (VOCABULARY - 1, None, VOCABULARY - 2, (VOCABULARY - 1, 0, VOCABULARY - 2), (VOCABULARY - 1, VOCABULARY - 2)),
     ],
 )
-def test_a_text_ends_with_every_token_that_any_file_names(
+def test_end_tokens_are_collected_from_every_file(
     generation: object,
     model: object,
     inner: object,
@@ -112,7 +112,7 @@ def test_a_text_ends_with_every_token_that_any_file_names(
     assert (tokenizer.eod, *tokenizer.other_end_ids) == without
 
 
-def test_images_are_named_by_the_larger_model_and_by_the_tokenizer(tmp_path: Path) -> None:
+def test_image_tokens_are_read_from_config_and_tokenizer(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     assert loaded(tmp_path).image_tokens == {}
     fields: dict[str, object] = {"image_token_id": 5, "video_token_id": None, "vision_start_token_id": 3}
@@ -131,7 +131,7 @@ def test_images_are_named_by_the_larger_model_and_by_the_tokenizer(tmp_path: Pat
         loaded(tmp_path)
 
 
-def test_a_prompt_with_a_token_of_an_image_is_at_fault(tmp_path: Path) -> None:
+def test_prompt_with_an_image_token_is_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     change_json(tmp_path / "config.json", image_token_id=5)
     words = "the prompt has token 5 (image_token_id) at position 2, which is for images"
@@ -141,14 +141,14 @@ def test_a_prompt_with_a_token_of_an_image_is_at_fault(tmp_path: Path) -> None:
     assert image_error(TokenIdTokenizer(8), (5,)) is None
 
 
-def test_a_tokenizer_without_special_tokens_has_no_bos_and_eod(tmp_path: Path) -> None:
+def test_tokenizer_without_special_tokens_has_no_bos_or_eod(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     tokenizer = loaded(tmp_path)
     assert (tokenizer.bos, tokenizer.eod) == (None, -1)
 
 
-def test_special_tokens_are_found_however_they_are_written(tmp_path: Path) -> None:
+def test_special_tokens_are_found_in_any_notation(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "a"}, "eos_token": None}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "c", "eos_token": "b"}))
@@ -178,7 +178,7 @@ DECLARED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", THREE_KINDS)
 @pytest.mark.parametrize("fields", DECLARED.values(), ids=DECLARED)
 @pytest.mark.parametrize("keeps", [True, False])
-def test_tokens_that_only_the_configuration_declares_are_those_of_transformers(
+def test_tokens_declared_only_in_the_config_match_transformers(
     fields: dict[str, Any], kind: str, keeps: bool, tmp_path: Path
 ) -> None:
     save_kind(tmp_path, kind)
@@ -195,7 +195,7 @@ def test_tokens_that_only_the_configuration_declares_are_those_of_transformers(
     assert (ours.bos, None if ours.eod < 0 else ours.eod) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
-def test_a_declared_token_that_the_model_has_no_id_for_is_left_out(tmp_path: Path) -> None:
+def test_declared_token_without_a_model_id_is_ignored(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     change_json(tmp_path / "tokenizer_config.json", pad_token="[PAD]", added_tokens_decoder=[3, {"content": None}])
     fitting, larger = loaded(tmp_path), loaded(tmp_path, VOCABULARY + 1)
@@ -203,7 +203,7 @@ def test_a_declared_token_that_the_model_has_no_id_for_is_left_out(tmp_path: Pat
     assert larger.tokenize("[PAD]") == [VOCABULARY] and fitting.detokenize(fitting.tokenize("[PAD]")) == "[PAD]"
 
 
-def test_settings_for_batches_cut_and_fill_no_prompt(tmp_path: Path) -> None:
+def test_batch_settings_neither_truncate_nor_pad_prompts(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     path = str(tmp_path / "tokenizer.json")
     backend = Tokenizer.from_file(path)
@@ -213,19 +213,19 @@ def test_settings_for_batches_cut_and_fill_no_prompt(tmp_path: Path) -> None:
     assert loaded(tmp_path).detokenize(loaded(tmp_path).tokenize("a longer text")) == "a longer text"
 
 
-def test_ids_that_stand_for_nothing_give_no_text(tmp_path: Path) -> None:
+def test_unused_ids_decode_to_no_text(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = loaded(tmp_path, vocab_size=2 * VOCABULARY)
     assert tokenizer.detokenize([VOCABULARY + 1, *tokenizer.tokenize("a"), -1, 2**40]) == "a"
     assert tokenizer.vocab_size == 2 * VOCABULARY
 
 
-def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
+def test_directory_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert load_tokenizer(tmp_path, VOCABULARY) is None
 
 
-def test_ids_beyond_the_vocabulary_are_refused_with_both_numbers_and_files(tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary_are_refused_with_both_sizes(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     loaded(tmp_path, VOCABULARY)
@@ -237,14 +237,14 @@ def test_ids_beyond_the_vocabulary_are_refused_with_both_numbers_and_files(tmp_p
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
-def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+def test_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=name):
         load_tokenizer(tmp_path, VOCABULARY)
 
 
-def test_a_tokenizer_json_does_not_need_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_json_does_not_need_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tokenizer(tmp_path)
     hide_transformers(monkeypatch)
     assert loaded(tmp_path).detokenize(loaded(tmp_path).tokenize("text")) == "text"
@@ -265,19 +265,19 @@ def test_other_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: 
         load_tokenizer(tmp_path, len(theirs))
 
 
-def test_files_that_transformers_cannot_read_are_an_error(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_files_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
     with pytest.raises(ValueError, match="transformers cannot read"):
         load_tokenizer(tmp_path, VOCABULARY)
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_chat_is_rendered_as_transformers_does(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_chat_is_rendered_as_by_transformers(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tokenizer(tmp_path)
-    if place.endswith(".json"):
-        change_json(tmp_path / place, chat_template=TEMPLATE)
+    if file.endswith(".json"):
+        change_json(tmp_path / file, chat_template=TEMPLATE)
     else:
-        (tmp_path / place).write_text(TEMPLATE)
+        (tmp_path / file).write_text(TEMPLATE)
     tokenizer = loaded(tmp_path)
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.render_chat(CHAT) == "<user>May I pass?<assistant>Yes.<assistant>"
@@ -298,7 +298,7 @@ def test_special_tokens_are_shown_by_name(tmp_path: Path) -> None:
     assert tokenizer.detokenizer(["<none>"])(tokens) == tokenizer.detokenize(tokens)
 
 
-def test_a_chat_that_cannot_be_rendered_is_an_error(tmp_path: Path) -> None:
+def test_unrenderable_chat_is_an_error(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = loaded(tmp_path)
     assert tokenizer.chat_template == ""
@@ -309,7 +309,7 @@ def test_a_chat_that_cannot_be_rendered_is_an_error(tmp_path: Path) -> None:
         loaded(tmp_path).render_chat(CHAT)
 
 
-def test_messages_nested_too_deeply_are_refused_without_the_directory(tmp_path: Path) -> None:
+def test_deeply_nested_messages_are_refused_without_the_path(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0] | tojson }}")
     tokenizer = load_tokenizer(tmp_path, VOCABULARY)
@@ -322,16 +322,16 @@ def test_messages_nested_too_deeply_are_refused_without_the_directory(tmp_path: 
 
 
 @pytest.mark.parametrize("named", ["2", {}, [[1]], ["2"], -1, 1.5, True, VOCABULARY, [0, 10**12]])
-@pytest.mark.parametrize("place", ["generation_config.json", "config.json", "text_config.", "llm_config."])
-def test_an_end_of_text_that_is_no_token_id_is_refused_in_one_line(place: str, named: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json", "text_config.", "llm_config."])
+def test_end_of_text_must_be_a_token_id(file: str, named: object, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     fields: dict[str, Any] = {"eos_token_id": named}
-    is_inner = place.endswith("_config.")
-    path = tmp_path / ("config.json" if is_inner else place)
-    path.write_text(json.dumps({place.removesuffix("."): fields} if is_inner else fields))
+    is_inner = file.endswith("_config.")
+    path = tmp_path / ("config.json" if is_inner else file)
+    path.write_text(json.dumps({file.removesuffix("."): fields} if is_inner else fields))
     with pytest.raises(ValueError) as raised:
         load_tokenizer(tmp_path, VOCABULARY)
-    inner = place if is_inner else ""
+    inner = file if is_inner else ""
     assert str(raised.value).startswith(f"{path}: {inner}eos_token_id={named!r}, but must be a token id")
     assert f"from 0 to {VOCABULARY - 1}" in str(raised.value) and "\n" not in str(raised.value)
 
@@ -342,7 +342,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @pytest.mark.parametrize("names", [["default"], ["default", "tool_use"], ["rag", "default", "tool_use"], ["tool_use"]])
 @pytest.mark.parametrize("are_files", [True, False])
-def test_a_named_template_is_chosen_as_transformers_does(names: list[str], are_files: bool, tmp_path: Path) -> None:
+def test_named_template_is_chosen_as_by_transformers(names: list[str], are_files: bool, tmp_path: Path) -> None:
     saved = save_tokenizer(tmp_path)
     saved.chat_template = {name: SOURCES[name] for name in names}
     saved.save_pretrained(tmp_path, save_jinja_files=are_files)
@@ -361,7 +361,7 @@ def test_a_named_template_is_chosen_as_transformers_does(names: list[str], are_f
         assert expected == ("1 tools" if tools and "tool_use" in names else CHAT[0]["content"])
 
 
-def test_template_files_come_before_the_field_and_that_before_an_old_file(tmp_path: Path) -> None:
+def test_template_files_precede_the_config_field_and_old_files(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
     assert loaded(tmp_path).render_chat(CHAT) == loaded(tmp_path).chat_template == "old"
@@ -375,7 +375,7 @@ def test_template_files_come_before_the_field_and_that_before_an_old_file(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja", "chat_template.json"])
-def test_a_damaged_template_is_named(name: str, tmp_path: Path) -> None:
+def test_damaged_template_is_named(name: str, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"\xff{")

@@ -88,7 +88,7 @@ def refusal_of(directory: Path, **settings: Any) -> str:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("singleton_experts", [False, True])
-def test_a_run_loads_bit_equal_with_the_architecture_of_its_arguments(
+def test_training_run_loads_bit_equal_with_the_architecture_of_its_arguments(
     name: str, singleton_experts: bool, tmp_path: Path
 ) -> None:
     architecture = ARCHITECTURES[name]
@@ -104,7 +104,7 @@ def test_a_run_loads_bit_equal_with_the_architecture_of_its_arguments(
 
 @pytest.mark.parametrize("singleton_experts", [False, True])
 @pytest.mark.parametrize("architecture", [EXPERTS, GATED_EXPERTS], ids=["experts", "gated_experts"])
-def test_stacked_experts_are_written_where_megatrons_own_are(
+def test_stacked_experts_are_written_to_megatrons_expert_weights(
     architecture: HybridArchitecture, singleton_experts: bool
 ) -> None:
     model, metadata = random_model(architecture), {"singleton_local_shards": singleton_experts}
@@ -117,38 +117,38 @@ def test_stacked_experts_are_written_where_megatrons_own_are(
     written, expected = map(shards_of, parts)
     assert len(written) == ours.num_experts * (3 if architecture.feed_forward.gated else 2)
     assert written.keys() == expected.keys()
-    for place, tensor in written.items():
-        assert torch.equal(tensor, expected[place])
+    for shard_key, tensor in written.items():
+        assert torch.equal(tensor, expected[shard_key])
 
 
 def shards_of(state: dict[str, Any]) -> dict[Any, Tensor]:
-    """Return each shard's data by its key, global shape and place."""
+    """Return each shard's data by its key, global shape and offset."""
     apply_factories(state)
     tensors = [part for part in nested_values(state) if isinstance(part, ShardedTensor)]  # not of quantized training
     return {(part.key, part.global_shape, part.global_offset): part.data for part in tensors}
 
 
-def test_the_gated_norm_has_megatrons_own_epsilon_and_the_others_have_that_of_the_arguments(
+def test_gated_norm_has_megatrons_epsilon_and_others_the_configured_one(
     trained: LoadedModel,
 ) -> None:
     layer = load_megatron_checkpoint(trained.directory, torch.float32).model.decoder.layers[0]
     assert (layer.norm.eps, layer.mixer.norm.eps) == (1e-4, 1e-5)
 
 
-def test_epsilon_is_read_by_the_name_that_newer_training_gives_it() -> None:
+def test_epsilon_is_read_under_its_newer_name() -> None:
     fields = arguments_of(DENSE)
     fields["layernorm_epsilon"] = fields.pop("norm_epsilon")
     assert architecture_of(CheckpointConfig(fields, "common.pt")).norm_eps == DENSE.norm_eps != 1e-5
 
 
 @pytest.mark.parametrize("name", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
-def test_weights_of_norms_that_stand_for_one_more_are_refused(name: str) -> None:
+def test_zero_centered_norm_weights_are_refused(name: str) -> None:
     fields = arguments_of(DENSE) | {name: True}
     with pytest.raises(ValueError, match=f"{name}=True is not supported"):
         architecture_of(CheckpointConfig(fields, "common.pt"))
 
 
-def test_weights_are_rounded_to_the_dtype_that_is_asked_for(trained: LoadedModel) -> None:
+def test_weights_are_cast_to_the_requested_dtype(trained: LoadedModel) -> None:
     loaded = load_megatron_checkpoint(trained.directory, torch.bfloat16)
     weights = dict(loaded.model.named_parameters())
     for name, expected in trained.model.named_parameters():
@@ -156,12 +156,12 @@ def test_weights_are_rounded_to_the_dtype_that_is_asked_for(trained: LoadedModel
     assert loaded.model.output_layer.weight.dtype is torch.bfloat16
 
 
-def test_the_directory_of_one_iteration_loads_too(trained: LoadedModel) -> None:
+def test_directory_of_one_iteration_loads(trained: LoadedModel) -> None:
     iteration = trained.directory / f"iter_{ITERATION:07d}"
     assert_same_weights(trained, load_megatron_checkpoint(iteration, torch.float32))
 
 
-def test_layers_allocated_by_ratios_are_where_training_put_them(tmp_path: Path) -> None:
+def test_layers_allocated_by_ratio_match_the_training_run(tmp_path: Path) -> None:
     architecture = replace(DENSE, pattern="MM*-")
     given = LoadedModel(random_model(architecture), architecture, tmp_path)
     ratios = {"hybrid_override_pattern": None, "hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.25}
@@ -170,7 +170,7 @@ def test_layers_allocated_by_ratios_are_where_training_put_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "expected_message"),
     [
         ({"normalization": "LayerNorm"}, "args.normalization='LayerNorm' is not supported, only 'RMSNorm'"),
         ({"add_bias_linear": True}, "args.add_bias_linear=True is not supported"),
@@ -185,13 +185,13 @@ def test_layers_allocated_by_ratios_are_where_training_put_them(tmp_path: Path) 
     ],
     ids=str,
 )
-def test_arguments_of_a_model_that_is_not_supported_are_refused(
-    changed: dict[str, Any], said: str, tmp_path: Path
+def test_arguments_of_an_unsupported_model_are_refused(
+    changed: dict[str, Any], expected_message: str, tmp_path: Path
 ) -> None:
     directory = write_training_checkpoint(random_model(DENSE), DENSE, tmp_path / "run", **changed)
     refusal = refusal_of(tmp_path / "run")
     assert refusal.startswith(f"{directory / 'common.pt'}: ")
-    assert said in refusal
+    assert expected_message in refusal
     assert f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture=" in refusal
 
 
@@ -218,7 +218,7 @@ def test_arguments_of_a_model_that_is_not_supported_are_refused(
     ],
     ids=str,
 )
-def test_routers_that_are_not_known_are_refused_by_the_argument(changed: dict[str, Any], message: str) -> None:
+def test_unknown_routers_are_refused_by_argument(changed: dict[str, Any], message: str) -> None:
     fields = arguments_of(LATENT_EXPERTS) | {"moe_router_topk": 7, "moe_router_group_topk": None} | changed
     with pytest.raises(ValueError) as refusal:
         architecture_of(CheckpointConfig(fields, "common.pt"))
@@ -226,7 +226,7 @@ def test_routers_that_are_not_known_are_refused_by_the_argument(changed: dict[st
 
 
 @pytest.mark.parametrize("balancing", ["none", ["seq_aux_loss", "global_aux_loss"]])
-def test_without_a_number_of_groups_training_chose_from_all(balancing: str | list[str]) -> None:
+def test_missing_group_count_means_one_group(balancing: str | list[str]) -> None:
     fields = arguments_of(LATENT_EXPERTS) | {"moe_router_group_topk": None, "moe_router_topk": 7}
     fields |= {"moe_router_load_balancing_type": balancing}
     experts = architecture_of(CheckpointConfig(fields, "common.pt")).experts
@@ -234,7 +234,7 @@ def test_without_a_number_of_groups_training_chose_from_all(balancing: str | lis
 
 
 @pytest.mark.parametrize("state", [{}, {"args": None}, {"args": [1]}], ids=str)
-def test_a_checkpoint_without_arguments_names_the_remedies(state: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoint_without_arguments_names_the_remedies(state: dict[str, Any], tmp_path: Path) -> None:
     save_with_common_state(random_model(DENSE), state, tmp_path)
     refusal = refusal_of(tmp_path)
     assert f"{tmp_path / 'common.pt'} holds no arguments" in refusal
@@ -248,14 +248,14 @@ def save_with_common_state(model: Any, state: dict[str, Any], directory: Path) -
     dist_checkpointing.save({**model.sharded_state_dict(), **state}, str(directory), InProcessSaveStrategy())
 
 
-def test_a_written_architecture_comes_before_the_arguments(tmp_path: Path) -> None:
+def test_written_architecture_precedes_the_arguments(tmp_path: Path) -> None:
     given = LoadedModel(random_model(DENSE), DENSE, tmp_path / "run")
     write_training_checkpoint(given.model, DENSE, tmp_path / "run", normalization="LayerNorm")
-    write_architecture(DENSE, tmp_path / "run")  # beside the tracker serves all iterations
+    write_architecture(DENSE, tmp_path / "run")  # next to the tracker it serves all iterations
     assert_same_weights(given, load_megatron_checkpoint(tmp_path / "run", torch.float32))
 
 
-def test_tensors_that_have_no_place_are_named(trained: LoadedModel) -> None:
+def test_unexpected_tensors_are_named(trained: LoadedModel) -> None:
     smaller = replace(DENSE, pattern="M-*-")
     refusal = refusal_of(trained.directory, architecture=smaller)
     assert "decoder.layers.4.mixer.A_log" in refusal
@@ -264,13 +264,13 @@ def test_tensors_that_have_no_place_are_named(trained: LoadedModel) -> None:
     assert "_extra_state" not in refusal
 
 
-def test_tensors_that_are_lacking_are_named(trained: LoadedModel) -> None:
+def test_missing_tensors_are_named(trained: LoadedModel) -> None:
     refusal = refusal_of(trained.directory, architecture=replace(DENSE, pattern="M-*-M-"))
     assert "lacks 3 tensors: decoder.layers.5.mlp.linear_fc1.weight" in refusal
     assert "decoder.layers.5.pre_mlp_layernorm.weight" in refusal
 
 
-def test_heads_of_other_kinds_are_no_training_state(tmp_path: Path) -> None:
+def test_other_prediction_heads_are_not_ignored(tmp_path: Path) -> None:
     model = random_model(DENSE)
     state = model.sharded_state_dict()
     state["output_layer.weight"].key = "mtp.layers.0.weight"
@@ -281,20 +281,20 @@ def test_heads_of_other_kinds_are_no_training_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [64, 256])
-def test_embeddings_of_another_size_are_refused_and_not_filled_up(vocab_size: int, trained: LoadedModel) -> None:
+def test_wrong_embedding_size_is_refused_instead_of_padded(vocab_size: int, trained: LoadedModel) -> None:
     refusal = refusal_of(trained.directory, architecture=replace(DENSE, vocab_size=vocab_size))
     assert "embedding.word_embeddings.weight has shape (128, 32) where the model" in refusal
     assert f"has ({vocab_size}, 32)" in refusal
 
 
 @pytest.mark.parametrize("named", ["", "latest", "-3", "7", "9" * 20])
-def test_a_tracker_that_names_no_iteration_is_refused(named: str, tmp_path: Path) -> None:
+def test_tracker_without_an_iteration_is_refused(named: str, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(named)
     expected = str(tmp_path / "iter_0000007") if named == "7" else f"names the iteration {named!r}"
     assert expected in refusal_of(tmp_path)
 
 
-def test_the_release_of_a_run_is_followed(trained: LoadedModel, tmp_path: Path) -> None:
+def test_release_tracker_is_followed(trained: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "release").symlink_to(trained.directory / f"iter_{ITERATION:07d}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     assert_same_weights(trained, load_megatron_checkpoint(tmp_path, torch.float32))
@@ -311,7 +311,7 @@ class Dangerous:
 
 
 @pytest.mark.parametrize("function", [os.system, eval], ids=str)
-def test_nothing_that_common_state_names_is_run(function: Any, tmp_path: Path) -> None:
+def test_common_state_never_runs_code(function: Any, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     argument = f"touch {witness}" if function is os.system else f"open({str(witness)!r}, 'w')"
     model = random_model(DENSE)
@@ -324,9 +324,7 @@ def test_nothing_that_common_state_names_is_run(function: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("keeps_the_index", [False, True])
-def test_nothing_that_the_index_of_tensors_names_is_run(
-    keeps_the_index: bool, trained: LoadedModel, tmp_path: Path
-) -> None:
+def test_tensor_index_never_runs_code(keeps_the_index: bool, trained: LoadedModel, tmp_path: Path) -> None:
     run, witness = tmp_path / "run", tmp_path / "witness"
     shutil.copytree(trained.directory, run)
     (index_file,) = run.rglob(".metadata")
@@ -340,7 +338,7 @@ def test_nothing_that_the_index_of_tensors_names_is_run(
     assert not witness.exists()
 
 
-def test_an_argument_that_is_a_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_tensor_as_an_argument_is_refused_by_name(tmp_path: Path) -> None:
     arguments = {"add_bias_linear": torch.zeros(2)}
     directory = write_training_checkpoint(random_model(DENSE), DENSE, tmp_path / "run", **arguments)
     assert "add_bias_linear" in refusal_of(directory)
@@ -363,5 +361,5 @@ def test_an_argument_that_is_a_tensor_is_refused_by_its_name(tmp_path: Path) -> 
         ("rng_states.weight", False),
     ],
 )
-def test_only_names_of_a_runs_own_state_are_passed_over(name: str, expected: bool) -> None:
+def test_only_known_training_state_is_skipped(name: str, expected: bool) -> None:
     assert is_training_state(name) is expected

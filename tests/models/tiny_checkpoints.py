@@ -26,7 +26,7 @@ from tests.models.tiny_qwen import QWEN_CHUNK_SIZE, QWEN_OPTIONS, WHOLE_SUFFIX, 
 
 MAMBA_FAMILIES = ("nemotron_h", "nemotron_h_moe", "bamba", "granite", "granite_moe")
 FAMILIES = (*MAMBA_FAMILIES, *(family for family in QWEN_OPTIONS if not family.endswith(WHOLE_SUFFIX)))
-"""Those whose configuration is flat."""
+"""Families whose configuration is flat."""
 CASES_PER_FAMILY = {
     **{"nemotron_h": 8, "nemotron_h_moe": 8, "bamba": 16, "granite": 8, "granite_moe": 8},
     **{family: 4 if family.endswith(WHOLE_SUFFIX) else 8 for family in QWEN_OPTIONS},
@@ -103,7 +103,7 @@ class TinyCheckpoint:
     """A configuration, and how to write and serve it.
 
     Args:
-        bounds_time_steps: Whether time steps are clamped: transformers does so in its chunked form, and not when it
+        bounds_time_steps: True if time steps are clamped: transformers does so in its chunked form, and not when it
             decodes from a cache.
     """
 
@@ -142,20 +142,20 @@ class TinyCheckpoint:
 def tiny_checkpoint(name: str) -> TinyCheckpoint:
     """Return the case of a name of `CASE_NAMES` or `LARGE_CHUNK_NAMES`."""
     family, index, *chunk = name.split("-")
-    drawn = drawn_settings(family)[int(index)]
+    settings = sampled_settings(family)[int(index)]
     if chunk:
         size = int(chunk[0].removeprefix("chunk"))
-        drawn = drawn | {"chunk_size": size, "block_chunks": 1, "max_tokens": size // 2 + 8}
+        settings = settings | {"chunk_size": size, "block_chunks": 1, "max_tokens": size // 2 + 8}
     return TinyCheckpoint(
         name=name,
-        config=qwen_config(family, drawn) if family in QWEN_OPTIONS else _CONFIG_OF[family](drawn),
-        max_shard_size=drawn["max_shard_size"],
+        config=qwen_config(family, settings) if family in QWEN_OPTIONS else _CONFIG_OF[family](settings),
+        max_shard_size=settings["max_shard_size"],
         cache_settings={
-            "block_size_tokens": drawn.get("chunk_size", QWEN_CHUNK_SIZE) * drawn["block_chunks"],
-            "max_tokens": drawn["max_tokens"],
-            "align_prefill_chunks": drawn["align_prefill_chunks"],
+            "block_size_tokens": settings.get("chunk_size", QWEN_CHUNK_SIZE) * settings["block_chunks"],
+            "max_tokens": settings["max_tokens"],
+            "align_prefill_chunks": settings["align_prefill_chunks"],
         },
-        bounds_time_steps=drawn.get("limit", _UNBOUNDED) != _UNBOUNDED,
+        bounds_time_steps=settings.get("limit", _UNBOUNDED) != _UNBOUNDED,
     )
 
 
@@ -175,7 +175,7 @@ def wide_checkpoint(name: str) -> TinyCheckpoint:
 
 
 @cache
-def drawn_settings(family: str) -> list[dict[str, Any]]:
+def sampled_settings(family: str) -> list[dict[str, Any]]:
     """Return the settings of a family's cases."""
     options = QWEN_OPTIONS.get(family) or _SHARED_OPTIONS | _OPTIONS[family]
     count = CASES_PER_FAMILY[family]
@@ -185,99 +185,99 @@ def drawn_settings(family: str) -> list[dict[str, Any]]:
 
 
 def _balanced(options: Sequence[Any], count: int, rng: random.Random) -> list[Any]:
-    drawn = [options[index % len(options)] for index in range(count)]
-    rng.shuffle(drawn)
-    return drawn
+    settings = [options[index % len(options)] for index in range(count)]
+    rng.shuffle(settings)
+    return settings
 
 
-def _common(drawn: dict[str, Any]) -> dict[str, Any]:
-    hidden_size, heads, kv_heads = drawn["attention"]
+def _common(settings: dict[str, Any]) -> dict[str, Any]:
+    hidden_size, heads, kv_heads = settings["attention"]
     return {
-        "vocab_size": drawn["vocab_size"],
+        "vocab_size": settings["vocab_size"],
         "hidden_size": hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "intermediate_size": drawn["intermediate_size"],
-        "tie_word_embeddings": drawn["tied"],
+        "intermediate_size": settings["intermediate_size"],
+        "tie_word_embeddings": settings["tied"],
         "max_position_embeddings": 640,
-        "time_step_limit": drawn["limit"],
+        "time_step_limit": settings["limit"],
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,  # generation ends by length only
     }
 
 
-def _nemotron_h(drawn: dict[str, Any]) -> NemotronHConfig:
-    groups, heads = drawn["mamba"]
-    experts, top_k, expert_groups, top_groups = drawn.get("experts", (4, 2, 1, 1))
+def _nemotron_h(settings: dict[str, Any]) -> NemotronHConfig:
+    groups, heads = settings["mamba"]
+    experts, top_k, expert_groups, top_groups = settings.get("experts", (4, 2, 1, 1))
     return NemotronHConfig(
-        **_common(drawn),
-        layers_block_type=[_KINDS[symbol] for symbol in drawn["layers"]],
-        head_dim=drawn["head_dim"],
-        mlp_hidden_act=drawn["activation"],
-        layer_norm_epsilon=drawn["eps"],
-        ssm_state_size=drawn["state_dim"],
+        **_common(settings),
+        layers_block_type=[_KINDS[symbol] for symbol in settings["layers"]],
+        head_dim=settings["head_dim"],
+        mlp_hidden_act=settings["activation"],
+        layer_norm_epsilon=settings["eps"],
+        ssm_state_size=settings["state_dim"],
         mamba_num_heads=heads,
-        mamba_head_dim=drawn["mamba_head_dim"],
+        mamba_head_dim=settings["mamba_head_dim"],
         n_groups=groups,
-        conv_kernel=drawn["d_conv"],
-        use_conv_bias=drawn["conv_bias"],
-        chunk_size=drawn["chunk_size"],
+        conv_kernel=settings["d_conv"],
+        use_conv_bias=settings["conv_bias"],
+        chunk_size=settings["chunk_size"],
         # transformers clamps at time_step_min, whatever time_step_limit says; no time step is below the tiny one
-        time_step_min=drawn["limit"][0] or 1e-9,
+        time_step_min=settings["limit"][0] or 1e-9,
         n_routed_experts=experts,
         num_experts_per_tok=top_k,
         n_group=expert_groups,
         topk_group=top_groups,
-        routed_scaling_factor=drawn.get("scaling", 1.0),
-        moe_latent_size=drawn.get("latent"),
-        norm_topk_prob=drawn.get("normalizes", True),
+        routed_scaling_factor=settings.get("scaling", 1.0),
+        moe_latent_size=settings.get("latent"),
+        norm_topk_prob=settings.get("normalizes", True),
         moe_intermediate_size=24,
         moe_shared_expert_intermediate_size=40,
     )
 
 
-def _mamba_fields(drawn: dict[str, Any]) -> dict[str, Any]:
-    groups, heads = drawn["mamba"]
+def _mamba_fields(settings: dict[str, Any]) -> dict[str, Any]:
+    groups, heads = settings["mamba"]
     return {
-        "num_hidden_layers": len(drawn["layers"]),
-        "rms_norm_eps": drawn["eps"],
+        "num_hidden_layers": len(settings["layers"]),
+        "rms_norm_eps": settings["eps"],
         "mamba_n_groups": groups,
         "mamba_n_heads": heads,
-        "mamba_d_state": drawn["state_dim"],
-        "mamba_d_conv": drawn["d_conv"],
-        "mamba_expand": drawn["expand"],
-        "mamba_chunk_size": drawn["chunk_size"],
-        "mamba_conv_bias": drawn["conv_bias"],
+        "mamba_d_state": settings["state_dim"],
+        "mamba_d_conv": settings["d_conv"],
+        "mamba_expand": settings["expand"],
+        "mamba_chunk_size": settings["chunk_size"],
+        "mamba_conv_bias": settings["conv_bias"],
     }
 
 
-def _bamba(drawn: dict[str, Any]) -> BambaConfig:
-    rope = {"rope_theta": drawn["rope_theta"], "partial_rotary_factor": drawn["rotary_percent"]}
+def _bamba(settings: dict[str, Any]) -> BambaConfig:
+    rope = {"rope_theta": settings["rope_theta"], "partial_rotary_factor": settings["rotary_percent"]}
     return BambaConfig(
-        **_common(drawn),
-        **_mamba_fields(drawn),
-        attn_layer_indices=[index for index, symbol in enumerate(drawn["layers"]) if symbol == "*"],
+        **_common(settings),
+        **_mamba_fields(settings),
+        attn_layer_indices=[index for index, symbol in enumerate(settings["layers"]) if symbol == "*"],
         rope_parameters={"rope_type": "default", **rope},
     )
 
 
-def _granite(drawn: dict[str, Any]) -> GraniteMoeHybridConfig:
-    embedding, residual, attention, logits_divisor = drawn["multipliers"]
-    experts, top_k = drawn.get("experts", (0, 2))
+def _granite(settings: dict[str, Any]) -> GraniteMoeHybridConfig:
+    embedding, residual, attention, logits_divisor = settings["multipliers"]
+    experts, top_k = settings.get("experts", (0, 2))
     return GraniteMoeHybridConfig(
-        **_common(drawn),
-        **_mamba_fields(drawn),
-        layer_types=[_KINDS[symbol] for symbol in drawn["layers"]],
-        shared_intermediate_size=drawn["intermediate_size"] - 8,
+        **_common(settings),
+        **_mamba_fields(settings),
+        layer_types=[_KINDS[symbol] for symbol in settings["layers"]],
+        shared_intermediate_size=settings["intermediate_size"] - 8,
         num_local_experts=experts,
         num_experts_per_tok=top_k,
         embedding_multiplier=embedding,
         residual_multiplier=residual,
         attention_multiplier=attention,
         logits_scaling=logits_divisor,
-        position_embedding_type=drawn["position"],
-        rope_parameters={"rope_type": "default", "rope_theta": drawn["rope_theta"]},
+        position_embedding_type=settings["position"],
+        rope_parameters={"rope_type": "default", "rope_theta": settings["rope_theta"]},
     )
 
 

@@ -62,45 +62,45 @@ _VISION = {
 }
 
 
-def qwen_config(family: str, drawn: dict[str, Any]) -> PreTrainedConfig:
+def qwen_config(family: str, settings: dict[str, Any]) -> PreTrainedConfig:
     """Return the configuration of a family of `QWEN_OPTIONS`."""
-    has_experts = "experts" in drawn
-    text = _text_fields(drawn) | (_expert_fields(drawn) if has_experts else {})
+    has_experts = "experts" in settings
+    text = _text_fields(settings) | (_expert_fields(settings) if has_experts else {})
     if family == "qwen3_next":
-        dense = {"mlp_only_layers": drawn["dense_layers"], "decoder_sparse_step": drawn["sparse_step"]}
-        return Qwen3NextConfig(**text, **dense, norm_topk_prob=drawn["normalizes"])
+        dense = {"mlp_only_layers": settings["dense_layers"], "decoder_sparse_step": settings["sparse_step"]}
+        return Qwen3NextConfig(**text, **dense, norm_topk_prob=settings["normalizes"])
     if not family.endswith(WHOLE_SUFFIX):
         return Qwen3_5MoeTextConfig(**text) if has_experts else Qwen3_5TextConfig(**text)
     text.pop("tie_word_embeddings")  # the larger model's counts
     vision = _VISION | {"out_hidden_size": text["hidden_size"]}
     whole = Qwen3_5MoeConfig if has_experts else Qwen3_5Config
-    return whole(text_config=text, vision_config=vision, tie_word_embeddings=drawn["tied"])
+    return whole(text_config=text, vision_config=vision, tie_word_embeddings=settings["tied"])
 
 
-def _text_fields(drawn: dict[str, Any]) -> dict[str, Any]:
-    hidden_size, heads, kv_heads = drawn["attention"]
-    key_heads, value_heads, key_dim, value_dim = drawn["delta"]
+def _text_fields(settings: dict[str, Any]) -> dict[str, Any]:
+    hidden_size, heads, kv_heads = settings["attention"]
+    key_heads, value_heads, key_dim, value_dim = settings["delta"]
     return {
-        "vocab_size": drawn["vocab_size"],
+        "vocab_size": settings["vocab_size"],
         "hidden_size": hidden_size,
-        "num_hidden_layers": len(drawn["layers"]),
-        "layer_types": [_KINDS[symbol] for symbol in drawn["layers"]],
+        "num_hidden_layers": len(settings["layers"]),
+        "layer_types": [_KINDS[symbol] for symbol in settings["layers"]],
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": drawn["head_dim"],
+        "head_dim": settings["head_dim"],
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": key_dim,
         "linear_value_head_dim": value_dim,
-        "linear_conv_kernel_dim": drawn["d_conv"],
-        "intermediate_size": drawn["intermediate_size"],
-        "rms_norm_eps": drawn["eps"],
-        "tie_word_embeddings": drawn["tied"],
+        "linear_conv_kernel_dim": settings["d_conv"],
+        "intermediate_size": settings["intermediate_size"],
+        "rms_norm_eps": settings["eps"],
+        "tie_word_embeddings": settings["tied"],
         "max_position_embeddings": 640,
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": drawn["rope_theta"],
-            "partial_rotary_factor": drawn["rotary_percent"],
+            "rope_theta": settings["rope_theta"],
+            "partial_rotary_factor": settings["rotary_percent"],
         },
         "pad_token_id": None,
         "bos_token_id": None,
@@ -108,11 +108,11 @@ def _text_fields(drawn: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _expert_fields(drawn: dict[str, Any]) -> dict[str, Any]:
-    num_experts, top_k = drawn["experts"]
+def _expert_fields(settings: dict[str, Any]) -> dict[str, Any]:
+    num_experts, top_k = settings["experts"]
     return {
         "num_experts": num_experts,
         "num_experts_per_tok": top_k,
         "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": drawn["shared_size"],
+        "shared_expert_intermediate_size": settings["shared_size"],
     }

@@ -41,7 +41,7 @@ def write_training_checkpoint(
     """Write one iteration of a run, all ranks together, and return its directory.
 
     Args:
-        singleton_experts: Whether each expert's tensors have names of their own, as newer versions write them.
+        singleton_experts: True if each expert's tensors have their own names, as newer versions write them.
         changed: Arguments of the run that are others than the architecture's.
     """
     directory = run / f"iter_{ITERATION:07d}"
@@ -93,7 +93,7 @@ def arguments_of(architecture: HybridArchitecture) -> dict[str, Any]:
         "squared_relu": feed_forward.activation == "relu2",
         "params_dtype": torch.bfloat16,
         "attention_backend": AttnBackend.flash,
-        "attention_mask_type": AttnMaskType.causal,  # of a class that torch is not told to know
+        "attention_mask_type": AttnMaskType.causal,  # of a class that torch.load does not allow
         "exit_signal": signal.SIGTERM,
         "data_path": ["corpus"],
         "world_size": 8,

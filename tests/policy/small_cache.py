@@ -172,5 +172,5 @@ def drop_states(cache: PrefixCache) -> None:
 
 def frozen(cache: PrefixCache) -> bytes:
     """Return all that the cache is made of, private fields included, as bytes that can be compared."""
-    reserved_keys = cache._reservations._keys
+    reserved_keys = cache._reservations.keys
     return pickle.dumps((cache.pools, cache.counters, cache.epoch, reserved_keys, cache._num_admitted))

@@ -452,7 +452,7 @@ def test_check_integrity_finds_a_cached_block_that_no_state_can_resume() -> None
     [
         (lambda kv: kv._tree._block_of.popitem(), "inverse"),
         (lambda kv: kv._tree._num_children.__setitem__(0, 9), "children"),
-        (lambda kv: setattr(kv, "_num_cached", 0), "and 0 counted"),
+        (lambda kv: setattr(kv, "num_cached", 0), "and 0 counted"),
         (lambda kv: kv._refs.__setitem__(3, 1), "referenced 1"),
     ],
 )

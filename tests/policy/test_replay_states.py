@@ -71,6 +71,6 @@ def test_num_folded_is_where_steps_that_fold_what_they_find_arrive(prompt_len: i
         verify(cache, request, drafts, [3] * rng.randrange(1, 2 + len(drafts)))
         folded = max(folded, start // fold_len * fold_len)
         if rng.random() < 0.1:
-            cache.close_draft_states(request)
+            cache.draft_states.close(request.cursor, request.computed)
             folded = request.computed
     assert request.computed - num_folded(request, fold_len) <= fold_len + 8

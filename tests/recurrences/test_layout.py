@@ -25,7 +25,7 @@ SHAPES = {"8B": (24, 10240, (128, 128, 64)), "Nemotron 3 Nano": (23, 6144, (64, 
 def test_quantized_states_of_published_models_are_so_much_smaller(
     name: str, live: torch.dtype, least: float, form: str
 ) -> None:
-    """Conv windows and scales counted, packed and where a slot's bytes lie together."""
+    """Conv windows and scales count, in a packed layout with contiguous slots."""
     layers, conv_dim, ssm = SHAPES[name]
     groups = [window_and_matrix(layers, (3, conv_dim), ssm, torch.bfloat16, live)]
     exact = SlotLayout.of(groups)

@@ -1,4 +1,4 @@
-"""What a model's shape decides about settings."""
+"""Settings that depend on a model's shape."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -196,6 +196,8 @@ def test_ranks_have_a_share_of_the_kv_heads_or_a_copy_of_one(num_heads: int, num
 
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(2, 3), (3, 2), (4, 6)])
 def test_kv_heads_that_ranks_can_neither_divide_nor_copy_are_refused(num_heads: int, num_ranks: int) -> None:
-    said = f"number of KV heads {num_heads} does not divide by {num_ranks} tensor-parallel ranks, nor the ranks by it"
-    with pytest.raises(ValueError, match=said):
+    message = (
+        f"number of KV heads {num_heads} does not divide by {num_ranks} tensor-parallel ranks, nor the ranks by it"
+    )
+    with pytest.raises(ValueError, match=message):
         kv_heads_of_rank(num_heads, num_ranks)

@@ -1,4 +1,4 @@
-"""States and KV blocks as views of one memory: no two places overlap, and each is one piece."""
+"""States and KV blocks as views of one memory: no two views overlap, and each is contiguous."""
 
 import pytest
 import torch

@@ -56,7 +56,7 @@ def test_longest_request_is_the_one_that_as_many_slabs_hold(shape: SlabShape, nu
 
 
 def test_ranks_agree_on_the_least_blocks_a_slab() -> None:
-    # A pipeline stage with more attention layers has larger blocks beside the same states.
+    # A pipeline stage with more attention layers has larger blocks and the same states.
     heavier = UnitBytes(NANO.state, 2 * NANO.block, NANO.token_row)
     shape = SlabShape.fitting([NANO, heavier])
     assert shape.blocks_per_slab / shape.slots_per_slab <= 16

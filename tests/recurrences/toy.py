@@ -30,7 +30,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ToyWeights:
-    """What a layer reads besides its projected tokens.
+    """The weights of a layer after the projection.
 
     Args:
         taps: [KEPT + 1, CHANNELS], oldest input first.
@@ -44,7 +44,7 @@ class ToyWeights:
 
 
 class _Rows:
-    """Rows of a step, for recurrences that say how one token changes a state."""
+    """Batches of a step, for recurrences given as the update of one token."""
 
     projected: ClassVar[int]
     mixed: ClassVar[int]
@@ -52,6 +52,10 @@ class _Rows:
 
     def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
         raise NotImplementedError
+
+    def chunk_bytes(self, dtype: torch.dtype) -> int:
+        """Return 0: chunks need no memory."""
+        return 0
 
     def token(self, x: Tensor, state: State, weights: ToyWeights) -> tuple[State, Tensor]:
         """Return the state after a token, in new tensors, and the token's output."""
@@ -65,8 +69,8 @@ class _Rows:
         begun = [self._read(states.live, weights, slot, slot, 0) for slot in rows.initial_slots.tolist()]
         for state, (first, end), final_slot in zip(begun, row_chunks, final_slots, strict=True):
             for chunk in range(first, end):
-                for place in range(*chunks[chunk]):
-                    state, y[place] = self.token(x[place], state, weights)
+                for position in range(*chunks[chunk]):
+                    state, y[position] = self.token(x[position], state, weights)
                 if chunk_slots[chunk] != PAD_SLOT and len(range(*chunks[chunk])):
                     _store(states.cached, chunk_slots[chunk], state)
             if final_slot != PAD_SLOT:
@@ -82,8 +86,8 @@ class _Rows:
                 continue
             state = self._read(states.live, weights, slots[accepted - 1], slots[0], accepted - 1)
             windows = {name: [*state[name][1:]] for name in self._windows}
-            for place, slot in zip(range(start, end), slots, strict=False):
-                state, y[place] = self.token(x[place], state, weights)
+            for position, slot in zip(range(start, end), slots, strict=False):
+                state, y[position] = self.token(x[position], state, weights)
                 for name, inputs in windows.items():
                     inputs.append(state[name][-1])
                 _store(states.live, slot, {name: part for name, part in state.items() if name not in windows})
@@ -91,7 +95,7 @@ class _Rows:
         return y
 
     def no_states(self, dtype: torch.dtype) -> LayerStates:
-        """Return one slot of zeros, for rows that start from no state and keep none."""
+        """Return one slot of zeros, for requests without an initial or kept state."""
         tensors = self.tensors(StateDtypes(dtype, dtype, torch.float32))
         live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype) for tensor in tensors}
         return LayerStates(live, live)
@@ -117,13 +121,13 @@ class _Rows:
         return state
 
 
-def _store(places: Mapping[str, Any], slot: int, state: State) -> None:
+def _store(targets: Mapping[str, Any], slot: int, state: State) -> None:
     for name, values in state.items():
-        place = places[name]
-        if isinstance(place, QuantizedStates):
-            store_quantized_ref(place, torch.tensor([slot], dtype=torch.int32), values[None])
+        target = targets[name]
+        if isinstance(target, QuantizedStates):
+            store_quantized_ref(target, torch.tensor([slot], dtype=torch.int32), values[None])
         else:
-            place[slot, : len(values)] = values
+            target[slot, : len(values)] = values
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from megatron.core.inference.inference_client import InferenceClient
 from megatron_mamba_cache.replicas import channels
 from megatron_mamba_cache.replicas import identity as replica_identity
 from megatron_mamba_cache.replicas.access import InsecureAccess, KeyedAccess, LoopbackAccess, port_of
-from megatron_mamba_cache.replicas.channels import CurveChannel, PlainChannel
+from megatron_mamba_cache.replicas.channels import Channel, CurveChannel
 from megatron_mamba_cache.replicas.coordinator_secrets import JoiningSecret
 from megatron_mamba_cache.replicas.front_end import FLUSH, WATCH
 from megatron_mamba_cache.replicas.keyed_client import KeyedInferenceClient
@@ -330,7 +330,7 @@ def test_sockets_between_ranks_refuse_unauthenticated_peers() -> None:
 
 
 def test_megatrons_socket_to_the_coordinator_is_unused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, RankContext("127.0.0.1", PlainChannel(), 1000) as context:
+    with socket.create_server(("127.0.0.1", 0)) as server, RankContext("127.0.0.1", Channel(), 1000) as context:
         server.settimeout(0.5)
         with context.socket(zmq.DEALER) as unused:
             unused.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}")

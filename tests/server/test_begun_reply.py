@@ -1,4 +1,4 @@
-"""A reply begins within reasoning if its prompt ends within it, whichever parser was chosen."""
+"""A prompt ends within reasoning, after it, or without any, for each reasoning parser."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import pytest
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron_mamba_cache.server.conversation import Conversation
 from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, ReplySyntax
+from megatron_mamba_cache.server.parsers.reasoning import PromptReasoning
 from megatron_mamba_cache.server.prompts import Prompt, PromptReader
 from megatron_mamba_cache.server.tenants import Tenant
 from megatron_mamba_cache.server.transcripts import Transcripts
@@ -39,13 +40,16 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str]
     }
 
 
-def opens_reasoning(
+OPEN, ALLOWED, DONE = PromptReasoning
+
+
+def reasoning_after(
     tokenizer: HuggingFaceTokenizer, reasoning: str, conversation: Conversation, reader: PromptReader | None = None
-) -> bool:
+) -> PromptReasoning:
     form = REASONING_PARSERS[reasoning]
     reader = reader or PromptReader(tokenizer, Transcripts(0), 4096)
     begun = reader.begun_reply(reader.read_chat(TENANT, conversation))
-    return begun.opens_reasoning(form, ReplySyntax(None, form).tag_ids(tokenizer), tokenizer)
+    return begun.reasoning(form, ReplySyntax(None, form).tag_ids(tokenizer), tokenizer)
 
 
 def asked(*contents: str, **fields: Any) -> Conversation:
@@ -59,45 +63,45 @@ def asked(*contents: str, **fields: Any) -> Conversation:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("quoted", ["Hi", QUOTED, "It ends with <think>", "It ends with </think>", "<think>", " "])
 @pytest.mark.parametrize(
-    ("template", "values", "opens", "opens_by_hand"),
+    ("template", "values", "found", "found_if_begun_open"),
     [
-        ("closes when asked to", {}, False, True),
-        ("closes when asked to", {"enable_thinking": False}, False, False),
-        ("opens when asked to", {}, False, False),
-        ("opens when asked to", {"enable_thinking": True}, True, True),
-        ("opens", {}, True, True),
-        ("opens within its line", {}, True, True),
-        ("opens with a first sentence", {}, True, True),
-        ("shows earlier reasoning", {}, False, True),
+        ("closes when asked to", {}, ALLOWED, OPEN),
+        ("closes when asked to", {"enable_thinking": False}, DONE, DONE),
+        ("opens when asked to", {}, DONE, DONE),
+        ("opens when asked to", {"enable_thinking": True}, OPEN, OPEN),
+        ("opens", {}, OPEN, OPEN),
+        ("opens within its line", {}, OPEN, OPEN),
+        ("opens with a first sentence", {}, OPEN, OPEN),
+        ("shows earlier reasoning", {}, ALLOWED, OPEN),
     ],
 )
-def test_template_opens_reasoning(
+def test_template_opens_or_closes_reasoning(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
     kind: str,
     quoted: str,
     template: str,
     values: dict[str, Any],
-    opens: bool,
-    opens_by_hand: bool,
+    found: PromptReasoning,
+    found_if_begun_open: PromptReasoning,
 ) -> None:
     """Tags that the user or an earlier turn quotes say nothing. `deepseek_r1` is open unless the prompt closes it."""
     for turns in ((quoted,), (quoted, quoted, quoted)):
         conversation = asked(*turns, **values)
-        assert opens_reasoning(tokenizers[kind, template], "think", conversation) is opens
-        assert opens_reasoning(tokenizers[kind, template], "deepseek_r1", conversation) is opens_by_hand
-        assert not opens_reasoning(tokenizers[kind, template], "granite", conversation)
+        assert reasoning_after(tokenizers[kind, template], "think", conversation) is found
+        assert reasoning_after(tokenizers[kind, template], "deepseek_r1", conversation) is found_if_begun_open
+        assert reasoning_after(tokenizers[kind, template], "granite", conversation) is ALLOWED
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", ["closes when asked to", "opens", "shows earlier reasoning"])
 @pytest.mark.parametrize(
-    ("prefill", "opens", "opens_by_hand"),
+    ("prefill", "found", "found_if_begun_open"),
     [
-        ("<think>\nHm, I", True, True),
-        ("<think>\nHm.\n</think>\n\nIt is", False, False),
-        ("<think>Hm.</think>", False, False),
-        ("<think>\nHm.\n</think>\n<think>\nAgain", True, True),
-        ("It is", False, True),
+        ("<think>\nHm, I", OPEN, OPEN),
+        ("<think>\nHm.\n</think>\n\nIt is", DONE, DONE),
+        ("<think>Hm.</think>", DONE, DONE),
+        ("<think>\nHm.\n</think>\n<think>\nAgain", OPEN, OPEN),
+        ("It is", DONE, OPEN),
     ],
 )
 def test_prefill_opens_or_closes_reasoning(
@@ -105,30 +109,30 @@ def test_prefill_opens_or_closes_reasoning(
     kind: str,
     template: str,
     prefill: str,
-    opens: bool,
-    opens_by_hand: bool,
+    found: PromptReasoning,
+    found_if_begun_open: PromptReasoning,
 ) -> None:
     for quoted in ("Hi", QUOTED):
         conversation = asked(quoted, prefill)
-        assert opens_reasoning(tokenizers[kind, template], "think", conversation) is opens
-        assert opens_reasoning(tokenizers[kind, template], "deepseek_r1", conversation) is opens_by_hand
+        assert reasoning_after(tokenizers[kind, template], "think", conversation) is found
+        assert reasoning_after(tokenizers[kind, template], "deepseek_r1", conversation) is found_if_begun_open
 
 
 def test_plain_prefill_can_mention_tags(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
 ) -> None:
     tokenizer = tokenizers["plain", "closes when asked to"]
-    for prefill, opens in (
-        ("<think>\nThe user writes `</think>` here", True),
-        ("<think>\nThe user writes </think> here", True),
-        ("The tag <think> means", False),
-        ("<think>\nDone\n</think>\nThe tag <think> means", False),
+    for prefill, found in (
+        ("<think>\nThe user writes `</think>` here", OPEN),
+        ("<think>\nThe user writes </think> here", OPEN),
+        ("The tag <think> means", DONE),
+        ("<think>\nDone\n</think>\nThe tag <think> means", DONE),
     ):
-        assert opens_reasoning(tokenizer, "think", asked("Hi", prefill)) is opens, prefill
+        assert reasoning_after(tokenizer, "think", asked("Hi", prefill)) is found, prefill
 
 
 @pytest.mark.parametrize("kind", ["special", "added"])
-def test_continued_reply_opens_reasoning_by_its_exact_tokens(
+def test_continued_reply_is_read_by_its_exact_tokens(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer], kind: str
 ) -> None:
     """Its text spells a tag that no token of it is."""
@@ -138,5 +142,5 @@ def test_continued_reply_opens_reasoning_by_its_exact_tokens(
     prompt: Prompt = reader.read_chat(TENANT, first)
     reader.remember(TENANT, prompt, "".join(pieces), tokens_of(tokenizer, pieces))
     continued = asked("Hi", "".join(pieces))
-    assert opens_reasoning(tokenizer, "think", continued, reader)
-    assert not opens_reasoning(tokenizer, "think", continued)  # as the tokenizer reads it
+    assert reasoning_after(tokenizer, "think", continued, reader) is OPEN
+    assert reasoning_after(tokenizer, "think", continued) is DONE  # as the tokenizer reads it

@@ -177,6 +177,11 @@ def test_grammars_apply_without_thinking(qwen: TagAgent, choice: str) -> None:
     assert arguments_of(asked.message) == [("search", ARGUMENTS)] and asked.message.content is None
     assert prompt_text(qwen).endswith(DOES_NOT) and allows(qwen, call(qwen))
     assert allows(qwen, ["No."]) is (choice == "auto")
+    thoughtful = [Tag("<think>"), "\nHm.\n", Tag("</think>"), "\n\n", *call(qwen)]
+    assert allows(qwen, thoughtful) is (choice == "auto")  # its text is free
+    deltas, finish = qwen.ask_streamed(call(qwen), extra_body=OFF, **CHOICES[choice])
+    assert finish == "tool_calls" and not together(deltas, "content") + together(deltas, "reasoning_content")
+    assert allows(qwen, call(qwen)) and allows(qwen, thoughtful) is (choice == "auto")
 
 
 def test_constrained_answers_and_calls_may_follow_reasoning(qwen: TagAgent) -> None:

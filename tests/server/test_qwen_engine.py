@@ -75,7 +75,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSe
     config = Qwen3_5MoeConfig(text_config=TEXT, vision_config=VISION, image_token_id=IMAGE)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tokenizer = tagged_tokenizer(folder, "added", QWEN_3_6, ["<|image_pad|>"])
-    ids = {tag: VOCAB_SIZE - len(TAGS) + TAGS.index(tag) for tag in ("</think>", "<tool_call>")}
+    ids = {tag: VOCAB_SIZE - len(TAGS) + TAGS.index(tag) for tag in ("<think>", "</think>", "<tool_call>")}
     with running_server("--hf-model", str(folder)) as server:
         yield server, {**ids, "end": tokenizer.eod}
 
@@ -124,6 +124,33 @@ def test_constrained_replies_are_parsed(
         f"{sum(reply.finish_reason != 'length' for reply in replies)} ended, {num_calls} calls, {num_reasoned} reasoned"
     )
     assert num_calls > 0.6 * num_replies and num_reasoned > 0.2 * num_replies
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_calls_come_without_reasoning_when_thinking_is_off(
+    served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI, stream: bool
+) -> None:
+    """The model would almost always open its reasoning if the grammar allowed it."""
+    _, ids = served
+
+    def ask(seed: int) -> list[Any]:
+        reply: Any = client.chat.completions.create(
+            model="qwen",
+            messages=[{"role": "user", "content": f"Order {seed}."}],
+            tools=TOOLS,
+            tool_choice="required",
+            seed=seed,
+            max_tokens=250,
+            logit_bias={str(ids["<think>"]): 20, str(ids["end"]): 6},
+            stream=stream,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        )
+        return [chunk.choices[0] for chunk in reply] if stream else reply.choices
+
+    for parts in at_once(ask, range(6)):
+        messages = [part.delta if stream else part.message for part in parts]
+        assert any(message.tool_calls for message in messages)
+        assert not any(getattr(message, "reasoning_content", None) or message.content for message in messages)
 
 
 def test_next_turn_is_cached_and_images_are_refused(

@@ -3,7 +3,8 @@
 A step is attended in two calls: its decodes, then its prompts. "fa2" splits the cached tokens of a request over
 multiprocessors, as requests with few query tokens need. All requests of a call have one tile size, though: a prompt
 among decodes makes their tiles eight times too large, and prevents the split of its own tokens. "fa3" computes prompts
-1.6 times as fast, but a program reads all cached tokens of 128 query tokens and a head, so it needs enough of them.
+1.6 times as fast, but a program reads all cached tokens of 128 query tokens and a head. With fewer programs than
+multiprocessors, a graph attends the history of its prompts in pieces (`split_prompts`).
 Before release 0.6 it has 32-bit offsets, in units of 16 bytes, and silently reads wrong blocks beyond 64 GiB; "fa2"
 reads them. If there are such blocks, graphs of up to 1,024 prompt tokens use "fa2"; larger ones use "fa3", and are
 skipped, if allowed, in steps whose prompts have such a block.
@@ -25,15 +26,18 @@ from ..kernel_launches import is_hopper, num_multiprocessors
 from ..progress import progress
 from .flashinfer_calls import (
     ALL_ROWS,
+    CapturedCall,
     CapturedFlashInfer,
     CapturedPart,
     PagedAttention,
+    PlannedPart,
     attend_parts,
     page_lists,
     tokens_of,
 )
 from .flashinfer_compiler import scripts_in_path
 from .interface import AttentionRows, AttentionShape, PlannedAttention, half_precision_refusal, is_installed
+from .split_prompts import SplitPart
 
 OLDEST = Version("0.5.3")
 """Oldest tested release."""
@@ -44,6 +48,8 @@ _ALIGNMENT = 16
 _PLAN_GRAIN = 64 * 2**10
 _MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify request
 _FA3_TILE = 128  # query tokens of a program
+_MOST_PIECES = 8
+_CALL_COST, _PIECE_COST = 0.1, 0.0008  # of a wave, after 8,192 tokens; the second for each program of each piece
 _LEAST_LEFT_OUT = 1025  # prompt tokens of a step that a graph may leave out: with fewer, the host would take far longer
 _FA3_BYTES = 2**32 * 16  # that "fa3" reads before release 0.6. Source: FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 _FA3_READS_ALL = Version("0.6")
@@ -114,19 +120,16 @@ class FlashInferAttention:
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
         """Prepare graphs for requests at most as long as these; the largest first, to share its memory."""
         both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
-        parts = [part for part in both if rows.query_lens[part]]
-        lengths = [rows.query_lens[part] for part in parts]
-        of_prompts = self._prompt_kernel(sum(rows.query_lens[both[1]]), may_be_left_out)
-        kernels = [self._kernel or ("fa2" if part.stop else of_prompts) for part in parts]
-        needed = max(
-            parts_bytes(self._shape, len(queries), sum(queries)) if kernel == "fa2" else 0
-            for queries, kernel in zip(lengths, kernels, strict=True)
-        )
+        of_prompts = self._num_pieces(sum(rows.query_lens[both[1]]), may_be_left_out)
+        of_decodes = int(self._kernel == "fa3")
+        parts = [(part, of_decodes if part.stop else of_prompts) for part in both if rows.query_lens[part]]
+        lengths = [rows.query_lens[part] for part, pieces in parts if pieces == 0]
+        needed = max((parts_bytes(self._shape, len(queries), sum(queries)) for queries in lengths), default=0)
         if self._graph_workspace.numel() < needed:
             self._graph_workspace = torch.zeros(needed, dtype=torch.uint8, device=self._shape.device)
+        has_fa3 = any(pieces for _, pieces in parts)
         return CapturedFlashInfer(
-            [self._capture_part(rows, part, kernel) for part, kernel in zip(parts, kernels, strict=True)],
-            self._last_of_fa3 if "fa3" in kernels else None,
+            [self._capture_part(rows, part, pieces) for part, pieces in parts], self._last_of_fa3 if has_fa3 else None
         )
 
     def _try_out(self, kernels: tuple[str, str]) -> None:
@@ -147,47 +150,92 @@ class FlashInferAttention:
         for attention in (self._decoding, self._prompts):
             attention.plan_pages(page_lists(rows, shape.block_size))
             attention.run(q, cache, cache, torch.empty_like(q))
-        for kernel in kernels:
-            part = self._capture_part(rows, slice(0, 1), kernel)
+        all_pieces = [int(kernel == "fa3") for kernel in kernels]
+        if kernels == ("fa2", "fa3"):
+            all_pieces.append(2)
+        for pieces in all_pieces:
+            part = self._capture_part(rows, slice(0, 1), pieces)
             part.plan_again(rows)
             part.attention.run(q, cache, cache, torch.empty_like(q))
         torch.cuda.synchronize(shape.device)
 
-    def _prompt_kernel(self, num_tokens: int, may_be_left_out: bool) -> str:
-        """Return the kernel for prompts of a captured step: "fa3" if its programs take half the multiprocessors."""
-        shape = self._shape
-        num_programs = -(-num_tokens // _FA3_TILE) * shape.num_heads
+    def _num_pieces(self, num_tokens: int, may_be_left_out: bool) -> int:
+        """Return in how many pieces "fa3" attends the history of a captured step's prompts; 0 for "fa2" instead."""
+        device = self._shape.device
+        if self._kernel is not None:
+            return int(self._kernel == "fa3")
         reaches = self._last_of_fa3 is None or (may_be_left_out and num_tokens >= _LEAST_LEFT_OUT)
-        suits_fa3 = is_hopper(shape.device) and num_programs > num_multiprocessors(shape.device) // 2
-        return "fa3" if suits_fa3 and reaches else "fa2"
+        if not reaches or not is_hopper(device) or num_tokens <= _FA3_TILE:
+            return 0
+        return best_pieces(-(-num_tokens // _FA3_TILE) * self._shape.num_heads, num_multiprocessors(device))
 
-    def _capture_part(self, rows: AttentionRows, part: slice, kernel: str) -> CapturedPart:
-        table = rows.block_table[part]
-        sizes = {
-            "qo_indptr_buf": len(table) + 1,
-            "paged_kv_indptr_buf": len(table) + 1,
-            "paged_kv_indices_buf": table.numel(),
-        }
+    def _capture_part(self, rows: AttentionRows, part: slice, pieces: int) -> PlannedPart:
+        num_rows, most_pages = rows.block_table[part].shape
+        num_pages, num_tokens = num_rows * most_pages, sum(rows.query_lens[part])
+        if pieces < 2:
+            # A plan writes what each step writes there before it.
+            assert rows.last_block_lens is not None
+            kernel, last_lens = "fa3" if pieces else "fa2", rows.last_block_lens[part]
+            call = self._captured_call(kernel, num_rows, num_tokens, num_pages, last_lens)
+            return CapturedPart(call, rows, part, self._shape.block_size, reads_lengths=pieces == 0)
+        num_rows += 1  # padding
+        history = self._captured_call("fa3", pieces * num_rows, pieces * num_tokens, num_pages, is_causal=False)
+        own = self._captured_call("fa3", num_rows, num_tokens, num_pages)
+        return SplitPart(history, own, rows, part, self._shape.block_size, pieces)
+
+    def _captured_call(
+        self,
+        kernel: str,
+        num_rows: int,
+        num_tokens: int,
+        num_pages: int,
+        last_lens: Tensor | None = None,
+        *,
+        is_causal: bool = True,
+    ) -> CapturedCall:
+        """Return a call whose plan is at fixed addresses.
+
+        Args:
+            last_lens: [requests] int32; where the plan writes the tokens in each last page; None: memory of its own.
+        """
         workspace = self._graph_workspace
-        assert rows.last_block_lens is not None
-        # A plan writes what each step writes there before it.
-        last_lens = {"paged_kv_last_page_len_buf": rows.last_block_lens[part]}
+        sizes = {
+            "qo_indptr_buf": num_rows + 1,
+            "paged_kv_indptr_buf": num_rows + 1,
+            "paged_kv_indices_buf": num_pages,
+            "paged_kv_last_page_len_buf": num_rows,
+        }
         with torch.inference_mode(False):  # else only inference mode could plan again
             buffers = {
                 name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()
             }
-            wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers, **last_lens)
+            if last_lens is not None:
+                buffers["paged_kv_last_page_len_buf"] = last_lens
+            wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers)
             # A wrapper has 8 MiB for its plan, on the device and in pinned memory; there are dozens of graphs.
-            num_bytes = plan_bytes(self._shape, len(table), sum(rows.query_lens[part]))
+            num_bytes = plan_bytes(self._shape, num_rows, num_tokens)
             wrapper.reset_workspace_buffer(
                 workspace, torch.empty(num_bytes, dtype=torch.uint8, device=workspace.device)
             )
-            sent_pages = torch.empty(table.numel(), dtype=torch.int32, pin_memory=workspace.is_cuda)
+            sent_pages = torch.empty(num_pages, dtype=torch.int32, pin_memory=workspace.is_cuda)
         if kernel == "fa3":
             self._prompts.lend_offsets(wrapper)
-        attention = PagedAttention(self._shape, wrapper)
-        pages = sent_pages, buffers["paged_kv_indices_buf"]
-        return CapturedPart(attention, rows, part, self._shape.block_size, pages, reads_lengths=kernel == "fa2")
+        attention = PagedAttention(self._shape, wrapper, is_causal=is_causal)
+        return CapturedCall(attention, (sent_pages, buffers["paged_kv_indices_buf"]))
+
+
+def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
+    """Return into how many pieces to cut the history of prompts whose queries make so many programs of "fa3".
+
+    The estimate is of the waves of programs and of what pieces cost: a second call, and copies of queries and results.
+    On an H200, 362 query tokens of 16 heads of 256 channels after 8,192 tokens take 253 us by "fa2", 282 by "fa3".
+    """
+
+    def waves(pieces: int) -> float:
+        costs = 0.0 if pieces == 1 else _CALL_COST + _PIECE_COST * num_programs * pieces
+        return -(-num_programs * pieces // num_multiprocessors) / pieces + costs
+
+    return min(range(1, _MOST_PIECES + 1), key=waves)
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:

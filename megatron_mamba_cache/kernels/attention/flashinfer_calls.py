@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,11 +63,12 @@ def _cumulative(lengths: npt.NDArray[np.int32]) -> Tensor:
 
 
 class PagedAttention:
-    """A FlashInfer wrapper."""
+    """A FlashInfer wrapper; with a causal mask, or else without any."""
 
-    def __init__(self, shape: AttentionShape, wrapper: Any) -> None:
+    def __init__(self, shape: AttentionShape, wrapper: Any, *, is_causal: bool = True) -> None:
         self._shape = shape
         self._wrapper = wrapper
+        self._is_causal = is_causal
 
     def plan_pages(self, pages: PageLists) -> None:
         """Assign pages to thread blocks, on the host."""
@@ -81,15 +82,16 @@ class PagedAttention:
             num_kv_heads=shape.num_kv_heads,
             head_dim_qk=shape.head_dim,
             page_size=shape.block_size,
-            causal=True,
+            causal=self._is_causal,
             sm_scale=shape.scale,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
         )
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend the planned tokens of a layer."""
-        self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out)
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Attend the planned tokens of a layer; write log2 of the sums of exponentials to `lse`, if given."""
+        scores = {} if lse is None else {"lse": lse, "return_lse": True}
+        self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out, **scores)
 
     def lend_offsets(self, wrapper: Any) -> None:
         """Share this wrapper's 64 MiB of token offsets with another "fa3" wrapper; each run writes them.
@@ -101,43 +103,20 @@ class PagedAttention:
             wrapper._vector_sparse_indices_buffer = offsets
 
 
-class CapturedPart:
-    """A wrapper whose plan is at fixed addresses; graphs of several shapes share the workspace.
+class CapturedCall:
+    """A wrapper whose plan and pages are at fixed addresses.
 
     Args:
-        rows: The longest requests of a step.
-        part: The slice of them that the wrapper attends.
-        pages: [pages of the longest requests] twice: pinned memory, and the copy that the kernel reads.
-        reads_lengths: True if the kernel reads last-page lengths written by each step, not the plan's: no new plan is
-            needed while the pages are the same.
+        pages: [most pages] twice: pinned memory, and the copy that the kernel reads.
     """
 
-    def __init__(
-        self,
-        attention: PagedAttention,
-        rows: AttentionRows,
-        part: slice,
-        block_size: int,
-        pages: tuple[Tensor, Tensor],
-        *,
-        reads_lengths: bool,
-    ) -> None:
+    def __init__(self, attention: PagedAttention, pages: tuple[Tensor, Tensor]) -> None:
         self.attention = attention
-        self.tokens = tokens_of(rows, part)
-        self._part = part
-        self._block_size = block_size
         self._sent_pages, self._pages = pages
-        self._reads_lengths = reads_lengths
-        self._planned: PageLists | None = None
         self._was_sent = torch.cuda.Event() if self._pages.is_cuda else None
-        self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
-    def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
-        pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
-        if planned is not None and self._reads_lengths and pages.has_pages_of(planned):
-            return
-        self._planned = None  # in case planning fails
+    def plan(self, pages: PageLists) -> None:
+        """Plan the next replay on the host; the first plan is the largest that the wrapper accepts."""
         if self._was_sent is not None:
             self._was_sent.synchronize()  # the previous plan is still being copied from memory that this one overwrites
         # FlashInfer's own copy of page numbers would wait for the device, and so for all that is launched already.
@@ -147,7 +126,60 @@ class CapturedPart:
         self.attention.plan_pages(replace(pages, pages=self._pages[sent]))
         if self._was_sent is not None:
             self._was_sent.record()
+
+
+class CapturedPart:
+    """Requests of a captured step that one call attends; graphs of several shapes share its workspace.
+
+    Args:
+        rows: The longest requests of a step.
+        part: The slice of them that the call attends.
+        reads_lengths: True if the kernel reads last-page lengths written by each step, not the plan's: no new plan is
+            needed while the pages are the same.
+    """
+
+    def __init__(
+        self, call: CapturedCall, rows: AttentionRows, part: slice, block_size: int, *, reads_lengths: bool
+    ) -> None:
+        self.attention = call.attention
+        self.tokens = tokens_of(rows, part)
+        self._call = call
+        self._part = part
+        self._block_size = block_size
+        self._reads_lengths = reads_lengths
+        self._planned: PageLists | None = None
+        self.plan_again(rows)
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
+        pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
+        if planned is not None and self._reads_lengths and pages.has_pages_of(planned):
+            return
+        self._planned = None  # in case planning fails
+        self._call.plan(pages)
         self._planned = pages
+
+
+class PlannedPart(Protocol):
+    """Requests of a captured step."""
+
+    @property
+    def attention(self) -> "PartAttention":
+        """Call that attends them."""
+
+    @property
+    def tokens(self) -> slice:
+        """Their packed query tokens."""
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
+
+
+class PartAttention(Protocol):
+    """Attends some requests of a step."""
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Attend the planned tokens of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +188,7 @@ class CapturedFlashInfer:
 
     is_planned = True  # on the host, which divides rows among thread blocks
 
-    parts: Sequence[CapturedPart]
+    parts: Sequence[PlannedPart]
     last_block: int | None = None
 
     def begin(self) -> PlannedAttention:
@@ -177,7 +209,7 @@ def tokens_of(rows: AttentionRows, part: slice) -> slice:
 
 
 def attend_parts(
-    parts: Sequence[tuple[PagedAttention, slice]], q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
+    parts: Sequence[tuple[PartAttention, slice]], q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
 ) -> Tensor:
     """Attend each part's tokens into `out`, and return it."""
     for attention, tokens in parts:

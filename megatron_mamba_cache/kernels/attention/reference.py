@@ -1,7 +1,6 @@
 """Attention by the torch twin: exact, for any shape, dtype and device, but slow."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..reference import compute_dtype, redirect_padding
 from .head_changes import HeadChanges, Rotation
-from .interface import AttentionRows, AttentionShape, PlannedAttention
+from .interface import AttentionRows, AttentionShape, DeviceLengths, PlannedAttention
 
 _QUERY_TILE = 256
 _MAX_GROUPED_QUERY = 16  # query tokens of a row that is computed together with its neighbours
@@ -182,25 +181,15 @@ class ReferenceAttention:
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> "CapturedReference":
         """Prepare graphs for requests at most as long as these."""
-        return CapturedReference(rows, self)
+        return CapturedReference(self, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedReference:
+class CapturedReference(DeviceLengths):
     """The twin if the host does not know the lengths: each token is a request of its own."""
-
-    is_planned = False
-    last_block = None
-
-    rows: AttentionRows
-    backend: ReferenceAttention
 
     def begin(self) -> PlannedAttention:
         """Return the attention call for each layer."""
-        return self.backend.plan(token_rows(self.rows))
-
-    def plan_again(self, rows: AttentionRows) -> None:
-        """Do nothing."""
+        return self._backend.plan(token_rows(self._rows))
 
 
 def token_rows(rows: AttentionRows) -> AttentionRows:

@@ -186,12 +186,7 @@ def _order_many(ids: Tensor, order: ExpertOrder, first_expert: int) -> None:
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": bins, "CHUNK": _CHUNK}
     _count_kernel[(num_chunks,)](**of_pairs, **of_chunks, **sizes, num_warps=4, enable_fp_fusion=True, **overlaps)
     _sum_counts_kernel[(num_experts,)](
-        **of_chunks,
-        totals=totals,
-        CHUNKS=_CHUNKS_AT_A_TIME,
-        num_warps=4,
-        enable_fp_fusion=True,
-        **overlaps,
+        **of_chunks, totals=totals, CHUNKS=_CHUNKS_AT_A_TIME, num_warps=4, enable_fp_fusion=True, **overlaps
     )
     _scatter_kernel[(num_chunks,)](
         **of_pairs,

@@ -87,7 +87,19 @@ def routed_experts(
     if overlapped is not None and not comes_last:
         overlapped.launch(after_queued=False)
     if len(ids) <= FEW_TOKENS and launches_kernel(x):
-        return _of_few_tokens(x, ids, weights, first, second, activation, apart, first_expert, addend, shared)
+        first_shared, second_shared = (None, None) if shared is None else shared
+        inner, inner_shared = pair_gemm(x, first, ids, first_shared, activation=activation, first_expert=first_expert)
+        return summed_gemm(
+            inner if apart is None else apart(inner),
+            second,
+            ids,
+            weights,
+            None if addend is None else addend(),
+            shared_rows=None if shared is None else inner_shared,
+            shared_weight=second_shared,
+            first_expert=first_expert,
+            follows_pairs=apart is None and addend is None,
+        )
     order = order_by_expert(ids, len(first), first_expert)
     if overlapped is not None and comes_last:
         order.tiles  # noqa: B018 (its launch comes first)
@@ -96,30 +108,3 @@ def routed_experts(
     follows_first = fills_card and apart is None
     rows = grouped_gemm(inner if apart is None else apart(inner), second, order, follows_first=follows_first)
     return weighted_sum(rows, order.positions, weights, None if addend is None else addend())
-
-
-def _of_few_tokens(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    first: Tensor,
-    second: Tensor,
-    activation: Activation,
-    apart: Callable[[Tensor], Tensor] | None,
-    first_expert: int,
-    addend: Callable[[], Tensor] | None,
-    shared: SharedExpert | None,
-) -> Tensor:
-    first_shared, second_shared = (None, None) if shared is None else shared
-    inner, inner_shared = pair_gemm(x, first, ids, first_shared, activation=activation, first_expert=first_expert)
-    return summed_gemm(
-        inner if apart is None else apart(inner),
-        second,
-        ids,
-        weights,
-        None if addend is None else addend(),
-        shared_rows=None if shared is None else inner_shared,
-        shared_weight=second_shared,
-        first_expert=first_expert,
-        follows_pairs=apart is None and addend is None,
-    )

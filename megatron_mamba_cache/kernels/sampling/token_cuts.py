@@ -97,23 +97,6 @@ def _cut_kernel(
     tl.store(last_ids + row, last_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Lists:
-    """Tokens that tiles list: [rows, tiles, LISTED] logits and ids, and [rows, tiles] their number."""
-
-    listed: Tensor
-    listed_ids: Tensor
-    num_listed: Tensor
-
-    @classmethod
-    def of(cls, tiles: Tensor) -> "_Lists":
-        listed = tiles.new_empty(*tiles.shape, _LISTED)
-        return cls(listed, torch.empty_like(listed, dtype=torch.int32), torch.empty_like(tiles, dtype=torch.int32))
-
-    def arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__} | {"LISTED": _LISTED}
-
-
 def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
     """Return the cut of each row: by rank for top-k, then the smallest leading set that reaches top-p.
 
@@ -140,7 +123,12 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
         "TILES": tiles_read,
     }
     _narrow_down(read, tiles)
-    lists = _Lists.of(tiles.peaks).arguments()
+    lists = {
+        "listed": tiles.peaks.new_empty(num_rows, num_tiles, _LISTED),
+        "listed_ids": tiles.peaks.new_empty(num_rows, num_tiles, _LISTED, dtype=torch.int32),
+        "num_listed": tiles.peaks.new_empty(num_rows, num_tiles, dtype=torch.int32),
+        "LISTED": _LISTED,
+    }
     list_kernel[(num_rows, num_tiles)](
         **read, **lists, tile_weights=tiles.weights, num_warps=_WARPS, enable_fp_fusion=True
     )

@@ -62,7 +62,9 @@ class RatioUniforms:
 def accept_matching_ref(tokens: Tensor, rows: VerifyLogits) -> Tensor:
     """Torch twin of `accept_matching`."""
     if tokens.shape[0] == 0:
-        return _emit_nothing(tokens, rows)
+        nothing = tokens.new_zeros(len(rows.cu_logits) - 1, 2 + rows.max_drafts)
+        nothing[:, :1] = 1
+        return nothing
     windows = _Windows.of(rows, tokens.shape[0])
     num_kept = windows.count_leading(tokens == rows.draft_ids)
     return torch.cat((1 + num_kept[:, None], tokens[windows.logits]), dim=1)
@@ -128,13 +130,6 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
     """Return max(p - q, 0) [rows, vocab], or p where that is all zeros; not normalised."""
     residual = (p - q).clamp_min(0)
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
-
-
-def _emit_nothing(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Return the result of padding requests in a step without logits."""
-    result = tokens.new_zeros(rows.cu_logits.shape[0] - 1, 2 + rows.max_drafts)
-    result[:, :1] = 1
-    return result
 
 
 __all__ = ["accept_matching", "accept_matching_ref"]

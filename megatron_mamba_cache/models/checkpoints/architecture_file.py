@@ -1,18 +1,14 @@
 """The architecture of a model as a JSON file next to a Megatron checkpoint's weights."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, fields
+from functools import partial
 from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
-from ..architecture import (
-    ACTIVATIONS,
-    AttentionSizes,
-    ExpertsSizes,
-    FeedForwardSizes,
-    GatedDeltaSizes,
-    HybridArchitecture,
-    MambaSizes,
-)
+from ..architecture import ACTIVATIONS, GatedDeltaSizes, HybridArchitecture, MambaSizes
 from .checkpoint_config import MOST_EXPERTS, CheckpointConfig, read_json_object
 
 ARCHITECTURE_FILE = "hybrid_architecture.json"
@@ -24,8 +20,7 @@ _MAMBA, _GATED_DELTA = "mamba", "gated_delta"
 def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:
     """Write the file into a directory."""
     kind = _MAMBA if isinstance(architecture.recurrent, MambaSizes) else _GATED_DELTA
-    fields = asdict(architecture)
-    sections = {kind if name == "recurrent" else name: value for name, value in fields.items()}
+    sections = {kind if name == "recurrent" else name: value for name, value in asdict(architecture).items()}
     text = json.dumps(sections, indent=2)
     (directory / ARCHITECTURE_FILE).write_text(f"{text}\n", encoding="utf-8")
 
@@ -37,86 +32,43 @@ def read_architecture(directory: Path) -> HybridArchitecture:
         ValueError: Naming the file if it cannot be read, and any field that is missing or of a wrong type.
     """
     path = directory / ARCHITECTURE_FILE
-    fields = CheckpointConfig(read_json_object(path), str(path))
-    return HybridArchitecture(
-        pattern=fields.text("pattern"),
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        max_sequence_length=fields.integer("max_sequence_length"),
-        norm_eps=fields.number("norm_eps"),
-        recurrent=_recurrent(fields),
-        attention=_attention(fields.section("attention")),
-        feed_forward=_feed_forward(fields.section("feed_forward")),
-        experts=_experts(fields.section("experts")) if fields.has("experts") else None,
-        tie_embeddings=fields.flag("tie_embeddings", False),
-        zero_centered_norms=fields.flag("zero_centered_norms", False),
-        input_multiplier=fields.factor("input_multiplier", 1.0),
-        residual_multiplier=fields.factor("residual_multiplier", 1.0),
-        output_multiplier=fields.factor("output_multiplier", 1.0),
-    )
+    found: HybridArchitecture = _read(HybridArchitecture, CheckpointConfig(read_json_object(path), str(path)))
+    return found
 
 
-def _recurrent(fields: CheckpointConfig) -> MambaSizes | GatedDeltaSizes:
-    if fields.has(_MAMBA) and fields.has(_GATED_DELTA):
-        raise fields.error(f"has the sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have one of them")
-    return _gated_delta(fields.section(_GATED_DELTA)) if fields.has(_GATED_DELTA) else _mamba(fields.section(_MAMBA))
+def _read(sizes: type[Any], section: CheckpointConfig) -> Any:
+    """Return the sizes in a section; each field is read by its name or its type, or has its default if it is absent."""
+    hints, found = get_type_hints(sizes), {}
+    for field in fields(sizes):
+        name = field.name
+        kind, *others = get_args(hints[name]) or (hints[name],)
+        if section.has(name) or (field.default is MISSING and NoneType not in others):
+            read = _BY_NAME.get(name) or _BY_TYPE.get(kind)
+            found[name] = _read(kind, section.section(name)) if read is None else read(section, name)
+        elif field.default is MISSING:
+            found[name] = None
+    return sizes(**found)
 
 
-def _gated_delta(fields: CheckpointConfig) -> GatedDeltaSizes:
-    return GatedDeltaSizes(
-        num_key_heads=fields.integer("num_key_heads"),
-        num_value_heads=fields.integer("num_value_heads"),
-        key_head_dim=fields.integer("key_head_dim"),
-        value_head_dim=fields.integer("value_head_dim"),
-        d_conv=fields.integer("d_conv", 4),
-        chunk_size=fields.integer("chunk_size", 64),
-    )
+def _recurrent(section: CheckpointConfig, _: str) -> MambaSizes | GatedDeltaSizes:
+    if section.has(_MAMBA) and section.has(_GATED_DELTA):
+        raise section.error(f"has the sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have one of them")
+    name, kind = (_GATED_DELTA, GatedDeltaSizes) if section.has(_GATED_DELTA) else (_MAMBA, MambaSizes)
+    found: MambaSizes | GatedDeltaSizes = _read(kind, section.section(name))
+    return found
 
 
-def _mamba(fields: CheckpointConfig) -> MambaSizes:
-    return MambaSizes(
-        num_heads=fields.integer("num_heads"),
-        head_dim=fields.integer("head_dim"),
-        state_dim=fields.integer("state_dim"),
-        num_groups=fields.integer("num_groups"),
-        ssm_chunk_size=fields.integer("ssm_chunk_size"),
-        d_conv=fields.integer("d_conv", 4),
-        conv_bias=fields.flag("conv_bias", True),
-        time_step_limit=fields.limits("time_step_limit"),
-        gated_norm_eps=fields.number("gated_norm_eps") if fields.has("gated_norm_eps") else None,
-    )
-
-
-def _attention(fields: CheckpointConfig) -> AttentionSizes:
-    return AttentionSizes(
-        num_heads=fields.integer("num_heads"),
-        num_kv_heads=fields.integer("num_kv_heads"),
-        head_dim=fields.integer("head_dim"),
-        scale=fields.number("scale") if fields.has("scale") else None,
-        rotary_base=fields.number("rotary_base") if fields.has("rotary_base") else None,
-        rotary_percent=fields.number("rotary_percent", 1.0),
-        has_output_gate=fields.flag("has_output_gate", False),
-        has_head_norms=fields.flag("has_head_norms", False),
-    )
-
-
-def _feed_forward(fields: CheckpointConfig) -> FeedForwardSizes:
-    activation = fields.one_of("activation", ACTIVATIONS)
-    return FeedForwardSizes(fields.integer("hidden_size"), activation, fields.flag("gated"))
-
-
-def _experts(fields: CheckpointConfig) -> ExpertsSizes:
-    return ExpertsSizes(
-        num_experts=fields.integer("num_experts", most=MOST_EXPERTS),
-        top_k=fields.integer("top_k"),
-        hidden_size=fields.integer("hidden_size"),
-        shared_hidden_size=fields.integer("shared_hidden_size") if fields.has("shared_hidden_size") else None,
-        score=fields.one_of("score", ("sigmoid", "softmax")),
-        num_groups=fields.integer("num_groups", 1),
-        top_groups=fields.integer("top_groups", 1),
-        num_scoring=fields.integer("num_scoring", 2),
-        normalizes=fields.flag("normalizes", True),
-        scaling=fields.number("scaling", 1.0),
-        latent_size=fields.integer("latent_size") if fields.has("latent_size") else None,
-        has_shared_gate=fields.flag("has_shared_gate", False),
-    )
+_BY_TYPE: dict[type, Callable[..., Any]] = {
+    int: CheckpointConfig.integer,
+    float: CheckpointConfig.number,
+    bool: CheckpointConfig.flag,
+    str: CheckpointConfig.text,
+}
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    "recurrent": _recurrent,
+    "activation": partial(CheckpointConfig.one_of, allowed=ACTIVATIONS),
+    "score": partial(CheckpointConfig.one_of, allowed=("sigmoid", "softmax")),
+    "num_experts": partial(CheckpointConfig.integer, most=MOST_EXPERTS),
+    "time_step_limit": CheckpointConfig.limits,
+    **dict.fromkeys(("input_multiplier", "residual_multiplier", "output_multiplier"), CheckpointConfig.factor),
+}

@@ -207,7 +207,7 @@ class CheckpointTensors:
         if not formats:
             described = f"{quantization.source} describes {quantization}"
             raise self._error(codes, f"is of type {found}, which is not supported: {described}")
-        name = _weight_of(codes) if found == "U8" else codes
+        name = codes.removesuffix(next(filter(codes.endswith, _OF_PAIRS), "")) if found == "U8" else codes
         weight = self._quantized[name] = self._weight(name, codes, formats)
         return name, weight.parts, weight.shape
 
@@ -280,9 +280,3 @@ class CheckpointTensors:
 
     def _error(self, name: str, text: str) -> ValueError:
         return ValueError(f"{self._files.names[name]}: tensor {name} {text}")
-
-
-def _weight_of(codes: str) -> str:
-    """Return the name of the weight that these packed codes have."""
-    ending = next(filter(codes.endswith, _OF_PAIRS), "")
-    return codes.removesuffix(ending)

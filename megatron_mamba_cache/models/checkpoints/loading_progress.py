@@ -16,19 +16,15 @@ def loading_progress(total: int) -> Iterator[Callable[[], object]]:
     if sys.stderr.isatty():
         with tqdm(total=total, desc="loading", unit="tensor", file=sys.stderr) as bar:
             yield bar.update
-    else:
-        yield _Lines(total).advance
+        return
+    num_loaded, last = 0, time.monotonic()
 
-
-class _Lines:
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._last = time.monotonic()
-
-    def advance(self) -> None:
-        self._done += 1
+    def advance() -> None:
+        nonlocal num_loaded, last
+        num_loaded += 1
         now = time.monotonic()
-        if now - self._last >= LINE_EVERY_S:
-            self._last = now
-            print(f"loading weights: {self._done} of {self._total} tensors", file=sys.stderr, flush=True)
+        if now - last >= LINE_EVERY_S:
+            last = now
+            print(f"loading weights: {num_loaded} of {total} tensors", file=sys.stderr, flush=True)
+
+    yield advance

@@ -28,7 +28,7 @@ from .checkpoint_writer import InProcessSaveStrategy, is_training_state, take_fu
 from .common_state import COMMON_FILE, CommonState, NoCommonState, check_tensor_index, read_common_state
 from .hugging_face import LoadedModel, listed, naming_source
 from .loading_progress import loading_progress
-from .stored_names import mtp_names, warn_of_left_out
+from .stored_names import is_first_rank, mtp_names, warn_of_left_out
 
 PORTION_BYTES = 2 * 2**30
 """Bytes of a checkpoint that are read between two reports of progress."""
@@ -62,7 +62,7 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
         dist_checkpointing.save(state, str(path), InProcessSaveStrategy())
     except CheckpointException as error:
         raise OSError(f"cannot write a checkpoint to {path}: {_reason(error)}") from error
-    if _is_first_rank():
+    if is_first_rank():
         write_architecture(architecture, path)
     _barrier()
 
@@ -261,10 +261,6 @@ def _of_all_ranks(names: Collection[str]) -> set[str]:
     if len(found) > 1:
         torch.distributed.all_gather_object(found, sorted(names))
     return {name for rank in found for name in rank}
-
-
-def _is_first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _barrier() -> None:

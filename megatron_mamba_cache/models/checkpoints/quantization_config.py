@@ -19,7 +19,9 @@ def kind_of(found: Any) -> str:
     producer, inner = found.get("producer"), found.get("quantization")
     details = inner if isinstance(inner, Mapping) else found
     tool = details.get("quant_method") or (producer.get("name") if isinstance(producer, Mapping) else None)
-    tool = str(tool or _implied_tool(details))
+    if not tool:  # older versions of some tools wrote fields of their own, but no name
+        tool = next((named for field, named in _FIELDS_OF_TOOLS.items() if field in details), "")
+    tool = str(tool)
     tool = _TOOLS.get(tool.lower(), tool)
     number_format = _format_of(details)
     if number_format and tool and tool.upper() != number_format:
@@ -27,17 +29,12 @@ def kind_of(found: Any) -> str:
     return number_format or tool or "an unknown kind"
 
 
-def _implied_tool(details: Mapping[str, Any]) -> str:
-    """Return the tool whose older versions wrote these fields but no name."""
-    return next((tool for field, tool in _FIELDS_OF_TOOLS.items() if field in details), "")
-
-
 def _format_of(details: Mapping[str, Any]) -> str:
     if algorithm := details.get("quant_algo"):
         return str(algorithm).upper()
     if "nvfp4" in str(details.get("format")).lower():
         return "NVFP4"
-    if weights := _group_weights(details):
+    for weights in _group_weights(details):
         kind = "FP" if weights.get("type") == "float" else "INT"
         return f"{kind}{weights.get('num_bits', '')}"
     for name in ("bits", "w_bit"):
@@ -52,14 +49,12 @@ def _format_of(details: Mapping[str, Any]) -> str:
     return "FP8 KV cache" if details.get("kv_cache_quant_algo") or details.get("kv_cache_scheme") else ""
 
 
-def _group_weights(details: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how compressed-tensors says it stores the weights of the first group that has any; else nothing."""
+def _group_weights(details: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the descriptions of weights that the groups of compressed-tensors have."""
     groups = details.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
-            return weights
-    return {}
+    each = groups.values() if isinstance(groups, Mapping) else ()
+    found = [group.get("weights") for group in each if isinstance(group, Mapping)]
+    return [weights for weights in found if isinstance(weights, Mapping)]
 
 
 _ADVICE = "this quantization is not supported: give an FP8, NVFP4, MXFP4 or BF16 checkpoint of the same model instead"
@@ -151,7 +146,7 @@ def _formats(source: Path, label: str, value: Any) -> tuple[WeightFormat, ...]:
         "mxfp4": lambda _: (MXFP4,),
     }
     reader = readers.get(_method(source, value))
-    if reader is None or _has_integers(value):
+    if reader is None or any(weights.get("type") == "int" for weights in _group_weights(value)):
         named = f"{label}={kind_of(value)} is not supported" if label else kind_of(value)
         raise ValueError(f"{source}: {named}; {_ADVICE}")
     inner = "quantization" if isinstance(value.get("quantization"), Mapping) else ""
@@ -171,14 +166,6 @@ def _method(source: Path, value: Any) -> str:
         return "modelopt"
     method = str(method).lower()
     return "modelopt" if method.startswith("modelopt") else method
-
-
-def _has_integers(value: Mapping[str, Any]) -> bool:
-    """Return True if any weights are integers, which are refused as a whole."""
-    groups = value.get("config_groups")
-    each = groups.values() if isinstance(groups, Mapping) else ()
-    weights = [group.get("weights") for group in each if isinstance(group, Mapping)]
-    return any(isinstance(of_group, Mapping) and of_group.get("type") == "int" for of_group in weights)
 
 
 def _of_transformers(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:

@@ -38,10 +38,14 @@ def num_mtp_layers(config: CheckpointConfig) -> int:
     return max(config.integer(name, 0, least=0) for name in _NUM_LAYERS_FIELDS)
 
 
+def is_first_rank() -> bool:
+    """Return True on the first rank of all."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
 def warn_of_left_out(source: Path, num_tensors: int, what: str = MTP_LAYERS) -> None:
     """Warn, on the first rank only, if any tensors of a checkpoint are left out."""
-    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if num_tensors and is_first:
+    if num_tensors and is_first_rank():
         _LOG.warning("%s has %s; their %d tensors are left out", source, what, num_tensors)
 
 

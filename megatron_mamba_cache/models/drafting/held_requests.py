@@ -101,12 +101,12 @@ class HeldRequests:
             return 1
         self._grow(running, running.length + num_drafts - 1)
         num_drafts = min(num_drafts, self._capacity(running) - running.length + 1)
-        return num_drafts if num_drafts > 1 and self._context.cache.take_draft_slot(running) else 1
+        return num_drafts if num_drafts > 1 and self._context.cache.draft_states.widen(running.cursor, 1) else 1
 
     def end_round(self, served: Sequence[HeldRequest]) -> None:
         """Return the slots that `room_for_drafts` took."""
         for held in served:
-            self._context.cache.return_draft_slots(held.running)
+            self._context.cache.draft_states.trim(held.running.cursor)
 
     def abort_round(self, request_ids: Collection[int]) -> None:
         """Drop what is held for the requests of a failed round, and wait for the device."""

@@ -15,11 +15,7 @@ from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
 from .layer_placements import Placements, attention_placements, ends_placements, mamba_placements, mlp_norm_placement
 
-ENDS = {
-    "embeddings": "backbone.embeddings.weight",
-    "final_norm": "backbone.norm_f.weight",
-    "output": "lm_head.weight",
-}
+ENDS = {"embeddings": "backbone.embeddings.weight", "final_norm": "backbone.norm_f.weight", "output": "lm_head.weight"}
 OTHER_NAMES = OtherNames(
     parts={"backbone.": ("model.", ""), "embeddings.weight": ("embedding.weight",)},
     stacks={f".experts.{{}}.{name}.weight": f".experts.{name}" for name in ("up_proj", "down_proj")},

@@ -181,12 +181,7 @@ def _by_key_head(architecture: HybridArchitecture, in_proj: str, sections: range
         return lambda tensor: tensor.unflatten(0, (heads, -1))[:, start : start + width].flatten(0, 1)
 
     return tuple(
-        Placement(
-            in_proj,
-            Split(0),
-            rows=of_each_head(section),
-            view=section_view(architecture, section, section + 1),
-        )
+        Placement(in_proj, Split(0), rows=of_each_head(section), view=section_view(architecture, section, section + 1))
         for section in sections
     )
 

@@ -36,12 +36,14 @@ class HuggingFaceTokenizer:
     Args:
         directory: Its chat templates, `config.json` and `generation_config.json` are read too.
         vocab_size: The model's, which may be larger than the tokenizer's.
-        settings: Of `tokenizer_config.json`.
+        settings: Of `tokenizer_config.json`, with values of `special_tokens_map.json` that it lacks.
 
     Attributes:
         bos: The id of the token that begins a text; None without one.
         eod: The id that ends a text, the first of `end_ids_of`; -1 without one.
         longest_token: Most characters of a token, as the tokenizer's files spell it.
+        special_ids: Tokens that mark something and are not text.
+        added_ids: Tokens that were added to the vocabulary, special or not; they are never split.
         adds_special_tokens: True if the tokenizer's files put special tokens around a text.
         adds_end_token: True if they put one after it.
         image_tokens: Ids that are not text but images, video or sound, and their names.
@@ -51,10 +53,10 @@ class HuggingFaceTokenizer:
     def __init__(self, codec: TextCodec, directory: Path, vocab_size: int, settings: Mapping[str, Any]) -> None:
         self._codec = codec
         self._directory = directory
-        self._settings = settings
-        self._templates = ChatTemplates(directory, self._settings)
+        self._templates = ChatTemplates(directory, settings)
+        self.settings = MappingProxyType(settings)
         self.vocab_size = vocab_size
-        self.longest_token = codec.longest_token
+        self.longest_token, self.special_ids, self.added_ids = codec.longest_token, codec.special_ids, codec.added_ids
         alone, inside = codec.encode("x"), codec.encode("x", add_special_tokens=False)
         self.adds_special_tokens, self.adds_end_token = alone != inside, alone[-1:] != inside[-1:]
         self.bos = self._id_named("bos_token")
@@ -106,7 +108,7 @@ class HuggingFaceTokenizer:
         """Return `detokenize` of no special tokens but those with these texts; None shows all."""
         hidden: Collection[int] = ()
         if shown is not None:
-            hidden = self._codec.special_ids - {self._codec.id_of(text) for text in shown}
+            hidden = self.special_ids - {self._codec.id_of(text) for text in shown}
 
         def detokenize(tokens: list[int]) -> str:
             return self._codec.decode([token for token in tokens if token not in hidden], False)
@@ -123,16 +125,6 @@ class HuggingFaceTokenizer:
             return name.encode()
         return token_bytes(name, self._text_inside(token))
 
-    @property
-    def special_ids(self) -> Collection[int]:
-        """Tokens that mark something and are not text."""
-        return self._codec.special_ids
-
-    @property
-    def added_ids(self) -> Collection[int]:
-        """Tokens that were added to the vocabulary, special or not; a text that has one as a token has it whole."""
-        return self._codec.added_ids
-
     def id_of(self, token: str) -> int | None:
         """Return the id of a token as the tokenizer's files spell it; None if there is none."""
         return self._codec.id_of(token)
@@ -140,11 +132,6 @@ class HuggingFaceTokenizer:
     def token_of(self, token: int) -> str | None:
         """Return a token as the tokenizer's files spell it; None for an id that stands for nothing."""
         return self._codec.token_of(token)
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The content of `tokenizer_config.json`, with values of `special_tokens_map.json` that it lacks."""
-        return MappingProxyType(self._settings)
 
     @property
     def chat_template(self) -> str:
@@ -225,7 +212,7 @@ class HuggingFaceTokenizer:
         return None
 
     def _id_named(self, name: str) -> int | None:
-        token = self._settings.get(name)
+        token = self.settings.get(name)
         if isinstance(token, dict):  # an added token with its settings
             token = token.get("content")
         return self._codec.id_of(token) if isinstance(token, str) else None

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ...errors import CacheIntegrityError
 from ...metrics import CacheCounters
@@ -26,95 +26,59 @@ class RestoredBlocks(NamedTuple):
     disk: int = 0
 
 
-class Tiers(Protocol):
-    """The tiers below the device; `NoTiers` where there are none."""
+class Tiers:
+    """The tiers below the device. In this class there are none."""
 
     @property
     def takes_room(self) -> bool:
         """True if waiting requests hold device memory."""
+        return False
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
-        """Keep the last boundaries of a request that has ended; see `HostWrites.write_last`."""
+        """Keep the last boundaries of a request that has ended."""
 
     def prefetch(self, waiting: Iterable[WaitingPrompt]) -> None:
         """Begin to restore what the next requests of the queue start from, as far as there is room for all of them."""
 
     def awaits(self, request_id: int) -> bool:
         """Return whether the request's prefill has to wait for a copy."""
+        return False
 
-    def claim(self, request_id: int) -> "RestoredBlocks":
-        """Note that a request has been admitted; return the blocks that it skips because they were brought for it."""
+    def claim(self, request_id: int) -> RestoredBlocks:
+        """Note that a request has been admitted; return the blocks that were restored for it and are skipped now."""
+        return RestoredBlocks()
 
     def forget(self, request_id: int) -> None:
         """Note that a request has left the queue."""
 
     def make_room(self, request_id: int | None = None) -> bool:
         """Release what waiting requests hold, except one if others hold any; return whether any did."""
+        return False
 
     def flushed(self) -> None:
         """Note that everything cached has become unreachable."""
 
     def blocks_held(self) -> Counter[BlockId]:
         """Return the references that are held on blocks of the device."""
+        return Counter()
 
     def slots_reserved(self) -> list[SlotId]:
-        """Return the slots of the device that copies on their way will fill."""
+        """Return the slots of the device that copies under way will fill."""
+        return []
 
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless the tiers and the copies under way agree."""
 
 
-class NoTiers:
-    """A device without tiers below it."""
-
-    takes_room = False
-
-    def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
-        """Do nothing."""
-
-    def prefetch(self, waiting: Iterable[WaitingPrompt]) -> None:
-        """Do nothing."""
-
-    def awaits(self, request_id: int) -> bool:
-        """Return False."""
-        return False
-
-    def claim(self, request_id: int) -> "RestoredBlocks":
-        """Return none."""
-        return RestoredBlocks()
-
-    def forget(self, request_id: int) -> None:
-        """Do nothing."""
-
-    def make_room(self, request_id: int | None = None) -> bool:
-        """Return False."""
-        return False
-
-    def flushed(self) -> None:
-        """Do nothing."""
-
-    def blocks_held(self) -> Counter[BlockId]:
-        """Return nothing."""
-        return Counter()
-
-    def slots_reserved(self) -> list[SlotId]:
-        """Return nothing."""
-        return []
-
-    def check_integrity(self) -> None:
-        """Do nothing."""
-
-
-class HostTier:
+class HostTier(Tiers):
     """The host's memory below the device, perhaps a disk below that, and the copies between them.
 
     Args:
         host: Pools over the host's memory; they may hold boundaries already.
-        disk: What is on the disk; None: there is none.
-        copies: What makes the copies.
-        agree: What the ranks of the model agree by.
+        disk: Index of the entries on disk; None: there is no disk tier.
+        agree: Takes the least of each number over the ranks of the model.
         measure: As in `AgreedTimes`.
-        prepare: Called before copies start: makes room on the device fit for what they bring.
+        prepare: Called before copies start, to clear the device memory that they write to.
     """
 
     def __init__(
@@ -164,11 +128,7 @@ class HostTier:
             self._copies.start(new)
 
     def land(self, *, wait: bool = False) -> int:
-        """End the copies that have ended on every rank; return how many.
-
-        Args:
-            wait: Wait first for a copy that a request waits for.
-        """
+        """End the copies that have ended on every rank; return how many. `wait` waits for one that a request awaits."""
         self._restores.release_unawaited()
         if not len(self._ledger):
             return 0
@@ -179,14 +139,14 @@ class HostTier:
         return self._ledger.land(self._copies, self._agree)
 
     def close(self) -> None:
-        """Release everything on the device, whose memory is about to be freed; drop what waits for the disk."""
+        """Release everything on the device, whose memory is about to be freed; drop what is not on its way to disk."""
         self._restores.flushed()
         if self._disk is not None:
             self._disk.drop_waiting()
         self.drain()
 
     def drain(self) -> None:
-        """Start the copies that were ordered, and wait for all of them, and for those that these lead to."""
+        """Start the ordered copies, and wait for them and for those that they lead to."""
         while len(self._ledger):
             self.start()
             self._copies.wait(list(self._ledger.orders))

@@ -3,7 +3,7 @@
 `TierPair` is what they go between.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple, Protocol
@@ -104,21 +104,17 @@ class CopyLedger:
     def __init__(self) -> None:
         self._next = 0
         self._new: list[CopyOrder] = []
-        self._orders: dict[int, CopyOrder] = {}
+        self.orders: dict[int, CopyOrder] = {}
+        """All copies that have not ended, by number, the oldest first; changed here only."""
         self._ends: dict[int, End] = {}
         self._cancelled: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._orders)
-
-    @property
-    def orders(self) -> Mapping[int, CopyOrder]:
-        """All copies that have not ended, by number, the oldest first."""
-        return self._orders
+        return len(self.orders)
 
     def count(self, lane: Lane) -> int:
         """Return how many copies of a lane have not ended."""
-        return sum(order.lane is lane for order in self._orders.values())
+        return sum(order.lane is lane for order in self.orders.values())
 
     def begin(
         self, lane: Lane, blocks: IndexPairs, states: IndexPairs, end: End, files: tuple[EntryName, ...] = ()
@@ -127,7 +123,7 @@ class CopyLedger:
         order = CopyOrder(self._next, lane, blocks, states, files)
         self._next += 1
         self._new.append(order)
-        self._orders[order.number], self._ends[order.number] = order, end
+        self.orders[order.number], self._ends[order.number] = order, end
         return order
 
     def take_new(self) -> list[CopyOrder]:
@@ -137,12 +133,12 @@ class CopyLedger:
 
     def cancel(self, number: int) -> None:
         """Let a copy end as failed, whatever becomes of it."""
-        if number in self._orders:
+        if number in self.orders:
             self._cancelled.add(number)
 
     def cancel_all(self) -> None:
         """Let every copy end as failed."""
-        self._cancelled |= self._orders.keys()
+        self._cancelled |= self.orders.keys()
 
     def land(self, copies: Copies, agree: Agree) -> int:
         """End the copies that are no longer under way on any rank, oldest first; return how many.
@@ -150,14 +146,14 @@ class CopyLedger:
         Copies that were ordered and not started are left. If none is under way, the ranks exchange nothing.
         """
         unstarted = {order.number for order in self._new}
-        started = [number for number in self._orders if number not in unstarted]
+        started = [number for number in self.orders if number not in unstarted]
         if not started:
             return 0
         statuses = agree([copies.status(number) for number in started])
         ended = [(number, status) for number, status in zip(started, statuses, strict=True) if status]
         for number, status in ended:
             copies.forget(number)
-            del self._orders[number]
+            del self.orders[number]
             is_cancelled = number in self._cancelled
             self._cancelled.discard(number)
             self._ends.pop(number)(status == CopyStatus.DONE and not is_cancelled)
@@ -216,13 +212,10 @@ class AgreedTimes:
         if self._agreed is not None:
             return self._agreed
         found = self._measure() or CopyTimes(0, 0, 0)
-        token, *others = self._agree([found.token, *(-time for time in _copies_of(found))])
+        copies = found.block, found.state, found.disk_block, found.disk_state
+        token, *others = self._agree([found.token, *(-time for time in copies)])
         if not token:
             return COPIES_TAKE_NOTHING
         block, state, disk_block, disk_state = (-time for time in others)
         self._agreed = CopyTimes(block, state, token, disk_block, disk_state)
         return self._agreed
-
-
-def _copies_of(times: CopyTimes) -> tuple[int, ...]:
-    return times.block, times.state, times.disk_block, times.disk_state

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ...errors import CacheCapacityError
+from ..boundary_journal import StateSaver
 from ..identifiers import BlockId, BlockKey
 from .arrivals import Arrival, cancel, expect, has_state, publish
 from .copies import Lane, TierPair
@@ -14,7 +15,7 @@ LIKELY = 0.05
 """Minimum likelihood of a hit at which ends of prompts are offloaded before they are evicted."""
 
 
-class HostWrites:
+class HostWrites(StateSaver):
     """Copies boundaries from the device to the host while they stay findable on the device.
 
     A write takes nothing from the device: if its state is evicted before it ends, it is cancelled.
@@ -51,7 +52,6 @@ class HostWrites:
             self._write(blocks[:depth], prompt_len)
 
     def saves(self, block: BlockId) -> bool:
-        """Begin to write a state that is to be evicted, if it is not under way; see `StateSaver`."""
         if block in self._under_way:
             return True
         if self._pair.ledger.count(Lane.TO_HOST) >= MOST_AT_EVICTION:
@@ -61,13 +61,11 @@ class HostWrites:
         return self._write(self._path_to(block))
 
     def dropped(self, block: BlockId) -> None:
-        """Note that the state at the end of a block of the device is gone."""
         number = self._under_way.pop(block, None)
         if number is not None:
             self._pair.ledger.cancel(number)
 
     def flushed(self) -> None:
-        """Note that all states of the device are gone."""
         self._under_way.clear()
 
     def _write(self, path: Sequence[BlockId], prompt_len: int | None = None, then: Sequence[BlockKey] = ()) -> bool:

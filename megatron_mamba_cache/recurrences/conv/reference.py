@@ -10,12 +10,7 @@ from ..slot_copies import load_slots, store_slots
 
 
 def causal_conv_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_pool: Tensor,
-    rows: PrefillBatch,
-    ends: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillBatch, ends: Tensor | None = None
 ) -> Tensor:
     """Convolve packed requests causally and apply SiLU, carrying each window from and to the pool.
 

@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..batches import DecodeBatch, PrefillBatch, ReplayBatch
 from ..conv.conv import causal_conv
 from ..conv.verify import conv_verify
 from ..interface import LayerStates, StateDtypes, StateTensor
+from ..request_tiles import tile_shape
 from .inputs import DeltaTokens, GateWeights
 from .scan import delta_scan
+from .tile_systems import TileSystems
 from .verify import delta_verify
 
 CONV, STATE = "conv", "state"
@@ -66,6 +69,14 @@ class GatedDelta:
             StateTensor(CONV, (self.d_conv - 1, self.conv_dim), dtypes.window, motion="window"),
             StateTensor(STATE, state, dtypes.whole, is_matrix=True),
         )
+
+    def chunk_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the tile systems of a chunk, for tokens of a dtype."""
+        shape = tile_shape(self.grain, dtype)
+        if shape is None:
+            return 0
+        v = torch.empty(0, self.num_value_heads, self.value_dim, dtype=dtype, device="meta")
+        return TileSystems.empty(DeltaTokens(v, v, v, v, v), shape, shape.per_chunk).num_bytes
 
     def prefill(
         self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, states: LayerStates, rows: PrefillBatch

@@ -56,6 +56,11 @@ class TileSystems:
     slots: Tensor
     y: Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors except `y`."""
+        return sum(tensor.nbytes for tensor in (self.solved, self.scores, self.factors, self.kept, self.slots))
+
     @staticmethod
     def empty(tokens: DeltaTokens, shape: TileShape, num_tiles: int) -> "TileSystems":
         """Return the systems of so many tiles, without values."""

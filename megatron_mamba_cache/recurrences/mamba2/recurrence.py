@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..batches import DecodeBatch, PrefillBatch, ReplayBatch
@@ -11,10 +12,12 @@ from ..draft_inputs import DraftInputs
 from ..interface import LayerStates, StateDtypes, StateTensor
 from ..replay.drafts import ReplayedLayer, RingLayout
 from ..replay.ring import least_capacity, least_x_capacity
+from ..request_tiles import tile_shape
 from .inputs import SSMTokens, SSMWeights
 from .replay.outputs import state_replay
 from .replay.tiling import replays_fast
 from .scan import cut_rows, ssd_scan
+from .tiles import ScanTiles
 from .verify import state_verify
 
 CONV, SSM = "conv", "ssm"
@@ -65,6 +68,14 @@ class Mamba2:
             StateTensor(CONV, (self.d_conv - 1, self.conv_dim), dtypes.window, motion="window"),
             StateTensor(SSM, (self.num_heads, self.d_state, self.head_dim), dtypes.whole, is_matrix=True),
         )
+
+    def chunk_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the decays and slots of a chunk's tiles, for tokens of a dtype."""
+        shape = tile_shape(self.grain, dtype)
+        if shape is None:
+            return 0
+        dt = torch.empty(0, self.num_heads, device="meta")
+        return ScanTiles.empty(dt, shape, shape.per_chunk, self.head_dim, dtype).num_bytes
 
     @property
     def replays_fast(self) -> bool:

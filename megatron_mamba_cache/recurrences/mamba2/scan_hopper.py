@@ -216,9 +216,7 @@ def _scan_kernel(
             head + 1, channel, sizes, 1,
         )  # fmt: skip
         gl.warp_specialize(
-            [(_scan_head, first), (_scan_head, second), (fill, filling)],
-            [4, 1],
-            [SCAN_REGISTERS, FILL_REGISTERS],
+            [(_scan_head, first), (_scan_head, second), (fill, filling)], [4, 1], [SCAN_REGISTERS, FILL_REGISTERS]
         )
 
 

@@ -82,6 +82,22 @@ class ScanTiles:
     slots: Tensor
     y: Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors except `y`."""
+        return self.decays.nbytes + self.slots.nbytes
+
+    @staticmethod
+    def empty(dt: Tensor, shape: TileShape, num_tiles: int, head_dim: int, dtype: torch.dtype) -> "ScanTiles":
+        """Return tiles without values; arguments as in `cut_tiles`."""
+        (num_tokens, num_heads), device = dt.shape, dt.device
+        return ScanTiles(
+            shape,
+            decays=torch.empty(num_heads, num_tiles, 2, shape.width, dtype=torch.float32, device=device),
+            slots=torch.empty(num_tiles, dtype=torch.int32, device=device),
+            y=torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=device),
+        )
+
 
 @triton.jit(do_not_specialize=["dt_stride", "num_tiles", "num_rows", "num_tokens"])
 def _tiles_kernel(
@@ -164,19 +180,16 @@ def cut_tiles(
     """
     num_tokens, num_heads = dt.shape
     num_tiles = rows.chunk_requests.shape[0] * shape.per_chunk
-    device = dt.device
-    y = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
-    decays = torch.empty(num_heads, num_tiles, 2, shape.width, dtype=torch.float32, device=device)
-    slots = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    tiles = ScanTiles.empty(dt, shape, num_tiles, head_dim, dtype)
     least_step, most_step = weights.dt_limit
     _tiles_kernel[(num_tiles, triton.cdiv(num_heads, _HEADS_AT_A_TIME))](
         dt=dt,
         A_log=weights.A_log,
         dt_bias=weights.dt_bias,
         rows=cut_view(rows),
-        decays=decays,
-        slots=slots,
-        y=y,
+        decays=tiles.decays,
+        slots=tiles.slots,
+        y=tiles.y,
         dt_stride=dt.stride(0),
         least_step=least_step,
         most_step=most_step,
@@ -192,6 +205,6 @@ def cut_tiles(
         LANES=triton.next_power_of_2(_HEADS_AT_A_TIME * head_dim),
         SUBTRACTS=dtype == torch.bfloat16,
         enable_fp_fusion=True,
-        **overlapping(device),
+        **overlapping(dt.device),
     )
-    return ScanTiles(shape, decays, slots, y)
+    return tiles

@@ -19,30 +19,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
+from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel, resident_programs
 from ..batches import PAD_SLOT, AlignBatch, ReplayBatch
 from ..quantized_states import QuantizedStates, quantized_pointers, store_quantized
 from ..slot_tiles import next_turn, numbered, of_number
 from .fold import fold_entries
 from .reference import fold_boundaries_ref, plan_boundary_folds_ref
-from .ring import (
-    BoundaryFolds,
-    ReplayRing,
-    check_boundary_folds,
-    check_ring_len,
-    check_shapes,
-    kernel_folds,
-    kernel_layers,
-    kernel_ring,
-)
-from .tiling import FOLDED_ROWS, folds_by_mma
+from .ring import BoundaryFolds, ReplayRing, check_boundary_folds, check_ring_len, check_shapes, fold_arguments
+from .tiling import folds_by_mma
 
 _ROWS = 256
 _LANES = 4  # int32 in 16 bytes
 WIDTH = 32
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 4
-_INTERPRETED_PROGRAMS = 2
 _PAD = tl.constexpr(PAD_SLOT)
 
 
@@ -232,29 +222,10 @@ def fold_portably(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None
 ) -> None:
     """Write each request's state at its end into its target, all layers, in place; `fold_boundaries` checks."""
-    num_layers, _, heads, d_state, head_dim = ssm_pools.shape
-    _fold_boundaries_kernel[(_num_programs(ssm_pools.device),)](
-        pool=ssm_pools,
-        slot_stride=ssm_pools.stride(1),
+    _fold_boundaries_kernel[(resident_programs(ssm_pools.device, PROGRAMS_PER_SM),)](
+        **fold_arguments(ssm_pools, rings, rows, ring_len),
         quantized=quantized_pointers(quantized),
-        ring=kernel_ring(rings),
-        layers=kernel_layers(ssm_pools, rings),
-        rows=kernel_folds(rows),
-        num_rows=rows.targets.shape[0],
-        ROWS=FOLDED_ROWS,
-        LAYERS=num_layers,
-        HEADS=heads,
-        HEADS_A_GROUP=heads // rings.B.shape[3],
-        D_STATE=d_state,
-        HEAD_DIM=head_dim,
-        CAPACITY=rings.capacity,
-        X_CAPACITY=rings.x_capacity,
-        RING=ring_len,
-        TILE_WIDTH=min(WIDTH, triton.next_power_of_2(head_dim)),
+        TILE_WIDTH=min(WIDTH, triton.next_power_of_2(ssm_pools.shape[4])),
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
-
-
-def _num_programs(device: torch.device) -> int:
-    return PROGRAMS_PER_SM * num_multiprocessors(device) if device.type == "cuda" else _INTERPRETED_PROGRAMS

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from ...kernels.kernel_launches import num_multiprocessors
 from ..batches import PAD_SLOT
 from .operands import as_left, as_right_rows, from_sums, left_layout, split_into_bf16, sync_lanes
-from .ring import BoundaryFolds, ReplayRing, kernel_folds, kernel_layers, kernel_ring
-from .tiling import FOLDED_ROWS, hopper_width
+from .ring import BoundaryFolds, ReplayRing, fold_arguments
+from .tiling import hopper_width
 
 PROGRAMS_PER_SM = 8
 _PAD = gl.constexpr(PAD_SLOT)
@@ -277,24 +277,9 @@ def fold_by_mma(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_
     Args:
         ssm_pools: States of a shape that `folds_by_mma`.
     """
-    num_layers, _, heads, d_state, head_dim = ssm_pools.shape
     _fold_boundaries_kernel[(PROGRAMS_PER_SM * num_multiprocessors(ssm_pools.device),)](
-        pool=ssm_pools,
-        slot_stride=ssm_pools.stride(1),
-        ring=kernel_ring(rings),
-        layers=kernel_layers(ssm_pools, rings),
-        rows=kernel_folds(rows),
-        num_rows=rows.targets.shape[0],
-        ROWS=FOLDED_ROWS,
-        LAYERS=num_layers,
-        HEADS=heads,
-        HEADS_A_GROUP=heads // rings.B.shape[3],
-        D_STATE=d_state,
-        HEAD_DIM=head_dim,
-        CAPACITY=rings.capacity,
-        X_CAPACITY=rings.x_capacity,
-        RING=ring_len,
-        WIDTH=hopper_width(head_dim, d_state),
+        **fold_arguments(ssm_pools, rings, rows, ring_len),
+        WIDTH=hopper_width(ssm_pools.shape[4], ssm_pools.shape[3]),
         num_warps=1,
         enable_fp_fusion=True,
     )

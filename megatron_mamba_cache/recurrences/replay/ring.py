@@ -6,12 +6,13 @@ applies ring entries to the base, always up to a multiple of `ring_len`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..batches import ReplayBatch, check_vectors
+from .tiling import FOLDED_ROWS
 
 LEAST_RING_LEN = 4
 
@@ -44,8 +45,7 @@ class ReplayRing:
         return self.x.shape[-3]
 
 
-@dataclass(frozen=True, slots=True)
-class BoundaryFolds:
+class BoundaryFolds(NamedTuple):
     """States to be written into slots of their own; all tensors on the pools' device.
 
     Targets are distinct; a target may be its own request's base, and is never another request's.
@@ -85,8 +85,7 @@ def check_replay_batch(rows: ReplayBatch, device: torch.device) -> None:
 def check_boundary_folds(rows: BoundaryFolds, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows = rows.targets.shape[0]
-    names = ("slots", "buffers", "folded", "ends", "targets")
-    check_vectors({name: (getattr(rows, name), num_rows) for name in names}, device)
+    check_vectors({name: (values, num_rows) for name, values in rows._asdict().items()}, device)
 
 
 def check_ring_len(ring_len: int) -> None:
@@ -132,15 +131,10 @@ def check_shapes(
         num_positions = tensor.shape[-3] if name == "x" and tensor.dim() >= 3 else ring.capacity
         if tuple(tensor.shape) != (*lead, num_positions, *entry):
             raise ValueError(f"need {name} of the ring {(*lead, 'capacity', *entry)}, found {tuple(tensor.shape)}")
-        _check_entries(name, tensor, device)
-
-
-def _check_entries(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise a ValueError unless a tensor of a ring is on `device` and contiguous within a position."""
-    if tensor.device != device:
-        raise ValueError(f"need {name} of the ring on {device}, found {tensor.device}")
-    if not tensor[(slice(1),) * (tensor.dim() - 2)].is_contiguous():
-        raise ValueError(f"need {name} of the ring contiguous within a position, found strides {tensor.stride()}")
+        if tensor.device != device:
+            raise ValueError(f"need {name} of the ring on {device}, found {tensor.device}")
+        if not tensor[(slice(1),) * (tensor.dim() - 2)].is_contiguous():
+            raise ValueError(f"need {name} of the ring contiguous within a position, found strides {tensor.stride()}")
 
 
 class KernelRing(NamedTuple):
@@ -167,16 +161,6 @@ class KernelRows(NamedTuple):
     computed: Tensor
 
 
-class KernelFolds(NamedTuple):
-    """The kernels' view of `BoundaryFolds`."""
-
-    slots: Tensor
-    buffers: Tensor
-    folded: Tensor
-    ends: Tensor
-    targets: Tensor
-
-
 class KernelLayers(NamedTuple):
     """The layers' strides of the pool and of the rings."""
 
@@ -197,11 +181,23 @@ def kernel_rows(rows: ReplayBatch) -> KernelRows:
     return KernelRows(*(getattr(rows, name) for name in KernelRows._fields))
 
 
-def kernel_folds(rows: BoundaryFolds) -> KernelFolds:
-    """Return the kernels' view of boundary folds."""
-    return KernelFolds(*(getattr(rows, name) for name in KernelFolds._fields))
-
-
-def kernel_layers(pools: Tensor, rings: ReplayRing) -> KernelLayers:
-    """Return the layers' strides of pools and rings."""
-    return KernelLayers(*(tensor.stride(0) for tensor in (pools, rings.x, rings.B, rings.steps)))
+def fold_arguments(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> dict[str, Any]:
+    """Return the arguments that both kernels of boundary folds take."""
+    num_layers, _, heads, d_state, head_dim = ssm_pools.shape
+    return {
+        "pool": ssm_pools,
+        "slot_stride": ssm_pools.stride(1),
+        "ring": kernel_ring(rings),
+        "layers": KernelLayers(*(tensor.stride(0) for tensor in (ssm_pools, rings.x, rings.B, rings.steps))),
+        "rows": rows,
+        "num_rows": rows.targets.shape[0],
+        "ROWS": FOLDED_ROWS,
+        "LAYERS": num_layers,
+        "HEADS": heads,
+        "HEADS_A_GROUP": heads // rings.B.shape[3],
+        "D_STATE": d_state,
+        "HEAD_DIM": head_dim,
+        "CAPACITY": rings.capacity,
+        "X_CAPACITY": rings.x_capacity,
+        "RING": ring_len,
+    }

@@ -84,8 +84,7 @@ TextOnly = Annotated[TextBlock, _only("text")]
 _ResultPart = Annotated[TextBlock, _only("text"), BeforeValidator(text_instead)]
 Block = Annotated[
     Annotated[
-        TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
-        Field(discriminator="type"),
+        TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
     ],
     _only("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
     BeforeValidator(_with_shown_calls),

@@ -48,9 +48,7 @@ def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> 
 class MessagesFormat:
     """`Format` of `/v1/messages`, for jobs with one choice.
 
-    Args:
-        max_tokens: Limit of the client; fewer may fit after the prompt.
-        includes_thinking: True if blocks of reasoning have their text.
+    `max_tokens` is the client's limit; fewer may fit. Without `includes_thinking`, blocks of reasoning have no text.
     """
 
     def __init__(self, model: str, max_tokens: int, *, includes_thinking: bool = True) -> None:

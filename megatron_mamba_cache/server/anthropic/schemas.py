@@ -7,18 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..answer_fields import JsonSchema
-from ..field_types import (
-    INT32_MAX,
-    CacheControl,
-    Flag,
-    Int,
-    JsonObject,
-    Name,
-    Number,
-    PartlySupported,
-    Stops,
-    Text,
-)
+from ..field_types import INT32_MAX, CacheControl, Flag, Int, JsonObject, Name, Number, PartlySupported, Stops, Text
 from ..schemas import ChatRequest
 from ..tool_schemas import own_tools
 from ..unsupported import LABELS, Table, Unsupported, note_ignored, schema_error
@@ -92,15 +81,11 @@ class Turn(PartlySupported):
 
 
 class Thinking(BaseModel):
-    """Setting of reasoning, which templates read as `enable_thinking`; a budget has no effect.
-
-    Args:
-        display: "omitted" leaves the text of reasoning out of the reply.
-    """
+    """Setting of reasoning, which templates read as `enable_thinking`; a budget has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted"] | None = None  # "omitted": replies lack the text of reasoning
 
 
 class OutputFormat(BaseModel):

@@ -25,19 +25,13 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class MarkedCalls:
-    """A family's calls after a marker.
+    """A family's calls after a marker."""
 
-    Args:
-        marker: Start of every call or list of calls.
-        rest: Returns the grammar of the text after the marker, given the allowed calls of a list.
-        separator: A rule between calls with a marker each; None: calls are a list after one marker.
-        others: Further texts that the parser reads as the start of calls.
-    """
-
-    marker: str
+    marker: str  # start of every call or list of calls
+    # Returns the grammar of the text after the marker; the number limits the calls of a list.
     rest: Callable[[Sequence[CallableTool], SpecialId, int], Grammar]
-    separator: str | None = None
-    others: tuple[str, ...] = ()
+    separator: str | None = None  # a rule between calls with a marker each; None: calls are a list after one marker
+    others: tuple[str, ...] = ()  # further texts that the parser reads as the start of calls
 
     def calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
         """Return the grammar of one or more calls of the tools."""
@@ -113,8 +107,7 @@ def calls_in_reasoning(
 ) -> CallsInReasoning | None:
     """Return the calls that may end reasoning; None if calls look like text.
 
-    Args:
-        after: Grammar of the text after them; None: the reply ends.
+    `after` is the grammar of the text after them; None: the reply ends.
     """
     form = MARKED_CALLS.get(family)
     if form is None:

@@ -9,11 +9,7 @@ from .text_feed import TextFeed
 
 
 class TagPositions:
-    """Positions of the tags of one reply.
-
-    Args:
-        tokens: Tokens that are tags, and their texts.
-    """
+    """Positions of the tags of one reply; `tokens` are those that are tags, with their texts."""
 
     def __init__(self, tokens: Mapping[int, str]) -> None:
         self._tokens = tokens
@@ -27,9 +23,7 @@ class TagPositions:
     def find(self, token: int, text: str, start: int) -> int | None:
         """Record and return the position of a token's tag; None if it is not a tag.
 
-        Args:
-            text: Text of the reply that the token adds.
-            start: Characters of the reply before `text`.
+        `text` is what the token adds to the reply, after `start` characters.
         """
         tag = self._tokens.get(token)
         at = -1 if tag is None else text.rfind(tag)
@@ -48,12 +42,9 @@ class TagPositions:
         return joined
 
     def in_rewritten(self, rewritten: str, text: str) -> Iterable[int]:
-        """Yield the positions of the same tags in a reply rewritten by a template.
+        """Yield the positions of the same tags in a rewrite of the reply's `text` by a template.
 
         If the template writes a tag more or fewer times than the reply, each of them counts.
-
-        Args:
-            text: The reply's.
         """
         for tag, positions in self._positions.items():
             own, others = _mentions(tag, text), _mentions(tag, rewritten)
@@ -76,8 +67,7 @@ _OPENING = frozenset(  # as in `after_reasoning`
 class LinePosition:
     """A position in text: its line so far, and if it is in a fenced code block.
 
-    Args:
-        is_held: True if a grammar holds the text. It knows neither fences nor which quotes belong together.
+    A grammar that holds the text (`is_held`) knows neither fences nor which quotes belong together.
     """
 
     def __init__(self, *, is_held: bool = False) -> None:
@@ -100,12 +90,10 @@ class LinePosition:
         return not self.is_in_code and not self._beginning
 
     def ends_reasoning(self, *, is_tag: bool) -> bool:
-        """Return True if a closing marker here ends reasoning.
+        """Return True if a closing marker here ends reasoning: outside of code, unless it is only mentioned.
 
-        Outside of code it does if it begins its line, or unless it is quoted or, for a tag, is a word of a sentence.
-
-        Args:
-            is_tag: False for a marker that is a sentence of its own.
+        At the start of a line it always does. Elsewhere it may be quoted or, for a tag, a word of a sentence; a marker
+        that is not a tag is a sentence of its own.
         """
         if self.is_in_code:
             return False
@@ -148,8 +136,7 @@ class MarkedCalls(Protocol):
     def call(self, feed: TextFeed, marker: str) -> Reading:
         """Parse the calls after a marker; return False, without parts, if none follows.
 
-        Args:
-            feed: Has a mark before the marker.
+        The feed has a mark before the marker.
         """
 
 
@@ -158,7 +145,7 @@ class Prose:
 
     Args:
         calls: Syntax of tool calls; None: there are none.
-        close: The marker that ends the text; None: it goes on to the end of the reply.
+        close: The marker that ends the text; None: it continues to the end of the reply.
     """
 
     def __init__(

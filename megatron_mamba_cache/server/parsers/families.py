@@ -70,15 +70,10 @@ _TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplySyntax:
-    """The syntax of a model's replies.
+    """The syntax of a model's replies."""
 
-    Args:
-        tool_calls: A name of `TOOL_CALL_PARSERS`; None: the model has no tools.
-        reasoning: None: replies have no reasoning to separate.
-    """
-
-    tool_calls: str | None = None
-    reasoning: ReasoningForm | None = None
+    tool_calls: str | None = None  # a name of `TOOL_CALL_PARSERS`; None: the model has no tools
+    reasoning: ReasoningForm | None = None  # None: replies have no reasoning to separate
 
     def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
         """Return the tags of replies that are added tokens of a tokenizer, with their ids."""

@@ -17,14 +17,10 @@ class JsonCalls:
     """Calls between markers: one JSON object, or a list of them.
 
     Text after an opening marker that is not a call stays content, marker included.
-
-    Args:
-        open: Markers before calls.
-        close: The marker after them; models may leave it out.
     """
 
-    open: tuple[str, ...]
-    close: str
+    open: tuple[str, ...]  # markers before calls
+    close: str  # the marker after them; models may leave it out
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""
@@ -55,12 +51,11 @@ class PlainJsonCalls:
 
 
 def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Parse one or more calls and their closing marker; return False if none begins.
+    """Parse one or more calls and their closing marker; return False, with the mark kept, if none begins.
 
     Args:
-        feed: Has a mark where the calls begin, which is kept if none does.
-        closers: Markers that close calls, and end arguments that are not JSON. Without any, only an
-            object with arguments is a call.
+        feed: Has a mark where the calls begin.
+        closers: Markers that close calls, and end arguments that are not JSON; without any, a call needs arguments.
     """
     num_calls = 0
     yield from feed.space()

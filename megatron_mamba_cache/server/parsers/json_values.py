@@ -6,8 +6,9 @@ such a number becomes the nearest finite one, which is of the same schema. Every
 """
 
 import json
+import math
 import re
-from collections.abc import Generator
+from collections.abc import Container, Generator
 
 from ..strict_json import nearest_number, strict_scalar
 from .text_feed import TextFeed, each, gathered
@@ -31,7 +32,7 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
             if not (yield from _string_text(feed)):
                 return False
         elif character in _OF_SCALARS:
-            scalar = yield from _scalar(feed)
+            scalar = yield from _run_of(_OF_SCALARS, feed)
             yield nearest_number(scalar) if feed.is_held else strict_scalar(scalar)
         elif character in _CLOSERS:
             closers.append(_CLOSERS[character])
@@ -85,22 +86,16 @@ def _string_text(feed: TextFeed) -> Generator[str | None, None, bool]:
 
 def _unicode_escape(feed: TextFeed) -> Generator[None, None, str]:
     """Return an escape with its digits, and the other half of its surrogate pair if any."""
-    text = _UNICODE_ESCAPE + (yield from _digits(feed))
+    text = _UNICODE_ESCAPE + (yield from _run_of(_HEX_DIGITS, feed, most=4))
     while _HIGH.fullmatch(text[-6:]) and (yield from feed.accepts(_UNICODE_ESCAPE)):
-        text += _UNICODE_ESCAPE + (yield from _digits(feed))
+        text += _UNICODE_ESCAPE + (yield from _run_of(_HEX_DIGITS, feed, most=4))
     return _PAIR_OR_HALF.sub(lambda found: found[1] or "\\ufffd", text)
 
 
-def _digits(feed: TextFeed) -> Generator[None, None, str]:
+def _run_of(characters: Container[str], feed: TextFeed, most: float = math.inf) -> Generator[None, None, str]:
+    """Consume and return the next characters of a set, at most `most`."""
     text = ""
-    while len(text) < 4 and (yield from feed.peek()) in _HEX_DIGITS:
-        text += feed.take()
-    return text
-
-
-def _scalar(feed: TextFeed) -> Generator[None, None, str]:
-    text = ""
-    while (yield from feed.peek()) in _OF_SCALARS:
+    while len(text) < most and (yield from feed.peek()) in characters:
         text += feed.take()
     return text
 

@@ -3,32 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...grammars.schema_words import target_of
+from ...grammars.schema_words import TYPES, target_of, type_of_value
 
 _MOST_SCHEMAS = 256
 _MOST_VALUES = 256
 _MOST_NAMES = 16  # of a reference
-_TYPES: tuple[tuple[Any, str], ...] = (
-    (type(None), "null"),
-    (bool, "boolean"),
-    (int, "integer"),
-    (float, "number"),
-    (str, "string"),
-    (list, "array"),
-    (dict, "object"),
-)
-JSON_TYPES = frozenset(name for _kind, name in _TYPES)
+JSON_TYPES = frozenset(TYPES)
 
 Schema = Mapping[str, Any]
 
 
 def types_of_parameter(schema: Schema, name: str) -> set[str]:
-    """Return the JSON types of a parameter; none if the schema has no type.
+    """Return the JSON types of a parameter in the schema of all of them; none if it has no type.
 
-    Whatever the client's schema is, this raises nothing and takes bounded time.
-
-    Args:
-        schema: Of all parameters of the tool.
+    For any schema of a client, this raises nothing and takes bounded time.
     """
     declared = _declared(name, schema)
     if not declared:
@@ -38,11 +26,7 @@ def types_of_parameter(schema: Schema, name: str) -> set[str]:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Return a parameter's schema with its reference resolved; {} without one.
-
-    Args:
-        root: The schema of all parameters, which has the definitions.
-    """
+    """Return a parameter's schema with its reference resolved in the schema of all parameters; {} without one."""
     for _ in range(_MOST_NAMES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -51,16 +35,8 @@ def resolved(schema: Any, root: Schema) -> Schema:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def type_of_value(value: Any) -> str:
-    """Return the JSON type of a value."""
-    return next(name for kind, name in _TYPES if isinstance(value, kind))
-
-
 def _declared(name: str, root: Schema) -> list[Schema]:
-    """Return the schemas of a parameter in a schema and its combined schemas.
-
-    A parameter that none of them names has those of `additionalProperties`.
-    """
+    """Return a parameter's schemas in a schema and its combined ones, or else those of `additionalProperties`."""
     found: list[Schema] = []
     others: list[Schema] = []
     is_named = False
@@ -115,7 +91,7 @@ def _named_types(schema: Any) -> set[str]:
     values = schema.get("enum")
     if not isinstance(values, list):
         values = [schema["const"]] if "const" in schema else []
-    return {type_of_value(value) for value in values[:_MOST_VALUES]}
+    return {"number" if isinstance(value, float) else type_of_value(value) for value in values[:_MOST_VALUES]}
 
 
 def _choices(schema: Any) -> list[Any]:

@@ -48,14 +48,10 @@ Parsing = Generator[Part | None, None, None]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call.
-
-    Args:
-        arguments: JSON, unless the model wrote something else or was cut off.
-    """
+    """A tool call."""
 
     name: str
-    arguments: str
+    arguments: str  # JSON, unless the model wrote something else or was cut off
 
 
 @dataclass(frozen=True, slots=True)

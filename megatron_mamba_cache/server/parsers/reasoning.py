@@ -1,33 +1,42 @@
 """Reasoning at the start of a reply, between markers; the prompt may have opened it already."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from .content import MarkedCalls, Prose, Reading, rest_is_blank
 from .parts import Parsing, Reasoning
 from .text_feed import TextFeed
 
 
+class PromptReasoning(Enum):
+    """Reasoning at the end of a prompt."""
+
+    OPEN = "open"
+    """The reply begins within it."""
+    ALLOWED = "allowed"
+    """The prompt has none. The reply may begin with it."""
+    DONE = "done"
+    """The prompt closes it, even if it is empty, or the answer has begun."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """How a family of models marks its reasoning.
-
-    Args:
-        open, close: Its markers.
-        begins_open: True if every reply begins inside of it unless the prompt has closed it.
-    """
+    """How a family of models marks its reasoning."""
 
     open: str
     close: str
-    begins_open: bool = False
+    begins_open: bool = False  # True if every reply begins within reasoning unless the prompt has closed it
 
-    def is_open_after(self, begun: str, prefill: str = "") -> bool:
-        """Return True if a reply begins within reasoning.
+    def after(self, begun: str, prefill: str = "") -> PromptReasoning:
+        """Return the reasoning at the end of a prompt.
 
         Args:
-            begun: The prompt from the last message on that is not the assistant's, without that: every tag counts.
-            prefill: The text of the client's that the reply goes on with, after `begun`. It is read like a reply.
+            begun: The prompt's text after the last complete message. Every tag counts.
+            prefill: The client's text that the reply continues, after `begun`. It is read like a reply.
         """
         opened, closed = begun.rfind(self.open), begun.rfind(self.close)
+        if not prefill and opened == closed:
+            return self.without_tags(prefill)
         is_open = self.begins_open if opened == closed else opened > closed
         feed = TextFeed()
         feed.add(prefill)
@@ -35,7 +44,13 @@ class ReasoningForm:
         for _part in self.parse(feed, is_open=is_open, calls=None):
             if _part is None:
                 feed.end()
-        return feed.is_reasoning
+        return PromptReasoning.OPEN if feed.is_reasoning else PromptReasoning.DONE
+
+    def without_tags(self, prefill: str) -> PromptReasoning:
+        """Return the reasoning at the end of a prompt whose reply has no tag yet."""
+        if self.begins_open:
+            return PromptReasoning.OPEN
+        return PromptReasoning.DONE if prefill else PromptReasoning.ALLOWED
 
     def parse(self, feed: TextFeed, *, is_open: bool, calls: MarkedCalls | None) -> Parsing:
         """Parse the reply's reasoning, if it has one, and leave the rest in the feed.

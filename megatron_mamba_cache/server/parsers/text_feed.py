@@ -60,14 +60,8 @@ class TextFeed:
         self.has_ended = True
 
     def mark(self, back: int = 0) -> None:
-        """Keep the text from here on, or from `back` consumed characters before, for `since_mark`."""
+        """Keep the text from here on, or from `back` consumed characters before, for `back_to_mark`."""
         self._mark = self._at - back
-
-    def since_mark(self) -> str:
-        """Return the consumed text since the mark, and forget the mark."""
-        assert self._mark is not None
-        text, self._mark = self._text[self._mark : self._at], None
-        return text
 
     def forget_mark(self) -> None:
         """Forget the mark."""

@@ -30,13 +30,10 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool that a reply may call.
-
-    Args:
-        parameters: The JSON schema of its arguments, an object; None: any object.
-    """
+    """A tool that a reply may call."""
 
     name: str
+    # The JSON schema of its arguments, an object; None: any object.
     parameters: Mapping[str, Any] | None = field(default_factory=lambda: _NO_PARAMETERS)
 
 
@@ -55,11 +52,7 @@ _VALUE_ENDS = (  # for `XmlCalls`
 
 
 def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
-    """Return the grammar of a call after its first tag, parameters in schema order.
-
-    Args:
-        number: Unique among the tools of a grammar.
-    """
+    """Return the grammar of a call after its first tag; `number` is unique among the tools of a grammar."""
     opening = Grammar(quoted(f"\n<function={tool.name}>\n"))
     closing = Grammar(literal("</function>\n</tool_call>", special_id))
     if tool.parameters is None:

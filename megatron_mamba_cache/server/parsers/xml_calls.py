@@ -12,10 +12,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ...grammars.schema_words import type_of_value
 from ..strict_json import strict_text, strict_value
 from .content import Reading, text_and_calls
 from .json_values import strict_json
-from .parameter_types import JSON_TYPES, Schema, type_of_value, types_of_parameter
+from .parameter_types import JSON_TYPES, Schema, types_of_parameter
 from .parts import CallArguments, CallBegin, CallEnd, Parsing, Part
 from .text_feed import TextFeed, each, gathered
 
@@ -27,9 +28,8 @@ _JSON_NAMES = {**_BOOLEANS, "null": None}
 def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
     """Return a parameter's text as JSON of one of its types, else as text.
 
-    Args:
-        types: JSON types; none if the schema has none. Unknown names are ignored.
-        is_held: True if a grammar holds the text. Then numbers beyond float64 are replaced by the nearest in it.
+    `types` is empty if the schema has none; unknown names are ignored. If a grammar holds the text (`is_held`), numbers
+    beyond float64 become the nearest finite ones.
     """
     known = types if JSON_TYPES.issuperset(types) else ()
     written = strict_json(text.strip(), is_held=True) if is_held else text.strip()
@@ -40,11 +40,7 @@ def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
 
 
 def _value_of_values(text: str, types: Collection[str]) -> Any:
-    """Return a text's value of the first type that fits, or its quoted text.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return a text's value of the first type that fits, or its quoted text; raise `ValueError` if there is none."""
     may_be_text = not types or "string" in types
     for read in (partial(strict_value, allows_controls=True), _literal_value):
         try:
@@ -53,7 +49,8 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
             continue
         if read is _literal_value and may_be_text and not isinstance(value, bool | list | dict | None):
             continue  # its quotes, or its way to write a number, belong to the text
-        if not types or _is_of(value, types):
+        kind = type_of_value(value)
+        if not types or kind in types or (kind == "integer" and "number" in types):
             return value
         if isinstance(value, str) and value != text:  # a number, a list or another value in quotes
             with suppress(ValueError):
@@ -64,18 +61,8 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
     raise ValueError(f"{text:.100} matches none of the types {types}")
 
 
-def _is_of(value: Any, types: Collection[str]) -> bool:
-    found = type_of_value(value)
-    is_whole = found == "integer" or (found == "number" and value.is_integer())
-    return found in types or (found == "integer" and "number" in types) or (is_whole and "integer" in types)
-
-
 def _literal_value(text: str) -> Any:
-    """Return the value of a Python or JSON literal; nothing is executed.
-
-    Raises:
-        ValueError: If the text is not one, or is too long or too deeply nested.
-    """
+    """Return the value of a Python or JSON literal, without executing it; raise `ValueError` if it is not one."""
     if len(text) > _LONGEST_LITERAL:
         raise ValueError(f"the literal has {len(text)} characters; at most {_LONGEST_LITERAL} are read")
     try:
@@ -123,11 +110,10 @@ _AFTER: Mapping[str, Sequence[str]] = {
 
 
 class XmlCalls:
-    """Parser of calls of tools with these parameters.
+    """Parser of calls of tools.
 
-    Args:
-        parameters: The JSON schema of each tool's parameters, by its name. What looks like a call of another tool is
-            content; with no tools at all, every name is taken.
+    `parameters` has the JSON schema of each tool's parameters, by its name. What looks like a call of another tool is
+    content; without any tools, every name is taken.
     """
 
     open = (_CALL, _FUNCTION)
@@ -196,7 +182,7 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
     """Yield a parameter's value; return the tag that ended it, "" at the end of the reply."""
     if types == {"string"}:
         yield CallArguments('"')
-        end = yield from each(_value_text(feed), _escaped)
+        end = yield from each(_value_text(feed), lambda text: CallArguments(strict_text(text)[1:-1]))
         yield CallArguments('"' if end else "")
     else:
         text, end = yield from gathered(_value_text(feed))
@@ -232,7 +218,3 @@ def _name(feed: TextFeed) -> Generator[None, None, str]:
     """Return the text up to the end of a tag; "" if the tag does not end in its line."""
     text, end = yield from gathered(feed.until((">", "\n")))
     return text.strip().strip("\"'") if end == ">" else ""
-
-
-def _escaped(text: str) -> CallArguments:
-    return CallArguments(strict_text(text)[1:-1])

@@ -10,34 +10,24 @@ from .items import ChatMessage
 Item = dict[str, Any]
 
 
-class ResponseEvents:
-    """Events of one response, numbered."""
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def event(self, kind: str, **fields: Any) -> Event:
-        """Return the next event."""
-        event = Event({"type": kind, "sequence_number": self._number, **fields}, kind)
-        self._number += 1
-        return event
-
-
 class ResponseOutput:
-    """The output of one response.
+    """The output items of one response so far, and its numbered events.
 
     Args:
         summarizes: True if reasoning is its own summary too: many clients show only that.
-
-    Attributes:
-        items: Items so far; the last one may still grow.
     """
 
-    def __init__(self, events: ResponseEvents, *, summarizes: bool = False) -> None:
+    def __init__(self, *, summarizes: bool = False) -> None:
         self.items: list[Item] = []
-        self._events = events
+        self._num_events = 0
         self._summarizes = summarizes
         self._open: Item | None = None
+
+    def event(self, kind: str, **fields: Any) -> Event:
+        """Return the next event of the response."""
+        event = Event({"type": kind, "sequence_number": self._num_events, **fields}, kind)
+        self._num_events += 1
+        return event
 
     def add(self, part: Part) -> list[Event]:
         """Add a part and return its events."""
@@ -66,19 +56,19 @@ class ResponseOutput:
         item["status"] = status
         position = self._position(item)
         if item["type"] == "function_call":
-            done = [self._event("response.function_call_arguments.done", **position, arguments=item["arguments"])]
+            done = [self.event("response.function_call_arguments.done", **position, arguments=item["arguments"])]
         else:
             (content,) = item["content"]
             name = _NAMES[item["type"]]
             text = {"text": content["text"], **_log_probs(item)}
             done = [
                 *self._end_summary(item),
-                self._event(f"response.{name}.done", **position, content_index=0, **text),
-                self._event("response.content_part.done", **position, content_index=0, part=dict(content)),
+                self.event(f"response.{name}.done", **position, content_index=0, **text),
+                self.event("response.content_part.done", **position, content_index=0, part=dict(content)),
             ]
         return [
             *done,
-            self._event("response.output_item.done", output_index=position["output_index"], item=_copy(item)),
+            self.event("response.output_item.done", output_index=position["output_index"], item=_copy(item)),
         ]
 
     def message(self) -> ChatMessage:
@@ -107,20 +97,18 @@ class ResponseOutput:
     def _begin(self, item: Item) -> list[Event]:
         self.items.append(item)
         self._open = item
-        added = self._event("response.output_item.added", output_index=len(self.items) - 1, item=_copy(item))
+        added = self.event("response.output_item.added", output_index=len(self.items) - 1, item=_copy(item))
         if item["type"] == "function_call":
             return [added]
         item["content"].append(_text_part(item["type"]))
         position, part = self._position(item), dict(item["content"][0])
-        begun = [added, self._event("response.content_part.added", **position, content_index=0, part=part)]
+        begun = [added, self.event("response.content_part.added", **position, content_index=0, part=part)]
         return begun + (self._begin_summary(item) if item["type"] == "reasoning" and self._summarizes else [])
 
     def _begin_summary(self, item: Item) -> list[Event]:
         item["summary"].append({"type": "summary_text", "text": ""})
         part = dict(item["summary"][0])
-        return [
-            self._event("response.reasoning_summary_part.added", **self._position(item), summary_index=0, part=part)
-        ]
+        return [self.event("response.reasoning_summary_part.added", **self._position(item), summary_index=0, part=part)]
 
     def _grow_summary(self, text: str) -> list[Event]:
         assert self._open is not None
@@ -128,7 +116,7 @@ class ResponseOutput:
             return []
         self._open["summary"][0]["text"] += text
         position = self._position(self._open)
-        return [self._event("response.reasoning_summary_text.delta", **position, summary_index=0, delta=text)]
+        return [self.event("response.reasoning_summary_text.delta", **position, summary_index=0, delta=text)]
 
     def _end_summary(self, item: Item) -> list[Event]:
         position = self._position(item) | {"summary_index": 0}
@@ -136,8 +124,8 @@ class ResponseOutput:
             event
             for part in item.get("summary", ())
             for event in (
-                self._event("response.reasoning_summary_text.done", **position, text=part["text"]),
-                self._event("response.reasoning_summary_part.done", **position, part=dict(part)),
+                self.event("response.reasoning_summary_text.done", **position, text=part["text"]),
+                self.event("response.reasoning_summary_part.done", **position, part=dict(part)),
             )
         ]
 
@@ -145,18 +133,15 @@ class ResponseOutput:
         assert self._open is not None
         self._open["content"][0]["text"] += text
         name, fields = _NAMES[self._open["type"]], self._position(self._open) | _log_probs(self._open)
-        return self._event(f"response.{name}.delta", **fields, content_index=0, delta=text)
+        return self.event(f"response.{name}.delta", **fields, content_index=0, delta=text)
 
     def _grow_arguments(self, text: str) -> Event:
         assert self._open is not None
         self._open["arguments"] += text
-        return self._event("response.function_call_arguments.delta", **self._position(self._open), delta=text)
+        return self.event("response.function_call_arguments.delta", **self._position(self._open), delta=text)
 
     def _position(self, item: Item) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": len(self.items) - 1}
-
-    def _event(self, kind: str, **fields: Any) -> Event:
-        return self._events.event(kind, **fields)
 
 
 _NAMES = {"message": "output_text", "reasoning": "reasoning_text"}

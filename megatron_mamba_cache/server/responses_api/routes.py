@@ -17,7 +17,7 @@ from ..parsers.parts import merged
 from ..reply import Piece
 from ..responses import reply_to
 from .items import ChatMessage
-from .output import ResponseEvents, ResponseOutput
+from .output import ResponseOutput
 from .schemas import ResponsesRequest
 from .stored import StoredResponses
 
@@ -73,22 +73,15 @@ class ResponsesFormat:
         *,
         summarizes: bool = False,
     ) -> None:
-        created = int(time.time())
-        self._common = {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "object": "response",
-            "created_at": created,
-            "model": model,
-            **settings,
-        }
+        self._common = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
+        self._common |= {"model": model, **settings}
         self._keep = keep
-        self._events = ResponseEvents()
-        self._output = ResponseOutput(self._events, summarizes=summarizes)
+        self._output = ResponseOutput(summarizes=summarizes)
 
     def opening(self, _job: Job) -> list[Event]:
         response = self._response("in_progress", usage=None)
         kinds = ("response.created", "response.in_progress")
-        return [self._events.event(kind, response=response) for kind in kinds]
+        return [self._output.event(kind, response=response) for kind in kinds]
 
     def events(self, _job: Job, _choice: Choice, piece: Piece) -> list[Event]:
         return [event for part in piece.parts for event in self._output.add(part)]
@@ -96,10 +89,10 @@ class ResponsesFormat:
     def closing(self, job: Job) -> list[Event]:
         status = _status(job)
         ended = self._output.cut(status)
-        return [*ended, self._events.event(f"response.{status}", response=self._complete(job))]
+        return [*ended, self._output.event(f"response.{status}", response=self._complete(job))]
 
     def failure(self, error: ApiError) -> Event:
-        return self._events.event("error", code=error.code, message=error.message, param=error.param)
+        return self._output.event("error", code=error.code, message=error.message, param=error.param)
 
     def body(self, job: Job, _pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
         for part in merged(job.choices[0].reply.parts):
@@ -146,5 +139,4 @@ def _usage(job: Job) -> dict[str, Any]:
 
 
 def _owner_of(request: Request) -> str:
-    owner: str = request.scope.get("owner", "")
-    return owner
+    return request.scope.get("owner", "")

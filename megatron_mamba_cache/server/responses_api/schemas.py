@@ -6,18 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..answer_fields import NamedSchema
-from ..field_types import (
-    INT32_MAX,
-    CacheControl,
-    Flag,
-    Int,
-    JsonObject,
-    Metadata,
-    Name,
-    Number,
-    PartlySupported,
-    Text,
-)
+from ..field_types import INT32_MAX, CacheControl, Flag, Int, JsonObject, Metadata, Name, Number, PartlySupported, Text
 from ..schemas import ChatRequest
 from ..tool_schemas import (
     MOST_TOOLS,
@@ -157,14 +146,7 @@ class ResponsesRequest(PartlySupported):
     safety_identifier: Name | None = None
 
     def messages(self, find: Callable[[str], Item]) -> list[ChatMessage]:
-        """Return the input as messages.
-
-        Args:
-            find: Returns a stored item by its id.
-
-        Raises:
-            ApiError: 400 if an item is not kept.
-        """
+        """Return the input as messages; `find` returns a stored item by id, or raises `ApiError` 400."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return messages_of(
@@ -172,11 +154,7 @@ class ResponsesRequest(PartlySupported):
         )
 
     def as_chat(self, messages: Sequence[ChatMessage]) -> ChatRequest:
-        """Return the request as a chat completion.
-
-        Args:
-            messages: Of all earlier responses, and of this input.
-        """
+        """Return the request as a chat completion; `messages` are those of earlier responses and of this input."""
         text = self.text or TextSettings()
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatRequest.model_validate(

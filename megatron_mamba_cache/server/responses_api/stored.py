@@ -13,29 +13,14 @@ from .items import ChatMessage
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response.
+    """A response."""
 
-    Args:
-        messages: Its input and its reply, without those of the response before it.
-        body: As it was sent to its client.
-    """
-
-    messages: tuple[ChatMessage, ...]
-    body: dict[str, Any]
-
-    @property
-    def previous(self) -> str | None:
-        """Id of the response that it continues."""
-        found: str | None = self.body["previous_response_id"]
-        return found
+    messages: tuple[ChatMessage, ...]  # its input and its reply, without those of the response before it
+    body: dict[str, Any]  # as it was sent to its client
 
 
 class StoredResponses:
-    """Thread-safe LRU store of each API key's responses.
-
-    Args:
-        max_bytes: Limit of a key's responses, as JSON; 0 keeps none.
-    """
+    """Thread-safe LRU store of each API key's responses, at most `max_bytes` a key as JSON; 0 keeps none."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -45,11 +30,7 @@ class StoredResponses:
         self._lock = threading.Lock()
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
-        """Return a response of an owner.
-
-        Raises:
-            ApiError: 404 if it is not kept.
-        """
+        """Return a response of an owner; raise `ApiError` 404 if it is not kept."""
         found = self._used(owner, response_id)
         if found is None:
             raise ApiError(404, f"the response {response_id!r:.300} is not kept here", "response_not_found")
@@ -58,8 +39,7 @@ class StoredResponses:
     def messages_up_to(self, owner: str, response_id: str) -> list[ChatMessage]:
         """Return the messages of a response and of all that it continues, oldest first.
 
-        Raises:
-            ApiError: 400 if one of them is not kept, with the code that OpenAI's API has for it.
+        If one is not kept, raise `ApiError` 400 with the code of OpenAI's API.
         """
         found: list[StoredResponse] = []
         wanted: str | None = response_id
@@ -69,15 +49,11 @@ class StoredResponses:
                 sentence = f"previous response with id {wanted!r} not found: it is not kept here"
                 raise bad_request(sentence, "previous_response_id", "previous_response_not_found")
             found.append(stored)
-            wanted = stored.previous
+            wanted = stored.body["previous_response_id"]
         return [message for stored in reversed(found) for message in stored.messages]
 
     def item(self, owner: str, item_id: str) -> dict[str, Any]:
-        """Return an item of an owner's responses.
-
-        Raises:
-            ApiError: 400 if its response is not kept.
-        """
+        """Return an item of an owner's responses; raise `ApiError` 400 if its response is not kept."""
         response = self._used(owner, self._response_of.get((owner, item_id), ""))
         for item in () if response is None else response.body["output"]:
             if item["id"] == item_id:
@@ -100,11 +76,7 @@ class StoredResponses:
                 self._forget(owner, next(iter(entries)))
 
     def forget(self, owner: str, response_id: str) -> None:
-        """Forget a response of an owner.
-
-        Raises:
-            ApiError: 404 if it is not kept.
-        """
+        """Forget a response of an owner; raise `ApiError` 404 if it is not kept."""
         self.find(owner, response_id)
         with self._lock:
             self._forget(owner, response_id)

@@ -29,6 +29,7 @@ from megatron_mamba_cache.server.parsers.parts import (
     assembled,
     merged,
 )
+from megatron_mamba_cache.server.parsers.reasoning import PromptReasoning
 from megatron_mamba_cache.server.parsers.xml_call_grammars import CallableTool
 from tests.grammars.allowed_tokens import tokens_of_mask
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
@@ -73,7 +74,7 @@ FRAGMENTS = (
 
 def parsed(syntax: ReplySyntax, pieces: list[str], prompt: str = "") -> list[Part]:
     """Return the parts of a reply that arrives in pieces."""
-    is_open = syntax.reasoning is not None and syntax.reasoning.is_open_after(prompt)
+    is_open = syntax.reasoning is not None and syntax.reasoning.after(prompt) is PromptReasoning.OPEN
     parser = syntax.parser(PARAMETERS, is_open=is_open)
     return merged([part for piece in pieces for part in parser.push(piece)] + parser.finish())
 

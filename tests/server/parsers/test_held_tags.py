@@ -12,12 +12,14 @@ from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax
+from megatron_mamba_cache.server.parsers.reasoning import PromptReasoning
 from megatron_mamba_cache.server.prompts import Prompt
 from megatron_mamba_cache.server.reply_forms import FormMaker
 from megatron_mamba_cache.server.tool_schemas import chosen_tools
 from tests.grammars.allowed_tokens import tokens_of_mask
 from tests.server.parsers.tagged_replies import KINDS, Tag, reply_of_tokens, tagged_tokenizer, tokens_of
 
+OPEN, ALLOWED, DONE = PromptReasoning
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -80,7 +82,7 @@ def test_constrained_replies_are_parsed_as_meant(
     words = words_of(tokenizer, (form.open, form.close, form.close, *markers))
     for _ in range(16):
         is_open = rng.random() < 0.7
-        grammar = held.grammar_after(Prompt((1,), None, opens_reasoning=is_open))
+        grammar = held.grammar_after(Prompt((1,), None, reasoning=OPEN if is_open else ALLOWED))
         tokens = random_tokens(grammars, grammar, tokenizer, rng, words)
         if tokens[-1:] != [tokenizer.eod]:
             continue
@@ -103,6 +105,32 @@ def test_constrained_replies_are_parsed_as_meant(
     assert num_calls or asks == "answer"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("calls", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("reasoning", REASONING_PARSERS)
+@pytest.mark.parametrize("asks", ["required", "answer"])
+def test_no_reasoning_is_allowed_after_a_prompt_that_closes_it(
+    tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
+) -> None:
+    tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
+    answer = ("response_format", json_grammar(SCHEMA)) if asks == "answer" else None
+    chosen = chosen_tools("required" if asks == "required" else None, TOOLS if asks == "required" else [])
+    held = FormMaker(ReplySyntax(calls, form), tokenizer).chat(answer, chosen, None)
+    assert held is not None
+    grammars = Grammars(tokenizer.vocab_size)
+    grammars.read(tokenizer)
+    opening = tokens_of(tokenizer, [Tag(form.open)])
+    for before in (ALLOWED, DONE):
+        matcher = grammars.matcher(held.grammar_after(Prompt((1,), None, reasoning=before)))
+        assert (matcher.validate_tokens(opening) == len(opening)) is (before is ALLOWED)
+    tokens, rng = list[int](), random.Random(f"{kind} {calls} {reasoning} {asks}")
+    while tokens[-1:] != [tokenizer.eod]:
+        grammar = held.grammar_after(Prompt((1,), None, reasoning=DONE))
+        tokens = random_tokens(grammars, grammar, tokenizer, rng, words_of(tokenizer, (form.open, form.close)))
+    reply = reply_of_tokens(tokenizer, ReplySyntax(calls, form), {"f": SCHEMA}, tokens[:-1], is_held=True).parsed()
+    assert not reply.reasoning and bool(reply.calls) is (asks == "required") is not reply.content
+
+
 @pytest.mark.parametrize("kind", ["added", "plain"])
 @pytest.mark.parametrize("calls", ["qwen3_coder", "hermes"])
 @pytest.mark.parametrize("choice", ["required", None])
@@ -116,7 +144,7 @@ def test_call_within_reasoning_ends_it(
     assert held is not None
     grammars, num_whole, num_within = Grammars(tokenizer.vocab_size), 0, 0
     grammars.read(tokenizer)
-    grammar = held.grammar_after(Prompt((1,), None, opens_reasoning=True))
+    grammar = held.grammar_after(Prompt((1,), None, reasoning=OPEN))
     words = words_of(tokenizer, (form.close, *TOOL_CALL_PARSERS[calls]({}).open[:1] * 3))
     while num_whole < 25:
         tokens = random_tokens(grammars, grammar, tokenizer, rng, words)

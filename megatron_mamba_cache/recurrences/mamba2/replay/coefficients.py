@@ -39,13 +39,11 @@ class ReplayCoefficients:
         base: [requests, max_tokens, heads]; of the base's product with C.
         inputs: [requests, max_tokens, heads, ring_len + own]; of x of the ring's tokens, oldest first, then of the
             step's tokens; 0 for one that comes later, undefined from the request's last one on.
-        ring_len: Room for the ring's tokens.
         own: Room for the step's tokens, a power of two.
     """
 
     base: Tensor
     inputs: Tensor
-    ring_len: int
     own: int
 
 
@@ -206,7 +204,6 @@ def append_and_weigh(
     factors = ReplayCoefficients(
         torch.empty(num_rows, rows.max_tokens, heads, dtype=torch.float32, device=y.device),
         torch.empty(num_rows, rows.max_tokens, heads, ring_len + own, dtype=torch.float32, device=y.device),
-        ring_len,
         own,
     )
     _coefficients_kernel[((num_rows + 1) * num_blocks,)](

@@ -13,6 +13,7 @@ d_state: no sum crosses programs. Graph safe: no host sync, two launches, grids 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +26,7 @@ from ...batches import PAD_SLOT, ReplayBatch
 from ...replay.fold import fold_entries
 from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows
 from ..inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens
-from .coefficients import ReplayCoefficients, append_and_weigh
+from .coefficients import append_and_weigh
 from .reference import state_replay_ref
 from .tiling import ReplayTiling, choose_tiling
 
@@ -85,27 +86,51 @@ def replay_tiled(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Compute with this tiling's kernel; see `state_replay`, which checks and chooses."""
+    """Compute with this tiling's kernel; `state_replay` checks and chooses.
+
+    Long because it names the arguments that all kernels take.
+    """
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
     factors = append_and_weigh(y, tokens, weights, ring, rows, ring_len, after_conv=after_conv)
-    if rows.slots.shape[0] > 0:
-        _launcher(tiling)(y, tokens, ssm_pool, ring, rows, factors, tiling)
+    num_rows, heads, head_dim = rows.slots.shape[0], *tokens.x.shape[1:]
+    if num_rows == 0:
+        return y
+    arguments = {
+        "y": y,
+        "tokens": kernel_tokens(tokens),
+        "pool": ssm_pool,
+        "slot_stride": ssm_pool.stride(0),
+        "ring": kernel_ring(ring),
+        "rows": kernel_rows(rows),
+        "base_factors": factors.base,
+        "input_factors": factors.inputs,
+        "max_tokens": rows.max_tokens,
+        "HEADS": heads,
+        "HEADS_A_GROUP": heads // tokens.B.shape[1],
+        "D_STATE": tokens.B.shape[2],
+        "HEAD_DIM": head_dim,
+        "CAPACITY": ring.capacity,
+        "X_CAPACITY": ring.x_capacity,
+        "RING": ring_len,
+        "OWN": factors.own,
+        "num_warps": tiling.num_warps,
+        "maxnreg": tiling.max_registers,
+    }
+    _launcher(tiling)(arguments, num_rows * heads, tiling)
     return y
 
 
 def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
     """Return the launch function of a tiling's kernel; imports Gluon on demand."""
-    if tiling.kernel == "portable":
-        return replay_portably
     if tiling.kernel == "sums":
-        from .outputs_sums import replay_by_sums
-
-        return replay_by_sums
-    from .outputs_mma import replay_by_mma
-
-    return replay_by_mma
+        from .outputs_sums import replay_by_sums as launch
+    elif tiling.kernel == "mma":
+        from .outputs_mma import replay_by_mma as launch
+    else:
+        launch = replay_portably
+    return launch
 
 
 @triton.jit(do_not_specialize=["max_tokens"])
@@ -194,39 +219,15 @@ def _state_replay_kernel(
         tl.store(y + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + p, out, mask=has_p)
 
 
-def replay_portably(
-    y: Tensor,
-    tokens: SSMTokens,
-    ssm_pool: Tensor,
-    ring: ReplayRing,
-    rows: ReplayBatch,
-    factors: ReplayCoefficients,
-    tiling: ReplayTiling,
-) -> None:
-    """Fold, append x and write the outputs into `y`, in place, right after `append_and_weigh`."""
-    heads, head_dim = tokens.x.shape[1:]
+def replay_portably(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
+    """Fold, append x and write the outputs, in place, right after `append_and_weigh`.
+
+    Args:
+        arguments: What all kernels of outputs take.
+        num_heads: Heads of all requests.
+    """
+    head_dim = arguments["HEAD_DIM"]
     width = min(tiling.width, triton.next_power_of_2(head_dim))
-    _state_replay_kernel[(rows.slots.shape[0] * heads * triton.cdiv(head_dim, width),)](
-        y=y,
-        tokens=kernel_tokens(tokens),
-        pool=ssm_pool,
-        slot_stride=ssm_pool.stride(0),
-        ring=kernel_ring(ring),
-        rows=kernel_rows(rows),
-        base_factors=factors.base,
-        input_factors=factors.inputs,
-        max_tokens=rows.max_tokens,
-        HEADS=heads,
-        HEADS_A_GROUP=heads // tokens.B.shape[1],
-        D_STATE=tokens.B.shape[2],
-        HEAD_DIM=head_dim,
-        CAPACITY=ring.capacity,
-        X_CAPACITY=ring.x_capacity,
-        RING=factors.ring_len,
-        OWN=factors.own,
-        WIDTH=width,
-        num_warps=tiling.num_warps,
-        maxnreg=tiling.max_registers,
-        enable_fp_fusion=True,
-        **overlapping(ssm_pool.device),
+    _state_replay_kernel[(num_heads * triton.cdiv(head_dim, width),)](
+        **arguments, WIDTH=width, enable_fp_fusion=True, **overlapping(arguments["pool"].device)
     )

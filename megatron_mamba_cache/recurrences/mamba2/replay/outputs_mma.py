@@ -7,14 +7,15 @@ state is read in slices, one after another, and once more if it is folded: so a 
 as a whole.
 """
 
-from torch import Tensor
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
-from ...batches import PAD_SLOT, ReplayBatch
+from ...batches import PAD_SLOT
 from ...replay.fold_mma import fold_tile
 from ...replay.operands import (
     as_left,
@@ -28,9 +29,6 @@ from ...replay.operands import (
     slice_len,
     split_into_bf16,
 )
-from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
-from ..inputs import SSMTokens, kernel_tokens
-from .coefficients import ReplayCoefficients
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -229,51 +227,16 @@ def _state_mma_kernel(
     gl.store(y + t[:, None] * (HEADS * HEAD_DIM) + column[None, :], out, mask=(t < count)[:, None])
 
 
-def replay_by_mma(
-    y: Tensor,
-    tokens: SSMTokens,
-    ssm_pool: Tensor,
-    ring: ReplayRing,
-    rows: ReplayBatch,
-    factors: ReplayCoefficients,
-    tiling: ReplayTiling,
-) -> None:
-    """Fold, append x and write the outputs into `y`, in place, right after `append_and_weigh`.
-
-    Args:
-        ssm_pool: d_state is a power of two from 16 on, and head_dim a multiple of the tiling's width.
-    """
-    heads, head_dim = tokens.x.shape[1:]
-    d_state, width, own = tokens.B.shape[2], tiling.width, factors.own
-    _state_mma_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
-        y=y,
-        tokens=kernel_tokens(tokens),
-        pool=ssm_pool,
-        slot_stride=ssm_pool.stride(0),
-        ring=kernel_ring(ring),
-        rows=kernel_rows(rows),
-        base_factors=factors.base,
-        input_factors=factors.inputs,
-        max_tokens=rows.max_tokens,
-        HEADS=heads,
-        HEADS_A_GROUP=heads // tokens.B.shape[1],
-        D_STATE=d_state,
-        HEAD_DIM=head_dim,
-        CAPACITY=ring.capacity,
-        X_CAPACITY=ring.x_capacity,
-        RING=factors.ring_len,
-        OWN=own,
-        WIDTH=width,
-        PADDED=max(16, factors.ring_len),
-        TOKENS=max(16, own),
-        PREFETCHES=_prefetches(ssm_pool),
-        num_warps=1,
-        maxnreg=tiling.max_registers,
+def replay_by_mma(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
+    """Fold, append x and write the outputs, in place; as `replay_by_sums`, for a d_state from 16 on."""
+    pool = arguments["pool"]
+    _state_mma_kernel[(num_heads * (arguments["HEAD_DIM"] // tiling.width),)](
+        **arguments,
+        WIDTH=tiling.width,
+        PADDED=max(16, arguments["RING"]),
+        TOKENS=max(16, arguments["OWN"]),
+        # To the L2 cache: faster for 16-bit states, slower for others.
+        PREFETCHES=pool.element_size() == 2 and pool.data_ptr() % 16 == 0 and pool.stride(0) % 8 == 0,
         enable_fp_fusion=True,
-        **overlapping(ssm_pool.device),
+        **overlapping(pool.device),
     )
-
-
-def _prefetches(ssm_pool: Tensor) -> bool:
-    """Return True to prefetch states to the L2 cache: faster for 16-bit states, slower for others."""
-    return ssm_pool.element_size() == 2 and ssm_pool.data_ptr() % 16 == 0 and ssm_pool.stride(0) % 8 == 0

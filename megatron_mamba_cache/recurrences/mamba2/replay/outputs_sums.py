@@ -5,18 +5,16 @@ with C are summed within lanes, and only one sum per column and token crosses th
 for bf16 tokens, else those of `outputs`. The fold and the state's loads begin while `coefficients` runs.
 """
 
-from torch import Tensor
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
-from ...batches import PAD_SLOT, ReplayBatch
+from ...batches import PAD_SLOT
 from ...replay.fold_mma import fold_tile
 from ...replay.operands import sync_lanes
-from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
-from ..inputs import SSMTokens, kernel_tokens
-from .coefficients import ReplayCoefficients
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -203,45 +201,11 @@ def _state_sums_kernel(
         gl.store(y + t * (HEADS * HEAD_DIM), gl.sum(out, axis=0).to(y.dtype.element_ty))
 
 
-def replay_by_sums(
-    y: Tensor,
-    tokens: SSMTokens,
-    ssm_pool: Tensor,
-    ring: ReplayRing,
-    rows: ReplayBatch,
-    factors: ReplayCoefficients,
-    tiling: ReplayTiling,
-) -> None:
-    """Fold, append x and write the outputs into `y`, in place, right after `append_and_weigh`.
-
-    Args:
-        ssm_pool: d_state is a power of two, and head_dim a multiple of the tiling's width.
-    """
-    heads, head_dim = tokens.x.shape[1:]
+def replay_by_sums(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
+    """Fold, append x and write the outputs, in place; as `replay_portably`, for a d_state that is a power of two."""
+    pool = arguments["pool"]
     # Lanes side by side in head_dim read 16 bytes each.
-    lanes = 32 * tiling.num_warps * (_ACCESS // ssm_pool.element_size()) // tiling.width
-    _state_sums_kernel[(rows.slots.shape[0] * heads * (head_dim // tiling.width),)](
-        y=y,
-        tokens=kernel_tokens(tokens),
-        pool=ssm_pool,
-        slot_stride=ssm_pool.stride(0),
-        ring=kernel_ring(ring),
-        rows=kernel_rows(rows),
-        base_factors=factors.base,
-        input_factors=factors.inputs,
-        max_tokens=rows.max_tokens,
-        HEADS=heads,
-        HEADS_A_GROUP=heads // tokens.B.shape[1],
-        D_STATE=tokens.B.shape[2],
-        HEAD_DIM=head_dim,
-        CAPACITY=ring.capacity,
-        X_CAPACITY=ring.x_capacity,
-        RING=factors.ring_len,
-        OWN=factors.own,
-        WIDTH=tiling.width,
-        LANES=lanes,
-        num_warps=tiling.num_warps,
-        maxnreg=tiling.max_registers,
-        enable_fp_fusion=True,
-        **overlapping(ssm_pool.device),
+    lanes = 32 * tiling.num_warps * (_ACCESS // pool.element_size()) // tiling.width
+    _state_sums_kernel[(num_heads * (arguments["HEAD_DIM"] // tiling.width),)](
+        **arguments, WIDTH=tiling.width, LANES=lanes, enable_fp_fusion=True, **overlapping(pool.device)
     )

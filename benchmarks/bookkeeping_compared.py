@@ -1,6 +1,6 @@
-"""What does the bookkeeping of requests cost beside that of a commit before KV blocks and states shared memory?
+"""Compare the cost of requests' bookkeeping with a commit before KV blocks and states shared memory.
 
-    PYTHONPATH=. python benchmarks/bookkeeping_beside.py TREE [--sizes N ...] [--output FILE.md]
+    PYTHONPATH=. python benchmarks/bookkeeping_compared.py TREE [--sizes N ...] [--output FILE.md]
 
 TREE is a checkout of such a commit, 47ea3e0 for one. Pure Python on one CPU core: no GPU and no Megatron. Pools of that
 commit and of this one, over memory that is split in two and over slabs, serve the same requests by turns in one
@@ -34,7 +34,7 @@ from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.pools import CachePools
 
 PACKAGE = "megatron_mamba_cache"
-COMMAND = "PYTHONPATH=. python benchmarks/bookkeeping_beside.py TREE"
+COMMAND = "PYTHONPATH=. python benchmarks/bookkeeping_compared.py TREE"
 OPERATIONS = ("take", "keep", "hit")
 TEXT_LENS = (1, 4, 32)
 """In blocks."""
@@ -54,7 +54,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the pools hold, and their rule."""
+    """The contents of the pools, and their eviction rule."""
 
     num_blocks: int
     text_len: int
@@ -72,7 +72,7 @@ class Case:
 
 
 class Before:
-    """The policy of the commit before, imported beside this one's."""
+    """The policy of the earlier commit, imported alongside ours."""
 
     def __init__(self, tree: Path) -> None:
         self._modules = {name: _module_of(tree, name) for name in ("kv_block_pool", "slot_pool", "eviction_rules")}

@@ -1,0 +1,202 @@
+"""Attention of short prompts after long cached histories, by FlashInfer's "fa3" in pieces of the history.
+
+A program of "fa3" reads all keys of 128 query tokens of a head, so a few hundred tokens use a part of the card. Here
+each piece of a prompt's history is attended as if it were a request of its own, by a copy of the prompt's queries and
+without a mask. A second call attends the prompt's own blocks causally, and a kernel merges the results by their
+log-sum-exps. The history is cut at blocks: it ends where the block of the prompt's first new token begins.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..overlap import await_inputs, overlapping
+from ..reference import compute_dtype
+from .flashinfer_calls import CapturedCall, PageLists, page_lists, tokens_of
+from .interface import AttentionRows
+
+_WIDTH = 1024
+
+
+class SplitPart:
+    """Prompts of a captured step whose histories are attended in pieces.
+
+    Args:
+        history, own: The calls that attend the pieces, without a mask, and the prompts' own blocks.
+        rows: The longest requests of a step.
+        part: The slice of them that are prompts.
+    """
+
+    def __init__(
+        self,
+        history: CapturedCall,
+        own: CapturedCall,
+        rows: AttentionRows,
+        part: slice,
+        block_size: int,
+        num_pieces: int,
+    ) -> None:
+        self.attention = self
+        self.tokens = tokens_of(rows, part)
+        self._history, self._own = history, own
+        self._part = part
+        self._block_size = block_size
+        self._num_pieces = num_pieces
+        self._num_tokens = self.tokens.stop - self.tokens.start
+        self.plan_again(rows)
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
+        pages = page_lists(rows, self._block_size, self._part, keep_all=True)
+        history, own = split_history(pages, self._block_size, self._num_pieces, self._num_tokens)
+        self._history.plan(history)
+        self._own.plan(own)
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Attend the planned tokens of a layer."""
+        parts = q.new_empty(self._num_pieces + 1, *q.shape)
+        lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+        copies = q.expand(self._num_pieces, *q.shape).flatten(0, 1)
+        self._history.attention.run(copies, k_cache, v_cache, parts[:-1].flatten(0, 1), lse[:-1].flatten(0, 1))
+        self._own.attention.run(q, k_cache, v_cache, parts[-1], lse[-1])
+        merge_parts(parts, lse, out)
+
+
+def split_history(pages: PageLists, block_size: int, num_pieces: int, num_tokens: int) -> tuple[PageLists, PageLists]:
+    """Return the requests that attend pieces of histories, piece by piece, and those that attend the rest.
+
+    Each copy of the queries ends with a request without keys for its padding, whose results are 0 and -inf.
+
+    Args:
+        pages: Of prompts.
+        num_tokens: Query tokens of a copy, padding included.
+    """
+    first_pages, last_pages = pages.cu_pages[:-1].numpy(), pages.cu_pages[1:].numpy()
+    full = np.maximum(last_pages - first_pages - 1, 0)
+    kv_lens = full * block_size + pages.last_page_lens.numpy()
+    history = np.maximum(kv_lens - pages.cu_query.diff().numpy(), 0) // block_size
+    cuts = first_pages + history * np.arange(num_pieces + 1)[:, None] // num_pieces
+    query = np.append(pages.cu_query[1:].numpy(), num_tokens)
+    copies = np.arange(num_pieces)[:, None] * num_tokens + query
+    full_pages = np.full((num_pieces, len(history)), block_size)
+    return (
+        _requests(pages, copies.ravel(), cuts[:-1], cuts[1:], full_pages),
+        _requests(pages, query, cuts[-1:], last_pages[None], pages.last_page_lens.numpy()[None]),
+    )
+
+
+def _requests(
+    pages: PageLists,
+    query_ends: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    stops: npt.NDArray[np.int64],
+    last_page_lens: npt.NDArray[np.int64],
+) -> PageLists:
+    """Return requests over slices of pages, and after each copy's one without pages.
+
+    Args:
+        query_ends: [copies * (requests + 1)]; where each one's queries end.
+        starts, stops: [copies, requests]; the slices.
+        last_page_lens: [copies, requests].
+    """
+    starts, stops, last_page_lens = (np.pad(of, ((0, 0), (0, 1))).ravel() for of in (starts, stops, last_page_lens))
+    lengths = stops - starts
+    ends = np.cumsum(lengths)
+    chosen = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    return PageLists(
+        cu_query=_int32(np.append(0, query_ends)),
+        cu_pages=_int32(np.append(0, ends)),
+        pages=pages.pages[torch.from_numpy(chosen)],
+        last_page_lens=_int32(np.where(lengths > 0, last_page_lens, 0)),
+    )
+
+
+def _int32(values: npt.NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))
+
+
+@triton.jit
+def _merge_kernel(
+    parts,
+    lse,
+    out,
+    part_stride,
+    lse_stride,
+    CHANNELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    await_inputs(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = channel < CHANNELS
+    head = token * (CHANNELS // HEAD_DIM) + channel // HEAD_DIM
+    most = tl.full((WIDTH,), float("-inf"), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        most = tl.maximum(most, tl.load(lse + part * lse_stride + head, mask=inside, other=float("-inf")))
+    most = tl.where(most == float("-inf"), 0.0, most)
+    total = tl.zeros((WIDTH,), tl.float32)
+    merged = tl.zeros((WIDTH,), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        weight = tl.exp2(tl.load(lse + part * lse_stride + head, mask=inside, other=float("-inf")) - most)
+        values = tl.load(parts + part * part_stride + token * CHANNELS + channel, mask=inside, other=0)
+        merged += weight * values.to(tl.float32)
+        total += weight
+    merged = merged / tl.where(total == 0, 1.0, total)
+    tl.store(out + token * CHANNELS + channel, merged.to(out.dtype.element_ty), mask=inside)
+
+
+def merge_parts(parts: Tensor, lse: Tensor, out: Tensor) -> Tensor:
+    """Merge attention to parts of the keys into attention to all of them; return `out`.
+
+    Args:
+        parts: [parts, tokens, heads, dim], contiguous.
+        lse: [parts, tokens, heads] fp32, contiguous; log2 of each part's sum of exponentials, -inf without keys.
+        out: [tokens, heads, dim], contiguous; zeros where no part has keys. Computed in fp32, rounded once.
+
+    Raises:
+        ValueError: If shapes, strides or dtypes disagree.
+
+    Reference: `merge_parts_ref`. CUDA-graph safe: no host sync, one launch.
+    """
+    if parts.shape[1:] != out.shape or lse.shape != parts.shape[:3] or parts.dtype != out.dtype:
+        raise ValueError(
+            f"need parts [parts, tokens, heads, dim], lse [parts, tokens, heads] and out [tokens, heads, dim], found "
+            f"{tuple(parts.shape)}, {tuple(lse.shape)} and {tuple(out.shape)} in {parts.dtype} and {out.dtype}"
+        )
+    if not (parts.is_contiguous() and lse.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"need contiguous tensors, found strides {parts.stride()}, {lse.stride()} and {out.stride()}")
+    if out.numel() == 0 or not launches_kernel(parts) or not is_computed_in_fp32(parts):
+        return out.copy_(merge_parts_ref(parts, lse))
+    channels = out.shape[1] * out.shape[2]
+    _merge_kernel[(len(out), triton.cdiv(channels, _WIDTH))](
+        parts=parts,
+        lse=lse,
+        out=out,
+        part_stride=parts.stride(0),
+        lse_stride=lse.stride(0),
+        CHANNELS=channels,
+        HEAD_DIM=out.shape[2],
+        NUM_PARTS=len(parts),
+        WIDTH=_WIDTH,
+        num_warps=4,
+        enable_fp_fusion=True,
+        **overlapping(parts.device),
+    )
+    return out
+
+
+def merge_parts_ref(parts: Tensor, lse: Tensor) -> Tensor:
+    """Torch twin of `merge_parts`."""
+    dtype = compute_dtype(parts)
+    most = lse.amax(0).to(dtype)
+    weights = torch.exp2(lse.to(dtype) - torch.where(most == -torch.inf, 0, most))
+    total = weights.sum(0)
+    merged = (weights[..., None] * parts.to(dtype)).sum(0) / torch.where(total == 0, 1, total)[..., None]
+    return merged.to(parts.dtype)
