@@ -46,7 +46,7 @@ def replay(
     steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
     num_tokens = num_rows * max_tokens
     steps = steps[[0] * num_tokens]
-    ring = poisoned_ring(num_rows, ring_len, 8, shape, "cpu", torch.bfloat16)
+    ring = poisoned_ring(num_rows, ring_len, 8, shape, "cpu", (torch.bfloat16, torch.bfloat16))
     numbers = int32(list(range(num_rows)), "cpu")
     cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
     rows = ReplayBatch(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
@@ -133,7 +133,7 @@ def test_early_kernels_wait_for_their_inputs(
 
 def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: None) -> None:
     """Launch boundary folds of one, few and many rows."""
-    ring = poisoned_ring(1, 16, 4, SHAPE_8B, "cpu", torch.bfloat16)
+    ring = poisoned_ring(1, 16, 4, SHAPE_8B, "cpu", (torch.bfloat16, torch.bfloat16))
     for number in (1, 5, 300):
         folds = BoundaryFolds(*(int32([0] * number, "cpu") for _ in range(5)))
         pools, rings = layered(torch.empty(1, *SHAPE_8B.state, dtype=pool_dtype), ring)
