@@ -146,9 +146,10 @@ class HybridModelShape:
         return 0 if buffers is None else buffers.num_bytes
 
     def rounding_len(self, config: CacheConfig) -> int | None:
-        """Return after how many tokens a replayed state is stored with less precision; None if never."""
+        """Return after how many tokens a step has to end because the stored state has less precision; None if never."""
         is_inexact = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
-        return config.fold_len if is_inexact else None
+        recurrence = self._replayed
+        return config.fold_len if is_inexact and not (recurrence and recurrence.folds_within_steps) else None
 
     def buffers_bytes(self, config: CacheConfig) -> int:
         """Return the bytes of the buffers of all requests; 0 if states are not replayed."""

@@ -44,7 +44,7 @@ def test_resolving_moves_the_accepted_column_into_the_live_slot(states: list[Liv
 
 @pytest.mark.parametrize("states", WINDOWS)
 def test_resolving_a_replayed_state_moves_its_window_out_of_its_buffer(states: list[LiveState], device: str) -> None:
-    of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
+    of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
     pool, draft_inputs = StatePool.zeros([GROUP], 12, device), of_rings.draft_inputs(4, device)
     assert draft_inputs is not None
     pool.keep_drafts_in(ReplayStorage(pool.live, of_rings.zeros(4, device), 4, draft_inputs))

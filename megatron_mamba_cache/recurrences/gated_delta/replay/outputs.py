@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....kernels.kernel_language import only_if
-from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel
+from ....kernels.kernel_launches import INTERPRETED, is_computed_in_fp32, is_hopper, launches_kernel
 from ....kernels.overlap import await_launcher, overlapping, release
 from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
@@ -52,6 +52,15 @@ class ReplayTiling:
 
 
 TILING = ReplayTiling(width=32, num_warps=1, max_registers=255)
+_LARGEST_TILE = 128 * 32
+"""Elements of a state that a warp holds in registers."""
+
+
+def replays_fast(key_dim: int) -> bool:
+    """Return True if the kernel was measured to be fast on the current device, for keys of so many elements."""
+    if not torch.cuda.is_available() or INTERPRETED or triton.next_power_of_2(key_dim) > _LARGEST_TILE // 16:
+        return False
+    return is_hopper(torch.device("cuda", torch.cuda.current_device()))
 
 
 def delta_replay(
@@ -227,7 +236,8 @@ def _launch(
 ) -> None:
     heads, value_dim = tokens.v.shape[1:]
     key_heads, key_dim = tokens.k.shape[1:]
-    width = min(tiling.width, triton.next_power_of_2(value_dim))
+    fitting = max(1, _LARGEST_TILE * tiling.num_warps // triton.next_power_of_2(key_dim))
+    width = min(tiling.width, triton.next_power_of_2(value_dim), fitting)
     _delta_replay_kernel[(rows.slots.shape[0] * heads * triton.cdiv(value_dim, width),)](
         y=y,
         tokens=kernel_tokens(tokens),
