@@ -57,6 +57,12 @@ CASES = (
     Case("prefill of 4k", 1, 4096, 4096),
     Case("prefill of 1k after 7k", 1, 1024, 8192),
 )
+LATER_TURNS = tuple(
+    Case(f"prefill of {query_len} after {history // 1024}k", 1, query_len, history + query_len)
+    for history in (8192, 65536)
+    for query_len in (256, 384, 512)
+)
+"""Short prompts after long histories, as graphs attend them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ def rows_of(case: Case, device: str) -> AttentionRows:
         tuple(lengths),
         (case.kv_len,) * case.num_rows,
         table.numpy(),
+        last_block_lens=torch.full((case.num_rows,), (case.kv_len - 1) % BLOCK_SIZE + 1, dtype=torch.int32).to(device),
     )
 
 
@@ -134,8 +141,10 @@ def backends(shape: AttentionShape) -> dict[str, AttentionBackend]:
     return built
 
 
-def measure_attention(case: Case, shape: AttentionShape, named: dict[str, AttentionBackend]) -> list[Figure]:
-    """Measure every backend on a case."""
+def measure_attention(
+    case: Case, shape: AttentionShape, named: dict[str, AttentionBackend], *, is_captured: bool = False
+) -> list[Figure]:
+    """Measure every backend on a case, by the calls of a step without a graph or, if captured, of one in a graph."""
     rows = rows_of(case, "cuda")
     heads = shape.num_kv_heads, shape.head_dim
     cache = torch.randn(2, rows.block_table.numel(), BLOCK_SIZE, *heads, device="cuda").bfloat16()
@@ -144,8 +153,11 @@ def measure_attention(case: Case, shape: AttentionShape, named: dict[str, Attent
     expected_us = max(num_bytes / 3e6, num_flops / 4e8)
     figures = []
     for name, backend in named.items():
-        plan_us = host_us(partial(backend.plan, rows))
-        attend = backend.plan(rows)
+        if is_captured:
+            captured = backend.capture(rows)
+            plan_us, attend = host_us(partial(captured.plan_again, rows)), captured.begin()
+        else:
+            plan_us, attend = host_us(partial(backend.plan, rows)), backend.plan(rows)
         slowdown = 20 if name == "reference" else 1
         us = launch_us([partial(attend, q, cache[0], cache[1])], slowdown * expected_us)
         figures.append(Figure(case.name, name, us, num_bytes, num_flops, plan_us, copy_us(int(num_bytes))))
@@ -322,6 +334,12 @@ def main() -> None:
     for case in CASES:
         figures += measure_attention(case, shape, named)
         torch.cuda.empty_cache()
+    if FlashInferAttention.refusal(shape) is None:
+        kernels = {name: backend for name, backend in named.items() if isinstance(backend, FlashInferAttention)}
+        for case in LATER_TURNS:
+            figures += measure_attention(
+                case, shape, {**kernels, "flashinfer": FlashInferAttention(shape)}, is_captured=True
+            )
     figures += measure_token_kernels() if arguments.shape == "8b" else measure_gated_heads(shape)
     print(f"{table(figures)}\n\n{MEMCPY_NOTE}")
     if arguments.json:

@@ -33,8 +33,7 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> bytes:
     """Return a 32-byte digest of every name, shape, dtype and bit of the tensors, in any order.
 
     A tensor's bits are summed as 64-bit words, modulo 2**64, each times an odd number derived from its index; twice,
-    with two sequences of numbers. A single differing word always shows; other differences are missed once in 2**126
-    times.
+    with two sequences of numbers. A single differing word always shows; other differences do, except one in 2**126.
     """
     whole = hashlib.sha256()
     for name, tensor in sorted(named_tensors, key=lambda pair: pair[0]):

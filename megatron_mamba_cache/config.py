@@ -169,9 +169,6 @@ class CacheConfig:
             _require(rule.allows(value), name, value, rule.text)
         self._check_memory()
         self._check_limits()
-        self._check_draft_states()
-
-    def _check_draft_states(self) -> None:
         if self.draft_states == "replay" and self.block_size_tokens % _SHORTEST_FOLD:
             raise ValueError(
                 f"draft_states is 'replay' and block_size_tokens is {self.block_size_tokens}, which is not a multiple "

@@ -55,7 +55,7 @@ class CacheCounters:
 
     @property
     def acceptance_at(self) -> list[float]:
-        """The same for each position after the base token; a draft is accepted only if all before it are."""
+        """Acceptance rate at each position after the base token; a draft is accepted only if all before it are."""
         return [accepted / drafts for drafts, accepted in zip(self.drafts_at, self.accepted_at, strict=True)]
 
     @property
@@ -64,7 +64,7 @@ class CacheCounters:
         return (self.decode_rows + self.accepted_tokens) / self.decode_rows if self.decode_rows else 0.0
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one row's decode step."""
+        """Count a decode step of one request."""
         self.decode_rows += 1
         self.draft_tokens += num_drafts
         self.accepted_tokens += num_accepted
@@ -76,7 +76,7 @@ class CacheCounters:
             self.accepted_at[index] += index < num_accepted
 
     def count_without_hit(self, reason: str | None) -> None:
-        """Count a request that skipped none of its prompt; None: it skipped some, and nothing is counted."""
+        """Count a request that skipped none of its prompt; None counts nothing."""
         if reason is not None:
             self.requests_without_hit[reason] = self.requests_without_hit.get(reason, 0) + 1
 
@@ -101,16 +101,8 @@ class CacheSnapshot:
     @staticmethod
     def summed(snapshots: Sequence["CacheSnapshot"]) -> "CacheSnapshot":
         """Return the sum of several models' snapshots."""
-        counters = {
-            entry.name: _sum([getattr(one.counters, entry.name) for one in snapshots])
-            for entry in fields(CacheCounters)
-        }
-        others = {
-            entry.name: _sum([getattr(one, entry.name) for one in snapshots])
-            for entry in fields(CacheSnapshot)
-            if entry.name != "counters"
-        }
-        return CacheSnapshot(CacheCounters(**counters), **others)
+        each = [one.as_dict() for one in snapshots]
+        return CacheSnapshot.of_dict({name: _sum([values[name] for values in each]) for name in each[0]})
 
     @staticmethod
     def of_dict(values: dict[str, Any]) -> "CacheSnapshot":
@@ -121,20 +113,9 @@ class CacheSnapshot:
 
     def as_dict(self) -> dict[str, object]:
         """Return plain JSON types."""
-        return {
-            **asdict(self.counters),
-            "state_slots": dict(self.state_slots),
-            "kv_blocks": dict(self.kv_blocks),
-            "cache_bytes": dict(self.cache_bytes),
-            "host_bytes": dict(self.host_bytes),
-            "disk_bytes": dict(self.disk_bytes),
-            "tier_copies": dict(self.tier_copies),
-            "num_compiled_kernels": self.num_compiled_kernels,
-            "compile_seconds": self.compile_seconds,
-            "num_graphs": self.num_graphs,
-            "capture_seconds": self.capture_seconds,
-            "graph_bytes": self.graph_bytes,
-        }
+        values = asdict(self)
+        counters: dict[str, object] = values.pop("counters")
+        return counters | values
 
 
 def _sum(values: Sequence[Any]) -> Any:

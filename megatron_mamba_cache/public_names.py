@@ -6,11 +6,7 @@ from importlib import import_module
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`.
-
-    Args:
-        homes: The module of each public name, relative to the package.
-    """
+    """Return a package's `__getattr__` and `__dir__`; `homes` has the module of each name, relative to the package."""
 
     def __getattr__(name: str) -> object:
         if name not in homes:

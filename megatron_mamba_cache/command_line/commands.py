@@ -98,10 +98,6 @@ def _add_serve_arguments(parser: ArgumentParser) -> None:
     _add_engine_arguments(parser, _REPLICAS_IN_WORDS)
 
 
-def _add_doctor_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(*MODEL_FLAGS, metavar="DIR", help="also show what this model needs; reads no weights")
-
-
 def _add_chat_arguments(parser: ArgumentParser) -> None:
     _add_directory_arguments(parser)
     _add_machine_arguments(parser)
@@ -113,10 +109,6 @@ def _add_chat_arguments(parser: ArgumentParser) -> None:
     add("--temperature", type=float, metavar="T", help="sampling temperature (default: the server's)")
     add("--seed", type=int, metavar="S", help="seed for sampling (default: random)")
     add("--say", action="append", metavar="TEXT", help="text of a turn, instead of typing it; may be repeated")
-
-
-def _add_completion_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="shell to print the script for")
 
 
 def _add_plan_arguments(parser: ArgumentParser) -> None:
@@ -184,7 +176,7 @@ def _add_machine_arguments(parser: ArgumentParser) -> None:
     machine.add_argument("--dtype", choices=("fp32", "bf16"), help=dtype)
 
 
-COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
+COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], object]]] = {
     "generate": (
         "generate text for prompts",
         "Generate text for prompts. Without --prompts, run built-in ones with and without the cache, and compare. "
@@ -206,12 +198,14 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
     "completion": (
         "print a script that completes commands, flags and paths in a shell",
         _COMPLETION_IN_WORDS,
-        _add_completion_arguments,
+        lambda parser: parser.add_argument("shell", choices=SHELLS, help="shell to print the script for"),
     ),
     "doctor": (
         "print device, versions and the kernels in use",
         "Print device, versions and the kernels in use.",
-        _add_doctor_arguments,
+        lambda parser: parser.add_argument(
+            *MODEL_FLAGS, metavar="DIR", help="also show what this model needs; reads no weights"
+        ),
     ),
     "plan": (
         "print what caches of several sizes would save on a recorded load",

@@ -141,9 +141,10 @@ class SettableFlags:
                 if item.startswith("--"):
                     raise UsageError(f"{source}: {item!r} is a flag, not a value of {flag}")
         elif action.nargs == 0:
-            value = _truth(value, source)
-            if isinstance(action, BooleanOptionalAction) and name.startswith("no-"):
-                value = "false" if value == "true" else "true"
+            if value.lower() not in (*_TRUE, *_FALSE):
+                raise UsageError(f"{source} is {value!r}; it must be true or false")
+            is_negated = isinstance(action, BooleanOptionalAction) and name.startswith("no-")
+            value = "true" if (value.lower() in _TRUE) != is_negated else "false"
         return SetFlag(flag, tuple(action.option_strings), value, source)
 
     def _collected(self, found: Iterable[SetFlag]) -> dict[str, SetFlag]:
@@ -234,9 +235,3 @@ def _listed(text: str, variable: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise UsageError(f"{variable} is {text!r}; it must be words, or a list: [first, second]")
     return value
-
-
-def _truth(text: str, source: str) -> str:
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise UsageError(f"{source} is {text!r}; it must be true or false")
-    return "true" if text.lower() in _TRUE else "false"

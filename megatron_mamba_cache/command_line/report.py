@@ -55,8 +55,9 @@ def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], p
 def text_lines(records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
     """Yield a line for each request: the end of its prompt, given as text, and the start of its reply."""
     for record, prompt in list(zip(records, prompts, strict=True))[:_MAX_ROWS]:
-        reply = f"error: {record.error}" if record.error is not None else _start_of(record.text)
-        yield f"{record.request_id:>4}  {_end_of(prompt)} -> {reply}"
+        end = "..." * (len(prompt) > _PROMPT_EXCERPT) + ascii(prompt[-_PROMPT_EXCERPT:])
+        start = ascii(record.text[:_REPLY_EXCERPT]) + "..." * (len(record.text) > _REPLY_EXCERPT)
+        yield f"{record.request_id:>4}  {end} -> {start if record.error is None else f'error: {record.error}'}"
     yield from _rest_line(records)
 
 
@@ -151,18 +152,6 @@ def _rest_line(records: Sequence[RequestRecord]) -> Iterator[str]:
         yield f"... and {len(records) - _MAX_ROWS} more; --output-path writes them all"
 
 
-def _end_of(text: str) -> str:
-    """Return the printable end of a text in one line."""
-    shown = ascii(text[-_PROMPT_EXCERPT:])
-    return f"...{shown}" if len(text) > _PROMPT_EXCERPT else shown
-
-
-def _start_of(text: str) -> str:
-    """Return the printable start of a text in one line."""
-    shown = ascii(text[:_REPLY_EXCERPT])
-    return f"{shown}..." if len(text) > _REPLY_EXCERPT else shown
-
-
 def _continued(prompt: str, reply: str) -> Iterator[str]:
     *before, unfinished = prompt.split("\n")
     first, *rest = (unfinished + reply).split("\n")
@@ -178,9 +167,5 @@ def _continued(prompt: str, reply: str) -> Iterator[str]:
 
 def _printable(line: str) -> str:
     """Escape characters that are not printable ASCII, and cut long lines."""
-    shown = "".join(map(_printable_character, line.expandtabs(4)))
+    shown = "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in line.expandtabs(4))
     return shown if len(shown) <= _WIDTH else f"{shown[:_WIDTH]}..."
-
-
-def _printable_character(character: str) -> str:
-    return character if character.isascii() and character.isprintable() else ascii(character)[1:-1]

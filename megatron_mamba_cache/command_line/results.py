@@ -26,8 +26,8 @@ class RequestRecord:
     generated_tokens: list[int] = field(default_factory=list)
     text: str = ""
     cached_tokens: int = 0  # prompt tokens skipped at its first admission
-    cached_tokens_from_host: int = 0  # of these, restored from host memory
-    cached_tokens_from_disk: int = 0  # of these, restored from disk
+    cached_tokens_from_host: int = 0  # of the cached ones, restored from host memory
+    cached_tokens_from_disk: int = 0  # of the cached ones, restored from disk
     draft_tokens: int = 0  # drafts verified
     accepted_tokens: int = 0  # of these, accepted
     time_to_first_token_s: float | None = None  # since it was added; None if there was no token

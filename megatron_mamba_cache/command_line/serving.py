@@ -141,7 +141,8 @@ def _settings(
     limit = {} if running is None else {"max_requests": running}
     if card is not None:
         given = given_settings(arguments) | limit | {"cache_gb": given_budget(arguments)}
-        return card_settings(shape, max_length, card.part(model_share(arguments)), given, ranks_of_process())
+        own = replace(card, share=model_share(arguments))
+        return card_settings(shape, max_length, own, given, ranks_of_process())
     settings = default_settings(shape, max_length) | limit
     settings["max_tokens"] = max(settings["max_tokens"], settings["max_requests"])
     settings["num_cuda_graphs"] = NUM_CUDA_GRAPHS if device == "cuda" else 0

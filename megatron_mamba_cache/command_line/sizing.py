@@ -70,10 +70,6 @@ class Card:
         """Bytes that a step keeps per logit of the tokens that it samples."""
         return _BYTES_A_SAMPLED_LOGIT if self.share < 1 else _BYTES_A_LOGIT
 
-    def part(self, share: float) -> "Card":
-        """Return the card for a model with `share` of the memory for KV blocks and states."""
-        return replace(self, share=share)
-
 
 def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, int | float]:
     """Return fields of `CacheConfig` for all runs that the model allows, up to its `max_length` in tokens."""
@@ -243,4 +239,4 @@ def card_draft_settings(
     """
     given = {"max_requests": engine.max_requests, "max_tokens": engine.max_tokens, "cache_gb": given_gb}
     length = min(max_length, engine.max_sequence_length)
-    return card_settings(shape, length, card.part(DRAFTER_SHARE), given | DRAFTER_STATES, ranks)
+    return card_settings(shape, length, replace(card, share=DRAFTER_SHARE), given | DRAFTER_STATES, ranks)

@@ -171,15 +171,12 @@ def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any
         if isinstance(part, dict) and isinstance(part.get("json_schema"), dict):
             with at_location(location):
                 part["json_schema"] = prepared(part["json_schema"], library.goes_on, library.schema_error)
-                _check_expanded(part["json_schema"])
+                if sum(1 for _ in islice(values_in(part["json_schema"]), _MOST_VALUES)) == _MOST_VALUES:
+                    reason = "the schema is too large with propertyNames and uniqueItems written out; make it smaller"
+                    raise GrammarError(reason)
             schemas.append((location, part["json_schema"]))
             part.pop(LOCATION, None)
     return schemas
-
-
-def _check_expanded(schema: dict[str, Any]) -> None:
-    if sum(1 for _ in islice(values_in(schema), _MOST_VALUES)) == _MOST_VALUES:
-        raise GrammarError("the schema is too large with propertyNames and uniqueItems written out; make it smaller")
 
 
 @cache

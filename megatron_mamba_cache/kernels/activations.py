@@ -1,8 +1,8 @@
 """Activations between the two GEMMs of a feed-forward layer.
 
 GEMM kernels apply them before they round. Those after another library's GEMM have a kernel each: torch takes two
-launches, and processes non-contiguous halves element by element. Layout: any contiguous tensor, gates first, [tokens, 2
-* width]. Grid: (tokens, tiles of a token's outputs), or a program for WIDTH elements. Graph safe: no host sync.
+launches, and processes non-contiguous halves element by element. Layout: contiguous [tokens, 2 * width], gates first.
+Graph safe: no host sync.
 """
 
 from typing import Literal

@@ -1,9 +1,9 @@
 """Count and log what Triton compiles in this process, and compile many kernels at once before they are launched.
 
 Triton, Gluon included, compiles a kernel when it is first launched with arguments of some types, alignments and
-constants, and calls hooks before and after. The hooks are also called for a kernel in Triton's disk cache, which takes
-milliseconds. The interpreter compiles nothing. Triton's compiler leaves Python's lock while it works, so that threads
-compile several kernels; `compiling_ahead` lets a computation go through its launches without launching anything.
+constants, and calls hooks before and after, also for a kernel in its disk cache, which takes milliseconds. Its compiler
+leaves Python's lock while it works, so that threads compile several kernels; `compiling_ahead` lets a computation go
+through its launches without launching anything.
 """
 
 import os
@@ -60,7 +60,7 @@ class CompilationWatch:
 
     @contextmanager
     def compiling_ahead(self) -> Iterator[None]:
-        """Count the kernels that other threads compile for this one, but not the time; see `add_seconds`."""
+        """Count the kernels that other threads compile for this one, but not the time, which `add_seconds` adds."""
         self._thread.ahead = set()
         try:
             yield

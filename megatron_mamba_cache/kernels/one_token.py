@@ -24,16 +24,10 @@ MOST_INPUTS = 4 * _AT_ONCE
 
 @triton.jit
 def _one_token_kernel(
-    x,
-    weight,
-    out,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, weight, out,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     let_next_begin(OVERLAPS)
     row, element = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = weight + tl.minimum(row, OUTPUTS - 1).to(tl.int64)[:, None] * INPUTS + element[None, :]

@@ -70,3 +70,9 @@ def overlapping(device: torch.device) -> dict[str, bool]:
     """Return the launch arguments of a kernel that awaits its inputs if OVERLAPS."""
     overlaps = device.type == "cuda" and not INTERPRETED and is_hopper(device)
     return {"OVERLAPS": overlaps, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the device's second stream, of high priority: its programs start next, not last."""
+    return torch.cuda.Stream(device, priority=-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def redirect_padding(valid: Tensor) -> Tensor:
-    """Map every entry of `valid` [n] bool to itself, or to the first valid entry if it is padding; [n] int64."""
+    """Map each entry of `valid` [n] bool to itself, or to the first valid entry if it is padding; [n] int64."""
     entries = torch.arange(valid.shape[0], device=valid.device)
     return torch.where(valid, entries, valid.to(torch.int32).argmax())
 

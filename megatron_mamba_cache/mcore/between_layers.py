@@ -8,7 +8,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, wants_gradient
-from ..kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
+from ..kernels.norm.gated_norm import gated_group_norm
+from ..kernels.norm.reference_norm import gated_group_norm_ref
 from ..kernels.norm.residual_norm import add_and_norm
 
 Part = TypeVar("Part")
@@ -17,8 +18,8 @@ Part = TypeVar("Part")
 class LayerNorm:
     """Builds a norm whose weights have the model's dtype; Megatron's norm keeps float32 weights.
 
-    RMS norms use our kernel: torch takes more than twice as long for the few tokens of a decode step. A class rather
-    than a function, because Megatron builds modules of specs by calling classes and leaves functions as they are.
+    RMS norms use our kernel: torch takes more than twice as long for the few tokens of a decode step. It is a class
+    because Megatron builds modules of specs by calling classes.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
@@ -66,11 +67,10 @@ class LayerRMSNorm(nn.RMSNorm):
 
 
 class ResidualAdd:
-    """Stands for Megatron's bias-dropout-add: residual + multiplier * output, without dropout.
+    """Replaces Megatron's bias-dropout-add: residual + multiplier * output, without dropout.
 
     Attributes:
-        next_norm: Of the next layer on this rank: the same kernel computes it. Not a module's, or
-            it would be saved with this layer too.
+        next_norm: Norm of the next layer on this rank, computed by the same kernel.
     """
 
     def __init__(self, multiplier: float = 1.0) -> None:
@@ -78,11 +78,7 @@ class ResidualAdd:
         self._multiplier = multiplier
 
     def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return what adds, as Megatron asks for it.
-
-        Raises:
-            NotImplementedError: In training.
-        """
+        """Return the function that adds, as Megatron asks for it; raise `NotImplementedError` in training."""
         if training:
             raise NotImplementedError("the local spec is for inference; call model.eval()")
         return self._add
@@ -99,7 +95,7 @@ class ResidualAdd:
 
 
 def link_layers(layers: Sequence[nn.Module], final_norm: nn.Module | None) -> None:
-    """Tell the sum that ends each layer of a stack by which norm its result goes on."""
+    """Give the sum that ends each layer of a stack the norm that its result goes to."""
     beginnings = [_part(layer, LayerRMSNorm, "norm", "input_layernorm", "pre_mlp_layernorm") for layer in layers[1:]]
     for layer, norm in zip(layers, [*beginnings, final_norm], strict=True):
         add = _part(layer, ResidualAdd, "mamba_bda", "self_attn_bda", "mlp_bda")

@@ -176,8 +176,7 @@ class MambaCacheContext(DynamicInferenceContext):
         """Make all cached prefixes unreachable, for instance because the weights changed; all ranks call it.
 
         Args:
-            weights_version: Version of the new weights; None keeps the present one. While memory is dropped, nothing
-                is cached and only the version changes.
+            weights_version: Version of the new weights; None keeps the present one.
 
         Raises:
             ValueError: On all ranks, if it is not Unicode text or differs between them; nothing has changed then.
@@ -201,11 +200,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def runner(self) -> StepRunner:
-        """The runner over the device memory.
-
-        Raises:
-            TensorStateDeallocatedError: While the engine is suspended, and once it is closed.
-        """
+        """The runner over the device memory; raises `TensorStateDeallocatedError` while suspended or once closed."""
         if self._runner is None:
             raise _no_memory()
         return self._runner
@@ -285,7 +280,7 @@ class MambaCacheContext(DynamicInferenceContext):
             )
 
     def note_arrival(self) -> None:
-        """Note that a request has come, which may join the next step unless there are as many as there can be."""
+        """Note that a request has come, which may join the next step unless max_requests run."""
         if self._runner is not None and not self._runner.requests.is_full:
             self._runner.queue.note_change()
 
@@ -310,7 +305,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
         Raises:
             ValueError: If the request can never run, or its id is in use.
-            ContextOverflowError: If the request does not fit now; of the subclass that says why, where there is one.
+            ContextOverflowError: If the request does not fit now; of a subclass if Megatron has one for the reason.
         """
         if not self.is_tensor_state_allocated:
             raise TensorStateDeallocatedError(req.request_id)
@@ -470,7 +465,7 @@ class MambaCacheContext(DynamicInferenceContext):
         """Live slot of each request; between steps, draft windows are resolved into it first.
 
         Raises:
-            CacheIntegrityError: If the next step runs already, so that live states are a token ahead of their requests.
+            CacheIntegrityError: If the next step runs already and has advanced the live states.
         """
         if self.overlapped_step is not None:
             raise CacheIntegrityError(

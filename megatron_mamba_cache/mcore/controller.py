@@ -14,10 +14,7 @@ from .request_states import DraftCounts
 
 
 class MambaCacheController(TextGenerationController):
-    """Megatron's generation loop over a `MambaCacheContext`.
-
-    A request's random numbers depend on its seed and the position only, so its tokens do not depend on the batch.
-    """
+    """Megatron's generation loop over a `MambaCacheContext`. A request's tokens do not depend on the batch."""
 
     @property
     def context(self) -> MambaCacheContext:
@@ -35,7 +32,7 @@ class MambaCacheController(TextGenerationController):
     @override
     @torch.inference_mode()
     async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool | None = False) -> Any:
-        """Run one step; see `StepRunner.run`.
+        """Run one step.
 
         Returns:
             None if there is nothing to compute; else Megatron's dict with `kept_tokens`, each request's new tokens, the

@@ -28,7 +28,7 @@ from .cpu import WallClockEvent
 from .engine_loop import EngineLoop
 from .generated_tokens import append_tokens, is_reported, join_texts
 from .request_spec import SpecParams, check_identity, ended_by, error_of_end, prompt_ids, spec_of
-from .request_states import DraftCounts, RequestState, RequestStates, TierTokens, complete_parts
+from .request_states import DraftCounts, RequestCounts, RequestState, RequestStates, TierTokens, complete_parts
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
 
@@ -36,9 +36,8 @@ from .suspendable_engine import SuspendableEngine
 class MambaCacheEngine(SuspendableEngine):
     """Serves requests over a `MambaCacheContext`; use it as Megatron's engine.
 
-    A request that cannot run ends as FAILED with the reason in its events; the others are not affected. A step that
-    raises returns what it reserved; its requests are queued again and lose no token. A request that keeps making steps
-    raise is isolated and fails alone; see `FailedSteps`.
+    A request that cannot run ends as FAILED with the reason in its events. After a step that raises, its requests are
+    queued again and lose no token. A request that keeps making steps raise is isolated and fails alone.
     """
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
@@ -169,47 +168,34 @@ class MambaCacheEngine(SuspendableEngine):
         return is_idle and self.context.is_tensor_state_allocated and self.context.memory.below.has_copies
 
     def land_idle_copies(self) -> None:
-        """End the copies between tiers that have ended; call it now and then while `has_idle_copies`.
-
-        What has come to the host then goes on to the disk. All ranks of the model call it at the same point.
-        """
+        """End the finished copies between tiers, which may start others; all ranks call it at the same point."""
         if self.has_idle_copies and self.context.memory.below.land(wait=False):
             self.context.runner.queue.note_change()
 
     @property
     def owes_step(self) -> bool:
-        """True when ranks that share experts may have launched the next step: step before waiting for one of them.
-
-        Until this rank has launched its part, their devices wait for it. It is the same on all of them.
-        """
+        """True when ranks that share experts may have launched the next step: step before waiting for one of them."""
         return self.context.is_tensor_state_allocated and self.context.runner.sharing.is_owed
 
-    def cached_tokens(self, request_id: int) -> int:
-        """Return the number of prompt tokens skipped when the request was first admitted; 0 before that.
+    def counts_of(self, request_id: int) -> RequestCounts:
+        """Return the counts of a request so far; zeros once 65,536 other requests have left after it."""
+        return self._states.counts_of(request_id)
 
-        Kept for the newest 65,536 requests that have left.
-        """
-        return self._states.cached_tokens(request_id)
+    def cached_tokens(self, request_id: int) -> int:
+        """Return the number of prompt tokens skipped when the request was first admitted; 0 before that."""
+        return self.counts_of(request_id).cached_tokens
 
     def tier_tokens(self, request_id: int) -> TierTokens:
-        """Return how many of its `cached_tokens` came back for the request from below the device; kept as long."""
-        return self._states.tier_tokens(request_id)
+        """Return how many of a request's `cached_tokens` were restored from the host and the disk."""
+        return self.counts_of(request_id).tiers
 
     def written_tokens(self, request_id: int) -> int:
-        """Return how many tokens of its prompt the request has made resumable that were not; kept as `cached_tokens`.
-
-        Those are the tokens between each state that it published in its prompt and the nearest one before. A request
-        that is prefilled again may count some twice.
-        """
-        return self._states.written_tokens(request_id)
+        """Return how many tokens of its prompt the request has made resumable; a repeated prefill may count twice."""
+        return self.counts_of(request_id).num_written
 
     def draft_counts(self, request_id: int) -> DraftCounts:
-        """Return how many drafts of the request were verified and kept so far; kept as long as `cached_tokens`."""
-        return self._states.draft_counts(request_id)
-
-    def running_seconds(self, request_id: int) -> float:
-        """Return the seconds since the request was first admitted; kept as long as `cached_tokens`."""
-        return self._states.running_seconds(request_id)
+        """Return how many drafts of the request were verified and kept so far."""
+        return self.counts_of(request_id).drafts
 
     @override
     def schedule_waiting_requests(self) -> None:
@@ -242,7 +228,7 @@ class MambaCacheEngine(SuspendableEngine):
     async def async_forward(self) -> Any:
         """Run one step; if it raises, return what it reserved and queue its requests again.
 
-        The requests of a suspended engine stay as they are. Those of a closed one are refused, one after another.
+        The requests of a suspended engine stay as they are; those of a closed one are refused.
         """
         was_launched = self.context.overlapped_step is not None
         before_ended, counters = self._step_ended, self.context.counters

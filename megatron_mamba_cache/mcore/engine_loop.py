@@ -14,10 +14,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class EngineLoop:
-    """Holds the loop of a running `run_engine`; without one, calls run in the caller's thread.
-
-    An engine may be built in one loop and used in another, or in none: nothing here keeps a loop that has ended.
-    """
+    """Holds the loop of a running `run_engine`; without one, calls run in the caller's thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -30,7 +27,7 @@ class EngineLoop:
         return self._loop or get_asyncio_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """Run a coroutine to its end from synchronous code, also inside a running loop, which waits for it.
+        """Run a coroutine to its end from synchronous code, even inside a running loop.
 
         Raises:
             RuntimeError: If the engine is stepped in another thread.

@@ -17,7 +17,8 @@ from typing_extensions import override
 from ..kernels.experts.overlapped_expert import OverlappedExpert, shared_gemm, takes_shared_gemm
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
-from ..kernels.experts.routing import RoutingRule, SharedGate, route
+from ..kernels.experts.routing import route
+from ..kernels.experts.routing_rule import RoutingRule, SharedGate
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
 from .expert_settings import check_megatrons_experts, checked_routing
@@ -73,11 +74,7 @@ class Router(MegatronModule):
 
 
 class Projection(MegatronModule):
-    """A linear layer that every rank has whole.
-
-    Attributes:
-        weight: [outputs, inputs].
-    """
+    """A linear layer, weight [outputs, inputs], that every rank has whole."""
 
     def __init__(self, config: Any, num_inputs: int, num_outputs: int) -> None:
         super().__init__(config=config)
@@ -133,8 +130,8 @@ class MixtureOfExperts(MegatronModule):
         """Return the layer's output for hidden_states [..., hidden], without the residual.
 
         Args:
-            batch: The step that the tokens are of, some perhaps padding, which no expert computes; None: all are real
-                and, where ranks share experts, each rank has as many.
+            batch: The step that the tokens are of, with padding, which no expert computes; None: all tokens are real,
+                and ranks that share experts have equally many.
         """
         x = hidden_states.flatten(0, -2)
         taken_along = self._taken_along(x)

@@ -53,11 +53,7 @@ def check_experts(config: TransformerConfig, groups: Any) -> None:
 
 
 def routing_rule(config: TransformerConfig) -> RoutingRule:
-    """Return how Megatron's configuration routes.
-
-    Raises:
-        ValueError: Naming the setting, if it routes in another way than by `RoutingRule`.
-    """
+    """Return how Megatron's configuration routes; raise `ValueError`, naming the setting, if no `RoutingRule` does."""
     score, top_k = config.moe_router_score_function, config.moe_router_topk
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"moe_router_score_function is {score!r}; 'sigmoid' and 'softmax' are supported")

@@ -84,7 +84,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
     """The expert that every token goes to.
 
     Attributes:
-        gate_weight: [1, hidden]; the sigmoid of its product with a token is the factor of the output. None for none.
+        gate_weight: [1, hidden]; the output is multiplied by the sigmoid of its product with the token. None for none.
     """
 
     gate_weight: Tensor | None

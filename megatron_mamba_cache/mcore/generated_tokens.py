@@ -157,7 +157,7 @@ def is_reported(running: RunningRequest, request: Any) -> bool:
 def take_back(request: Any, num_known: int) -> None:
     """Keep the first `num_known` tokens that a request generated, and what belongs to each; delete the rest.
 
-    If none is kept, the entries of the prompt are deleted too: the request starts again.
+    If none is kept, the entries of the prompt are deleted too.
     """
     for name in _BY_TOKEN:
         if (entries := getattr(request, name)) is not None:
@@ -179,10 +179,9 @@ def complete_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
 
 
 def join_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
-    """Give an interrupted request's reply the text of all its tokens, which merging the parts then gives.
+    """Give an interrupted request's first part the text of all its tokens, and the other parts none.
 
-    Megatron makes the text of each part alone, where a character may begin in one part and end in the next. The first
-    part gets the whole text.
+    Megatron makes the text of each part alone, although a character may begin in one part and end in the next.
     """
     first, *others = record.requests
     if others:

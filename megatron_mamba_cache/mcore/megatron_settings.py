@@ -56,7 +56,7 @@ def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last
         "max_tokens": config.max_tokens,
         "block_size_tokens": config.block_size_tokens,
         "materialize_only_last_token_logits": only_last_logits,
-        "request_metadata_types": [],  # rows keep what Megatron would track in device tensors
+        "request_metadata_types": [],  # requests keep what Megatron would track in device tensors
         "mamba_inference_state_config": MambaInferenceStateConfig(layer_types, (1, 1), (1, 1, 1)),
         "tensor_model_parallel_size": 1,  # the shape is this rank's own
         "pipeline_model_parallel_size": 1,

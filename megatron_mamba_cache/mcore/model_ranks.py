@@ -23,7 +23,7 @@ def initialize_single_process() -> None:
 
 
 def initialize_several_processes(tensor_size: int, pipeline_size: int, expert_size: int) -> None:
-    """Initialize both for the processes that torchrun has started; each has chosen its CUDA device, where there is one.
+    """Initialize both for the processes that torchrun has started, each after it has chosen its CUDA device.
 
     Args:
         tensor_size, pipeline_size, expert_size: Ranks that share a model's layers, its depth and its experts; the
@@ -77,9 +77,7 @@ class ModelRanks:
 
 
 def ranks_of_process() -> Ranks:
-    """Return the ranks that hold this process's part of a model, as Megatron's parallel state has them.
-
-    Before that state is initialized there is one rank, and no model of Megatron's.
+    """Return the ranks that hold this process's part of a model; one before Megatron's parallel state is initialized.
 
     Raises:
         ValueError: If context parallelism is in use, which is not supported.

@@ -64,7 +64,8 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
     ranks = ranks or OneRank()
     parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
     num_tensor_ranks = ranks.num_ranks // ranks.num_stages
-    check_layer_pattern("".join(symbol for part in parts[::num_tensor_ranks] for symbol in part.layer_types))
+    stages = parts[::num_tensor_ranks]
+    check_layer_pattern("".join(symbol for part in stages for symbol in part.layer_types))
     recurrences = _agreed_recurrences(parts, num_tensor_ranks)
     config, layer_types = model.config, parts[ranks.index].layer_types
     mine = parts[ranks.index].recurrences
@@ -81,7 +82,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         vocab_size=model.vocab_size,
         params_dtype=config.params_dtype,
         fingerprint=_agreed_fingerprint(parts),
-        layer_weights=_mean_of_layers(parts[::num_tensor_ranks]),
+        layer_weights=sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages),
         waits_for_experts=parts[ranks.index].waits_for_experts,
     )
 
@@ -161,11 +162,6 @@ def _matrix_bytes(shape: HybridModelShape, config: CacheConfig) -> int:
     )
 
 
-def _mean_of_layers(stages: Sequence[_Part]) -> int:
-    """Return the weights that a layer multiplies a token with, the same on all ranks."""
-    return sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages)
-
-
 def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[Recurrence, ...]:
     """Return the distinct recurrences of all stages' layers, in their order; tensor-parallel ranks have the same."""
     stages = [parts[first : first + num_tensor_ranks] for first in range(0, len(parts), num_tensor_ranks)]
@@ -194,9 +190,9 @@ def _fingerprint(model: Any) -> str:
 def facts_of(model: nn.Module) -> list[_Fact]:
     """Return names and values of what decides what the modules compute, in order; the same in every process.
 
-    A recurrent mixer says so itself. Of other modules it is everything simple that they hold: numbers, texts, dtypes,
-    functions by name, tensors that are no weights, and tuples, dataclasses and objects of this package that consist of
-    those. What says which rank this is stays out.
+    A recurrent mixer lists its own. Other modules have all their simple attributes: numbers, texts, dtypes, functions
+    by name, tensors that are not weights, and tuples, dataclasses and objects of this package that consist of those.
+    What depends on the rank is left out.
     """
     found = [("config", text) for text in _fields_of(model.config)]
     for path, module in model.named_modules():

@@ -207,14 +207,6 @@ def _is_number(kinds: tuple[type, ...]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _is_int_or_none(value: Any) -> bool:
-    return value is None or type(value) is int
-
-
-def _is_end(value: Any) -> bool:
-    return value is None or (isinstance(value, Integral) and abs(int(value)) < 2**31)
-
-
 def _are_natural(found: Any) -> bool:
     return isinstance(found, list | tuple) and all(type(token) is int and 0 <= token < 2**31 for token in found)
 
@@ -227,12 +219,16 @@ def _are_breakpoints(found: Any) -> bool:
     return _are_words(found) and len(found) <= _MOST_BREAKPOINTS and all(len(point) == 2 for point in found)
 
 
-_COUNT: _Field = (_is_int_or_none, "an int or None")
+_COUNT: _Field = (lambda value: value is None or type(value) is int, "an int or None")
+_END: _Field = (
+    lambda value: value is None or (isinstance(value, Integral) and abs(int(value)) < 2**31),
+    "a token id, -1 for none, or None for the tokenizer's",
+)
 _FLAG: _Field = (lambda _: True, "a bool")
 _OF_MEGATRON: dict[str, _Field] = {
     "num_tokens_to_generate": _COUNT,
     "num_tokens_total": _COUNT,
-    "termination_id": (_is_end, "a token id, -1 for none, or None for the tokenizer's"),
+    "termination_id": _END,
     "temperature": (_is_number((int, float)), "a number of type float"),
     "top_p": (_is_number((int, float)), "a number of type float"),
     "top_k": (_is_number((int,)), "a number of type int"),

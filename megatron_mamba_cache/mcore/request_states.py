@@ -42,7 +42,7 @@ class RequestState:
     draft_counts: DraftCounts = DraftCounts()  # over its whole life, evictions included
     admitted_at: float | None = None  # seconds of the monotonic clock, at its first admission; decides nothing
     running: RunningRequest | None = None  # the newest one, which may have left
-    num_written_before: int = 0  # prompt tokens that the rows before it wrote to the cache
+    num_written_before: int = 0  # prompt tokens that earlier admissions wrote to the cache
 
     def admit(self, running: RunningRequest) -> None:
         """Note an admission; only the first one's cached tokens count."""
@@ -65,8 +65,8 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
-class _RequestCounts:
-    """State kept of a request that has left."""
+class RequestCounts:
+    """Counts of a request, also kept for a while after it has left."""
 
     cached_tokens: int = 0
     tiers: TierTokens = TierTokens()
@@ -74,55 +74,52 @@ class _RequestCounts:
     drafts: DraftCounts = DraftCounts()
     admitted_at: float | None = None
 
+    @property
+    def running_seconds(self) -> float:
+        """Seconds since the first admission; 0 before that."""
+        return 0.0 if self.admitted_at is None else time.monotonic() - self.admitted_at
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the counts under the names that replies have for them."""
+        return {
+            "cached_tokens": self.cached_tokens,
+            "cached_tokens_from_host": self.tiers.from_host,
+            "cached_tokens_from_disk": self.tiers.from_disk,
+            "written_tokens": self.num_written,
+            "running_s": self.running_seconds,
+            "draft_tokens": self.drafts.drafted,
+            "accepted_tokens": self.drafts.accepted,
+        }
+
 
 class RequestStates(dict[int, RequestState]):
     """The states by request id."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._left: dict[int, _RequestCounts] = {}  # oldest first
-
-    def cached_tokens(self, request_id: int) -> int:
-        """Return the prompt tokens skipped at a request's first admission; 0 before that, or if it is forgotten."""
-        return self._counts_of(request_id).cached_tokens
-
-    def tier_tokens(self, request_id: int) -> TierTokens:
-        """Return how many of a request's cached tokens came back from each tier; none if it is forgotten."""
-        return self._counts_of(request_id).tiers
-
-    def written_tokens(self, request_id: int) -> int:
-        """Return the prompt tokens that a request has newly written to the cache; 0 if it is forgotten."""
-        return self._counts_of(request_id).num_written
-
-    def running_seconds(self, request_id: int) -> float:
-        """Return the seconds since a request's first admission; 0 before that, or if it is forgotten."""
-        admitted_at = self._counts_of(request_id).admitted_at
-        return 0.0 if admitted_at is None else time.monotonic() - admitted_at
-
-    def draft_counts(self, request_id: int) -> DraftCounts:
-        """Return the drafts of a request so far; none if it is forgotten."""
-        return self._counts_of(request_id).drafts
+        self._left: dict[int, RequestCounts] = {}  # oldest first
 
     def leave(self, request_id: int) -> None:
         """Keep only the counts of a request; nothing happens if it has left already."""
         if request_id not in self:
             return
-        self._left[request_id] = self._counts_of(request_id)
+        self._left[request_id] = self.counts_of(request_id)
         del self[request_id]
         while len(self._left) > _REMEMBERED_REQUESTS:
             del self._left[next(iter(self._left))]
 
-    def _counts_of(self, request_id: int) -> _RequestCounts:
+    def counts_of(self, request_id: int) -> RequestCounts:
+        """Return the counts of a request so far; zeros if it is forgotten."""
         state = self.get(request_id)
         if state is None:
-            return self._left.get(request_id, _RequestCounts())
-        return _RequestCounts(
+            return self._left.get(request_id, RequestCounts())
+        return RequestCounts(
             state.cached_tokens or 0, state.tiers, state.num_written, state.draft_counts, state.admitted_at
         )
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
-    """Begin another part of the record of a request that lost its row, unless the newest part has no token.
+    """Begin another part of the record of an interrupted request, unless the newest part has no token.
 
     The part only collects what is generated from here on: what runs is made from its spec.
     """

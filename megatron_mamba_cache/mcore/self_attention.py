@@ -97,10 +97,7 @@ class CachingSelfAttention(SelfAttention):
     def _attend_views(
         self, hidden_states: Tensor, inference_context: Any, angles: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend views of the joint projection; return the result, and the view of its gates.
-
-        The launch that writes the keys also packs the queries, and norms and rotates both.
-        """
+        """Attend views of the joint projection; return the result, and the view of its gates."""
         mixed, _ = self.linear_qkv(hidden_states)
         dim, num_groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         queries = self.num_attention_heads_per_partition // num_groups
@@ -180,9 +177,9 @@ class CachingSelfAttention(SelfAttention):
 
 
 def rotation_table(angles: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the table of a `Rotation` for Megatron's angles [positions, 1, 1, 2 * half], which it lives as long as.
+    """Return the table of a `Rotation` for Megatron's angles [positions, 1, 1, 2 * half], in the queries' dtype.
 
-    As in Megatron, cosines and sines are rounded to the dtype of queries.
+    The table is kept as long as the angles.
     """
     tables = _TABLES.setdefault(angles, {})
     if dtype not in tables:

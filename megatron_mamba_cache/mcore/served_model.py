@@ -165,10 +165,7 @@ def _check_part(model: Any, num_stages: int, longest: int) -> None:
 
 
 def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper:
-    """Return Megatron's wrapper that runs the model over the context; the model is put into eval mode.
-
-    What Triton compiles is counted from here on.
-    """
+    """Return Megatron's wrapper that runs the model, in eval mode, over the context; from here on Triton is watched."""
     WATCH.install()
     shape = context.shape
     settings = InferenceWrapperConfig(
@@ -186,8 +183,7 @@ def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper
 def _rotary_tables_of(model: Any) -> Iterator[list[Tensor]]:
     """Collect the rotary tables that forwards in the block read.
 
-    Megatron keeps the last 32 tables of all models and frees the others: forwards over other lengths, as in training,
-    would free one that a graph reads.
+    Megatron keeps only the last 32 tables of all models: later forwards would free one that a graph reads.
     """
     tables: list[Tensor] = []
     handles = [

@@ -53,10 +53,7 @@ def check_layer_pattern(pattern: str) -> None:
 
 
 def _with_part(layer: Any, name: str, caching: Mapping[type, type]) -> Any:
-    """Return a copy of a layer's spec with a caching class as one of its parts.
-
-    A class of the user's own would not be called, so it is refused.
-    """
+    """Return a copy of a layer's spec with a caching class for one part; refuse a class of the user's own."""
     part: Any = getattr(getattr(layer, "submodules", None), name, None)
     found = getattr(part, "module", None)
     if part is None or found not in (*caching, *caching.values()):

@@ -25,10 +25,7 @@ LANDING_INTERVAL_S = 0.02
 
 
 class SuspendableEngine(DynamicInferenceEngine):
-    """The part of `MambaCacheEngine` that steps do not use.
-
-    Ranks that share a model all call each method, in the same order.
-    """
+    """The part of `MambaCacheEngine` that steps do not use. Ranks that share a model make the same calls in order."""
 
     context: MambaCacheContext
     controller: MambaCacheController
@@ -41,8 +38,8 @@ class SuspendableEngine(DynamicInferenceEngine):
     def warmup(self) -> Compilations:
         """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
 
-        The vocabulary of grammars is read too. Nothing else changes: no request, state, block, counter or random
-        number. On a CPU nothing is compiled.
+        It also reads the vocabulary of grammars. No request, state, block, counter or random number changes. On a CPU
+        nothing is compiled.
         """
         self.context.grammars.prepare()
         WATCH.install()  # other hooks may have replaced it
@@ -78,10 +75,10 @@ class SuspendableEngine(DynamicInferenceEngine):
         runner.adopt_graphs(capture_graphs(model, runner, config, shape, shapes, self._compile_ahead))
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Make all cached prefixes unreachable; see `MambaCacheContext.flush`.
+        """Make all cached prefixes unreachable, as `MambaCacheContext.flush` does.
 
-        If weights have moved, CUDA graphs are captured again; a suspended engine does so when it resumes. Running
-        requests continue from states of the old weights: suspend the engine first where that is not wanted.
+        If weights have moved, CUDA graphs are captured again, on a suspended engine when it resumes. Running requests
+        continue from states of the old weights: suspend the engine first to avoid that.
         """
         self.context.flush(weights_version)
         if not self.is_suspended:
@@ -138,8 +135,8 @@ class SuspendableEngine(DynamicInferenceEngine):
     def close(self) -> None:
         """Free the memory and the CUDA graphs of an engine that computes nothing any more.
 
-        Requests that are left get no token: steps after this refuse those that wait. On several ranks, call it before
-        `torch.distributed.destroy_process_group`: NCCL waits there forever for graphs that hold its collectives.
+        Later steps refuse waiting requests. On several ranks, call it before `torch.distributed.destroy_process_group`:
+        NCCL waits there forever for graphs that hold its collectives.
         """
         self.context.planner.drop_graphs()
         self.context.release_memory()
@@ -172,8 +169,7 @@ class SuspendableEngine(DynamicInferenceEngine):
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Step whenever there is work, until this task is cancelled; see Megatron's engine.
 
-        A request is served whenever it is added: before this runs, while it steps and while it waits, from its loop's
-        thread or another one.
+        A request is served whenever it is added, from this loop's thread or another one.
         """
         self.use_coordinator = False
         with contextlib.suppress(asyncio.CancelledError), self._runs_in.entered(loop or asyncio.get_running_loop()):

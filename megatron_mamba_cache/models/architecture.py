@@ -94,8 +94,7 @@ class AttentionSizes:
         scale: Factor on the scores; None: 1 / sqrt(head_dim).
         rotary_base: None: no position embedding.
         rotary_percent: The share of a head's channels that is rotated.
-        has_output_gate: True if each head's output is multiplied by the sigmoid of a gate that is projected next to
-            its query.
+        has_output_gate: True if each head's output is multiplied by the sigmoid of a gate projected next to its query.
         has_head_norms: True if queries and keys are RMS-normalized by head, before the rotation.
     """
 
@@ -130,7 +129,7 @@ class ExpertsSizes:
         normalizes: True to divide the routing weights of a token by their sum.
         scaling: Factor on the routing weights.
         latent_size: What the routed experts read and write, between two projections; None: the hidden size.
-        has_shared_gate: True if the shared expert's output is multiplied by the sigmoid of one projected number a
+        has_shared_gate: True if the shared expert's output is multiplied by the sigmoid of one projected number per
             token.
     """
 
@@ -149,11 +148,7 @@ class ExpertsSizes:
 
     @property
     def rule(self) -> RoutingRule:
-        """How tokens choose experts.
-
-        Raises:
-            ValueError: If the numbers do not fit each other.
-        """
+        """How tokens choose experts; raises `ValueError` if the numbers do not fit each other."""
         return RoutingRule(
             top_k=self.top_k,
             score=self.score,
@@ -171,8 +166,7 @@ class HybridArchitecture:
 
     Args:
         pattern: One symbol per layer: M recurrent, * attention, - feed-forward, E mixture of experts.
-        zero_centered_norms: True if the factor of a norm with weight w is 1 + w, computed in fp32; of every norm but
-            the mixers' own.
+        zero_centered_norms: True if norms but the mixers' own scale by 1 + weight, computed in fp32.
         input_multiplier, residual_multiplier, output_multiplier: As in `LocalSpecOptions`.
     """
 
@@ -231,11 +225,7 @@ class ChoiceFields:
 
 
 def checked_choice(config: CheckpointConfig, experts: ExpertsSizes, fields: ChoiceFields) -> ExpertsSizes:
-    """Return the sizes that were read from a configuration.
-
-    Raises:
-        ValueError: If they do not fit each other.
-    """
+    """Return the sizes read from a configuration; raise `ValueError` if they do not fit each other."""
     num_groups = experts.num_groups
     all_experts = config.shown(fields.num_experts, experts.num_experts)
     all_groups = config.shown(fields.num_groups, num_groups)

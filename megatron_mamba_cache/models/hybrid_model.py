@@ -51,13 +51,10 @@ _SIZES_SHOWN = 4
 
 @contextmanager
 def largest_sizes_named(fields: Mapping[str, Any]) -> Iterator[None]:
-    """Turn torch's allocation errors, which name no setting, into one that names the model's largest sizes.
+    """Turn torch's allocation errors, which name no setting, into a `MemoryError` that names the model's largest sizes.
 
     Args:
         fields: Fields of an architecture; integers, also in nested mappings, are sizes.
-
-    Raises:
-        MemoryError: If the block fails to allocate.
     """
     try:
         yield

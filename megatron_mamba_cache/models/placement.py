@@ -96,7 +96,7 @@ class Placement:
         return self.rows(tensor if self.entry is None else tensor[self.entry])
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of that part; see `stored_shape`."""
+        """Return the shape of that part, from those of the undivided model's parameters."""
         return _needed_shape(self.view(torch.empty(shapes[self.target], device="meta")))
 
 
@@ -224,7 +224,7 @@ def _selected(name: str, tensor: Tensor, targets: tuple[Placement, ...]) -> list
 
 
 def _needed_shape(part: Tensor) -> tuple[int, ...]:
-    """Return a part's shape in checkpoints, which have attention by head, not by group of heads as the model."""
+    """Return a part's shape in checkpoints, which have attention by head; the model has it by group of heads."""
     return (part[..., 0].numel(), part.shape[-1]) if part.dim() > 3 else _shape(part)
 
 

@@ -36,8 +36,7 @@ class RandomHybridConfig:
             attention with head norms, a quarter of each head rotated, zero-centred norms, a gated shared expert.
         use_rope: Rotary position embeddings; False: none.
         num_experts: Experts of each E layer; each token is routed to 2 by softmax.
-        experts: Sizes and routing of the E layers, instead of `num_experts` and of a gated shared expert; a
-            sigmoid gets a random bias.
+        experts: Sizes and routing of the E layers, instead of `num_experts`; a sigmoid gets a random bias.
         gated: True for gated feed-forward layers and experts.
         init_std: Standard deviation of the weights; large enough that tokens differ.
     """
@@ -64,13 +63,9 @@ class RandomHybridConfig:
 
 
 def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
-    """Build this rank's shard of the model on the current device, in eval mode.
+    """Build this rank's shard of the model on the current device, in eval mode; raise as `build_hybrid_model`.
 
     The same seed gives the same weights on any device and under any number of ranks.
-
-    Raises:
-        ValueError: If the pattern has an unknown symbol, or no Mamba or attention layer, or if the ranks cannot share
-            the model.
     """
     shape = shape or RandomHybridConfig()
     architecture = random_architecture(shape)

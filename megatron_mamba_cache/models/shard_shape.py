@@ -13,10 +13,8 @@ from .rank_shard import RankShard, check_ranks
 
 
 def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridModelShape:
-    """Return the shape of this rank's shard, by Megatron's parallel state.
-
-    Raises:
-        ValueError: If the ranks cannot share the model.
+    """Return the shape of this rank's shard, by Megatron's parallel state; raise `ValueError` if ranks cannot share the
+    model.
     """
     check_ranks(architecture)
     part = RankShard.of_process(architecture)

@@ -1,6 +1,5 @@
 """Caches of an engine with default settings, without device memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import CacheConfig
@@ -70,7 +69,7 @@ def tiered_cache(
     """Return a cache with a host tier."""
     pools, counters = _pools(device, sizes), CacheCounters()
     below = _pools(host, sizes)
-    tier = HostTier(pools, below, copies, _one_rank, counters, block_size=sizes.block_size, measure=lambda: times)
+    tier = HostTier(pools, below, copies, list, counters, block_size=sizes.block_size, measure=lambda: times)
     return TieredCache(_cache(pools, sizes, counters, max_requests, tier), tier)
 
 
@@ -89,7 +88,3 @@ def _cache(
         draft_states=WindowStates(pools.slots, max_requests),
         tiers=tiers,
     )
-
-
-def _one_rank(numbers: Sequence[int]) -> list[int]:
-    return list(numbers)

@@ -11,7 +11,6 @@ from ..errors import CacheCapacityError
 from ..policy.admission import Refusal
 from ..policy.block_growth import grow_requests
 from ..policy.block_hashing import TokenIds
-from ..policy.boundaries import prefill_chunk_end
 from ..policy.identifiers import BlockKey
 from ..policy.prefix_cache import PrefixCache
 from ..policy.request_settings import RequestSpec, SamplingSettings
@@ -168,14 +167,7 @@ def _prefill(request: RunningRequest, cache: PrefixCache, max_tokens: int) -> It
         yield
         if not request.is_prefilling:
             return
-        chunk_end = prefill_chunk_end(
-            start=request.computed,
-            prompt_len=request.spec.prompt_len,
-            budget=max_tokens,
-            block_size=cache.block_size,
-            align=cache.rules.align_prefill_chunks,
-        )
-        cache.schedule_chunk(request, chunk_end)
+        cache.continue_prefill(request, max_tokens)
 
 
 def _decode(request: RunningRequest, cache: PrefixCache) -> Iterator[None]:
@@ -225,11 +217,7 @@ class Plan:
 def plan(
     load: RecordedLoad, sizes: CacheSizes, budgets_gb: Sequence[float], host_budgets_gb: Sequence[float] = (0.0,)
 ) -> Plan:
-    """Replay a load with each device size and each host size.
-
-    Raises:
-        ValueError: If the blocks do not fit the load's hashes.
-    """
+    """Replay a load with each device size and each host size; raise `ValueError` if its hashes do not fit blocks."""
     texts = block_texts(load, sizes.block_size)
     unlimited = replay(texts, empty_cache(unlimited_space(texts, sizes.block_size), sizes), _MAX_TOKENS)
     planned = [
@@ -240,11 +228,7 @@ def plan(
 
 
 def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: int = 1) -> SlabSpace:
-    """Return a space in which nothing is ever evicted.
-
-    Args:
-        max_requests: The most requests that run at once.
-    """
+    """Return a space in which nothing is ever evicted while at most `max_requests` requests run."""
     longest = max(text.length for text in texts) // block_size + 2
     num_blocks = len({key for text in texts for key in text.keys}) + max_requests * longest
     return SlabSpace(2 * num_blocks, 1, 1)

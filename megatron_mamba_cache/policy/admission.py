@@ -85,6 +85,11 @@ class AdmissionRules:
     boundaries: BoundaryRule
     align_prefill_chunks: bool
 
+    def chunk_end(self, *, start: int, prompt_len: int, budget: int) -> int:
+        """Choose where a prefill chunk that begins at `start` ends, within `budget` tokens."""
+        block_size, align = self.boundaries.block_size, self.align_prefill_chunks
+        return prefill_chunk_end(start=start, prompt_len=prompt_len, budget=budget, block_size=block_size, align=align)
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlan:
@@ -105,10 +110,7 @@ class PromptView:
 
 
 def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_size: int) -> PrefixMatch:
-    """Return the longest reusable prefix; never mutates.
-
-    A recurrent state is valid at one position only: without a state nothing is skipped, however much KV is cached.
-    """
+    """Return the longest reusable prefix, which ends in a cached state however much KV is cached; changes nothing."""
     blocks = tuple(kv.longest_match(prompt.keys))
     usable = blocks[: (prompt.prompt_len - 1) // block_size] if prompt.may_skip else ()
     return PrefixMatch(blocks, slots.deepest(usable) * block_size)
@@ -117,16 +119,16 @@ def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_siz
 def plan_admission(
     prompt: PromptView, pools: CachePools, *, budget: int, reserved_keys: Container[BlockKey], rules: AdmissionRules
 ) -> AdmissionPlan | Refusal:
-    """Plan the complete admission of one request, or return why it is refused.
+    """Plan the complete admission of one request within `budget` tokens, or return why it is refused.
 
     Args:
-        budget: Tokens this step may still compute.
         reserved_keys: Keys of boundaries that other requests reserved in this step.
     """
     block_size = rules.boundaries.block_size
     match = match_prefix(prompt, pools.kv, pools.slots, block_size)
     # Waiting one step is cheaper than recomputing even one block.
-    if prompt.may_skip and _reserved_beyond(prompt, match.skip_tokens, reserved_keys, block_size):
+    beyond = prompt.keys[match.skip_tokens // block_size : (prompt.prompt_len - 1) // block_size]
+    if prompt.may_skip and any(key in reserved_keys for key in beyond):
         return Refusal.WAITS_FOR_PREFIX
     num_new_blocks = -(-prompt.prompt_len // block_size) - len(match.blocks)
     if not has_room(match, 0, pools, block_size):
@@ -139,19 +141,8 @@ def plan_admission(
             return Refusal.NO_BLOCKS
     if budget < 1:
         return Refusal.NO_TOKENS
-    chunk_end = prefill_chunk_end(
-        start=match.skip_tokens,
-        prompt_len=prompt.prompt_len,
-        budget=budget,
-        block_size=block_size,
-        align=rules.align_prefill_chunks,
-    )
-    return AdmissionPlan(match, num_new_blocks, chunk_end)
-
-
-def _reserved_beyond(prompt: PromptView, skip_tokens: int, keys: Container[BlockKey], block_size: int) -> bool:
-    usable = prompt.keys[skip_tokens // block_size : (prompt.prompt_len - 1) // block_size]
-    return any(key in keys for key in usable)
+    end = rules.chunk_end(start=match.skip_tokens, prompt_len=prompt.prompt_len, budget=budget)
+    return AdmissionPlan(match, num_new_blocks, end)
 
 
 def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_size: int) -> bool:
@@ -169,10 +160,7 @@ MOST_BRANCH_POINTS = 4
 
 
 def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: int) -> tuple[int, ...]:
-    """Return the boundaries of a prompt, ascending, from which others can start once their states are cached.
-
-    Of more than `MOST_BRANCH_POINTS`, those that the most requests share are taken, the deepest first.
-    """
+    """Return the boundaries of a prompt, ascending, where others can start: the most shared `MOST_BRANCH_POINTS`."""
     num_sharing: Counter[int] = Counter()
     for other in others:
         num_shared = num_common(prompt.keys, other.keys) if other.may_skip else 0
@@ -200,9 +188,8 @@ REASONS = ("caching_off", "prompt_log_probs", "short_prompt", "copy_failed", "ne
 def reason_for_no_hit(request: RunningRequest, block_size: int, *, enabled: bool, awaited_copy: bool) -> str | None:
     """Return why a newly admitted request computes its prompt from the first token, one of `REASONS`; None on a hit.
 
-    "copy_failed": it waited for what it starts from to come back from a tier below; that failed, or was gone again by
-    the time it was admitted. "new_prefix": no cached prompt begins with its first block, or none does any more.
-    "no_state": its first blocks are cached, but no state is cached at the end of any of them.
+    "copy_failed": its restore from a tier below failed, or was evicted before admission. "new_prefix": its first block
+    is not cached. "no_state": its first blocks are cached, but no state at the end of any of them.
     """
     if request.computed:
         return None

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ..errors import CacheCapacityError
 from .prefix_cache import PrefixCache
@@ -14,10 +15,10 @@ class RequestDemand:
     """Blocks that one request holds and needs for the next step.
 
     Args:
-        age: order of admission; smaller is older and goes first, ties broken by `index`.
-        needs_block: the request cannot continue without one more block; true of every paused request.
-        blocks: blocks held; one that several requests hold is available once the last of them has left.
-        prefilling: the request holds all its blocks already, and is never paused.
+        age: Order of admission; the smallest goes first, ties broken by `index`.
+        needs_block: True if the request cannot continue without one more block, as every paused request.
+        blocks: Blocks held; one that several requests hold is available once the last of them has left.
+        prefilling: True if it prefills: it holds all its blocks already, and is never paused.
     """
 
     index: int
@@ -63,7 +64,7 @@ def plan_preemption(requests: Sequence[RequestDemand], num_available: int, pause
         CacheCapacityError: If a single request remains and there is no block for it.
     """
     _check_demands(requests, num_available, paused_capacity)
-    waiting = sorted((request for request in requests if request.needs_block), key=_seniority)
+    waiting = sorted((request for request in requests if request.needs_block), key=attrgetter("age", "index"))
     has_active = len(waiting) < len(requests)
     holders = Counter(block for request in requests for block in request.blocks)
     grants: list[RequestDemand] = []
@@ -93,10 +94,6 @@ def _check_demands(requests: Sequence[RequestDemand], num_available: int, paused
         )
     if len({request.index for request in requests}) != len(requests):
         raise ValueError(f"each request may occur once, got {[request.index for request in requests]}")
-
-
-def _seniority(request: RequestDemand) -> tuple[int, int]:
-    return request.age, request.index
 
 
 def _numbers(requests: Sequence[RequestDemand]) -> tuple[int, ...]:
@@ -156,10 +153,7 @@ def grow_requests(
 
 
 def resume_requests(requests: Sequence[RunningRequest], cache: PrefixCache) -> None:
-    """Give paused requests, in order, the block each waits for, while blocks last; for use after others left.
-
-    When only paused requests are left, at least one resumes: together they may hold less than the pool.
-    """
+    """Give paused requests, in order, the block that each waits for, while blocks last."""
     for request in requests:
         if request.is_paused and cache.kv.num_available:
             cache.grow(request)

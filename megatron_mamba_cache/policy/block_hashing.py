@@ -56,14 +56,12 @@ class BlockKeyChain:
 
     key(i) = SHA-256(key(i-1) ‖ tokens of block i as little-endian int32), with `root` as key(-1); a key is the whole
     digest as a big-endian integer. Tokens of an incomplete last block are kept, but have no key yet.
+
+    Raises:
+        ValueError: If `root` is not 32 bytes or `block_size` is not positive.
     """
 
     def __init__(self, root: bytes, block_size: int) -> None:
-        """Start an empty chain.
-
-        Raises:
-            ValueError: If `root` is not 32 bytes or `block_size` is not positive.
-        """
         if len(root) != _DIGEST_BYTES:
             raise ValueError(f"need a root of {_DIGEST_BYTES} bytes, found {len(root)}; use CacheSalt(...).root()")
         if block_size < 1:
@@ -77,11 +75,7 @@ class BlockKeyChain:
         """The keys so far, first block first; callers do not change the list."""
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append tokens and hash the blocks they complete.
-
-        Raises:
-            ValueError: If a token is not a 32-bit integer; the chain is then unchanged.
-        """
+        """Append tokens and hash the blocks they complete; raise `ValueError` if a token has more than 32 bits."""
         new = _int32_view(tokens)
         self.num_tokens += len(new) // _TOKEN_BYTES
         if len(self._tail) + len(new) < self._block_bytes:

@@ -10,10 +10,7 @@ _ROOT = BlockId(-1)
 
 
 class BlockTree:
-    """A two-way map between keys and blocks 0 to num_blocks - 1, with each block's parent, depth and child count.
-
-    This is the only map of the cache: blocks are registered, found and forgotten nowhere else.
-    """
+    """The map between keys and blocks 0 to num_blocks - 1, with each block's parent, depth and number of children."""
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[BlockKey, BlockId] = {}

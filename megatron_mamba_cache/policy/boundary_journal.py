@@ -79,9 +79,8 @@ class BoundaryChanges:
 class BoundaryJournal(StateObserver):
     """Collects a slot pool's changes until they are taken; a boundary that comes and goes in between leaves no trace.
 
-    A hit needs the state at a boundary and every KV block before it. No block leaves before its children, and a state
-    leaves with its block, so the keys of blocks with a state tell exactly where hits can happen. The journal holds at
-    most one entry for each state of the pool and one for each boundary still to be reported as gone.
+    Hits can happen exactly at blocks with a state, because no block leaves before its children. The journal holds one
+    entry for each state of the pool and one for each boundary still to be reported as dropped.
     """
 
     def __init__(self) -> None:
@@ -106,11 +105,7 @@ class BoundaryJournal(StateObserver):
         self._were_flushed = True
 
     def take(self, key_of: Callable[[BlockId], BlockKey | None]) -> BoundaryChanges:
-        """Return the changes since the last call and forget them.
-
-        Args:
-            key_of: Returns a block's current key in the KV block pool; a block without a key is left out.
-        """
+        """Return the changes since the last call and forget them; `key_of` returns the current key of a block."""
         published = []
         for block in self._new:
             key = key_of(block)

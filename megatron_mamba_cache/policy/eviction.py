@@ -20,12 +20,11 @@ class CachedEntry(NamedTuple):
 
     Args:
         num_tokens: From the root to the end of the entry.
-        lost_tokens: Tokens that a request matching up to here recomputes once the state is gone: all since the nearest
-            state before it.
+        lost_tokens: Tokens since the nearest state before it, which are recomputed once the state is gone.
         num_branch_hits: Requests that started from it though cached text followed it.
         num_continuations: Texts known to have continued directly after it.
-        is_end: Nothing cached follows it, so that the KV of its lost tokens leaves with it.
-        ends_prompt: The newest prompt of its text starts from it again if its reply is not repeated.
+        is_end: True if nothing cached follows it, so that the KV of its lost tokens leaves with it.
+        ends_prompt: True if it is the last state of its text's newest prompt.
     """
 
     num_tokens: int
@@ -40,8 +39,8 @@ class Weight(NamedTuple):
     """Priority of an entry, apart from its age.
 
     Args:
-        kind: Entries of a kind are equally likely to be hit.
-        gain: What a hit saves; any scale, 0 or more.
+        kind: Entries of one kind are equally likely to be hit.
+        gain: Savings of a hit, on any scale; 0 or more.
         is_held: True if it counts as just used and certain to be hit, whatever its age and kind.
     """
 
@@ -56,12 +55,12 @@ _NO_ITEM: _Item = (0, 0, BlockId(-1), 0, 0.0, False)
 
 
 class _Class:
-    """Items of one kind and of about the same gain, all held or none, in their order: the least recently used first.
+    """Items of one kind and of about the same gain, all held or none, the least recently used first.
 
-    Nearly all come in order, as time passes; the few whose weight changes long after their last use are kept apart.
+    Nearly all items are pushed in order; the few whose weight changes long after their last use are in a heap.
 
     Attributes:
-        first: The first item, stale or not; the last first one if there is none left.
+        first: The first item, stale or not; outdated once none is left.
     """
 
     __slots__ = ("first", "late", "run")
@@ -72,7 +71,7 @@ class _Class:
         self.late: list[_Item] = []  # a heap
 
     def push(self, item: _Item, replaced: _Item) -> bool:
-        """Add an item; return whether the one that it replaces has left, as it does if it was the last to come."""
+        """Add an item; return whether the item that it replaces was the newest and has been removed."""
         run = self.run
         has_left = bool(run) and run[-1] is replaced
         if has_left:
@@ -108,13 +107,11 @@ class _Class:
 class EvictionOrder:
     """Ids by priority, lowest first: likelihood of the kind x gain / (age + `FULL_PRIORITY_AGE`).
 
-    Those that are held count as just used and certain to be hit. All other worths fall with time, but of one kind and
-    gain the least recently used always comes first. So there is a queue for each kind and each class of gains, which
-    are equal but for a factor of 2 ** .5, and another one for those that are held, and only the heads are compared.
-
-    Replaced and discarded items stay in the queues until they surface or outnumber the live ones, so every operation is
-    amortised O(log n + queues), and O(queues) for items that come in the order of their last use. Ids are small: live
-    items are in a list as long as the highest one.
+    Held ids count as just used and certain to be hit. Of one kind and gain, the least recently used comes first. So
+    there is a queue for each kind and class of gains (equal within a factor of 2 ** .5) and for held ids, and only the
+    heads of queues are compared. Replaced and discarded items stay in the queues until they reach a head or outnumber
+    the live ones: an operation takes O(log n + queues) on average, O(queues) for items in the order of their last use.
+    Live items are in a list as long as the highest id.
     """
 
     def __init__(self) -> None:
@@ -142,7 +139,7 @@ class EvictionOrder:
         return self._live[entry_id][0]
 
     def priority_of(self, entry_id: BlockId, now: float, likelihood: Callable[[int], float]) -> float:
-        """Return what an id is worth; see `first`."""
+        """Return the priority of an id at a logical time."""
         last_used, _, _, kind, gain, is_held = self._live[entry_id]
         return gain / FULL_PRIORITY_AGE if is_held else likelihood(kind) * gain / (now + FULL_PRIORITY_AGE - last_used)
 
@@ -243,6 +240,6 @@ class EvictionOrder:
 
 
 def _class_of(gain: float, is_held: bool) -> tuple[int, bool]:
-    """Return what entries of one kind share a queue by: gains that are about equal, and whether they are held."""
+    """Return the queue of an entry within its kind, by the magnitude of its gain and whether it is held."""
     fraction, exponent = frexp(gain)
     return 2 * exponent + (fraction >= _HALF_AN_OCTAVE), is_held

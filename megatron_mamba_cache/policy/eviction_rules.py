@@ -1,12 +1,9 @@
 """Rules for what to evict: the least recently used state, or the one expected to save the least for its bytes.
 
-"cost" takes the tokens that would have to be computed again for each byte that becomes free, times how likely a hit is,
-divided by the age: recorded sessions come back at a rate that falls as 1 / age. A request's end state and the KV before
-it are useless without each other, so they leave together. A state inside known text leaves alone.
-
-How likely a hit is depends on the load: a conversation continues from its end, or from the end of its last prompt where
-the reply is not repeated, questions about a document from where they part. So it is learned: of the states that became
-of a kind, the share that was hit as such.
+"cost" multiplies the tokens to recompute for each byte that becomes free by the likelihood of a hit, and divides by the
+age: recorded sessions come back at a rate that falls as 1 / age. A text's last state leaves together with the KV before
+it; a state inside known text leaves alone. The likelihood of a hit depends on the load, so it is learned: the share of
+each kind of state that was hit.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,10 +80,10 @@ class EvictionRule(Protocol):
     """Weights of cached states. The same calls give the same priorities on every rank."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
-        """Return what the state is worth, but for its age."""
+        """Return the state's priority, apart from its age."""
 
     def likelihood(self, kind: int) -> float:
-        """Return how likely hits are to states of a kind; at most 1, which is what held states have."""
+        """Return the likelihood of a hit to states of a kind; at most 1, the value for held states."""
 
     def count_state(self, kind: int) -> None:
         """Count a state that has become of a kind."""
@@ -96,7 +93,7 @@ class EvictionRule(Protocol):
 
 
 class LeastRecentlyUsed:
-    """All states are worth the same at the same age."""
+    """All states of one age have the same priority."""
 
     def __init__(self, state_len: float = 0.0) -> None:
         pass
@@ -115,7 +112,7 @@ class LeastRecentlyUsed:
 
 
 class RecomputeCost:
-    """A state is worth the tokens that it is expected to save, for the bytes that it keeps.
+    """A state's priority is the number of tokens that it is expected to save for each byte that it keeps.
 
     Args:
         state_len: The tokens whose KV takes as many bytes as a state.

@@ -6,7 +6,7 @@ BlockId = NewType("BlockId", int)
 """A physical KV block."""
 
 SlotId = NewType("SlotId", int)
-"""A request of the state pool, across all Mamba layers."""
+"""A slot of the state pool, across all recurrent layers."""
 
 BlockKey = NewType("BlockKey", int)
 """The SHA-256 digest of a block and everything before it, as a positive integer."""

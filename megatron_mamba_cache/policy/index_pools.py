@@ -7,10 +7,7 @@ from ..errors import CacheIntegrityError
 
 
 class IndexPool(Protocol):
-    """Indices of one use, from 0: KV blocks or state slots.
-
-    A index that is taken is fixed: it cannot be evicted. Its pool says when that changes.
-    """
+    """Indices of one use, from 0: KV blocks or state slots. A taken index is fixed (not evictable) until `unfix`."""
 
     @property
     def num_indices(self) -> int:

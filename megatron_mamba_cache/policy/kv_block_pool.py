@@ -16,19 +16,17 @@ class KVBlockPool:
     Registered blocks form trees along their sequences. A request that holds a block also holds its ancestors. A block
     without a reference stays as long as a state at its end or later can resume it, and leaves with the last such state,
     leaves first.
+
+    Args:
+        indices: Where blocks come from, or how many the pool has for itself.
+        states: The states that blocks stay for.
+        block_size: Tokens of a block.
+
+    Raises:
+        ValueError: If a size is out of range.
     """
 
     def __init__(self, indices: IndexPool | int, states: SlotPool, *, block_size: int = 1) -> None:
-        """Start with every block free.
-
-        Args:
-            indices: Where blocks come from, or how many the pool has for itself.
-            states: The states that blocks stay for.
-            block_size: Tokens a block.
-
-        Raises:
-            ValueError: If a size is out of range.
-        """
         if (isinstance(indices, int) and indices < 0) or block_size < 1:
             raise ValueError(f"need num_blocks >= 0 and block_size >= 1, found {indices} and {block_size}")
         self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices
@@ -86,11 +84,7 @@ class KVBlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[BlockId]) -> None:
-        """Add one reference to each block.
-
-        Raises:
-            CacheIntegrityError: If a block is free; nothing has changed then.
-        """
+        """Add one reference to each block; raise `CacheIntegrityError`, with nothing changed, if one is free."""
         self._require_ids(blocks)
         free = self._tree.unregistered(blocks, self._refs)
         if free:
@@ -196,7 +190,7 @@ class KVBlockPool:
         return emptied
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
-        """File blocks without references as cached, or free those that nothing can resume."""
+        """Count blocks without references as cached, or free those that nothing can resume."""
         unregistered = self._tree.unregistered(emptied, self._refs)
         self.num_referenced -= len(emptied)
         self.num_cached += len(emptied) - len(unregistered)

@@ -59,11 +59,7 @@ PLAIN_LOGITS = LogitsSettings()
 
 
 def logits_settings_of(found: Any) -> LogitsSettings:
-    """Return the settings of a plain mapping, as it travels with a request; `PLAIN_LOGITS` itself for None or none.
-
-    Raises:
-        ValueError: If it is not such a mapping.
-    """
+    """Return the settings of a plain mapping, `PLAIN_LOGITS` if empty; raise `ValueError` if it is no such mapping."""
     if not found:
         return PLAIN_LOGITS
     names = {field.name for field in fields(LogitsSettings)}

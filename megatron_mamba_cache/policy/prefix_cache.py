@@ -177,6 +177,11 @@ class PrefixCache:
         for position in positions:
             self._reservations.reserve_in_prompt(request, position)
 
+    def continue_prefill(self, request: RunningRequest, budget: int) -> None:
+        """Schedule the next prefill chunk of a request, of at most `budget` tokens."""
+        end = self.rules.chunk_end(start=request.computed, prompt_len=request.spec.prompt_len, budget=budget)
+        self.schedule_chunk(request, end)
+
     def schedule_decode(self, request: RunningRequest, drafts: Sequence[int] = ()) -> None:
         """Schedule a decoding request's next token and the drafts that fit after it, and reserve its boundary."""
         boundary = (request.computed // self.block_size + 1) * self.block_size

@@ -7,14 +7,13 @@ from .identifiers import BlockKey
 
 
 class RecentKeys:
-    """A set of at most `max_keys` keys; the least recently noted are forgotten first."""
+    """A set of at most `max_keys` keys; the least recently noted are forgotten first.
+
+    Raises:
+        ValueError: If `max_keys` is below 1.
+    """
 
     def __init__(self, max_keys: int) -> None:
-        """Start empty.
-
-        Raises:
-            ValueError: If `max_keys` is below 1.
-        """
         if max_keys < 1:
             raise ValueError(f"need room for at least 1 key, found max_keys={max_keys}")
         self._max_keys = max_keys
@@ -63,11 +62,7 @@ class ReplicaKeys:
 
     def resumable_depth(self, keys: Sequence[BlockKey]) -> int:
         """Return how many of the leading `keys` a prompt with these blocks is likely to skip."""
-        for depth in range(len(keys), 0, -1):
-            key = keys[depth - 1]
-            if key in self.resumable or key in self._expected:
-                return depth
-        return 0
+        return max(_deepest(keys, self.resumable), _deepest(keys, self._expected))
 
     def seen_depth(self, keys: Sequence[BlockKey]) -> int:
         """Return how many of the leading `keys` were sent here before."""

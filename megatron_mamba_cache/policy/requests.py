@@ -37,7 +37,7 @@ class Candidate:
         self.chain, self.epoch, self.awaited_copy = chain, epoch, False
 
     def forget_keys(self) -> None:
-        """Have the keys computed again: another epoch may have the same number."""
+        """Discard the keys: another epoch may get the same number."""
         self.epoch = -1
 
     def restart(self, age: int | None, generated: Sequence[int]) -> None:
@@ -146,7 +146,7 @@ class RunningRequest:
 
     @property
     def first_generated(self) -> int:
-        """Where the generated text begins, that included which is part of the prompt since an interruption."""
+        """Position of the first generated token; an interruption makes generated tokens part of the prompt."""
         return self.spec.prompt_len - self.spec.num_replayed
 
     def generated_after(self, count: int) -> list[int]:
@@ -230,7 +230,7 @@ class RunningRequest:
         self.num_published_blocks += 1
 
     def release_blocks(self) -> None:
-        """Hold no block: they are released."""
+        """Drop the blocks, which are released."""
         self.block_ids = []
 
     def reserve(self, state: ReservedState) -> None:
@@ -242,7 +242,7 @@ class RunningRequest:
         self.reserved.remove(state)
 
     def release_source(self) -> None:
-        """Hold no pinned state: this request's own state follows it by now."""
+        """Drop the pinned state that the request started from."""
         self.source_block = self.source_slot = None
 
     def publish_checkpoint(self, block: BlockId) -> None:

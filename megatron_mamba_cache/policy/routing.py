@@ -1,7 +1,7 @@
 """Choose the replica for a prompt: the one that caches most of it, unless it is overloaded, or round robin."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NewType
 
@@ -68,22 +68,19 @@ class PrefixRouter:
     """Sends a prompt to the replica with the longest cached prefix of it, within a bound on load.
 
     A replica is a candidate if its work in flight is at most `load_factor` times the replicas' mean plus one request of
-    mean work; the least loaded one always is. A new conversation, with or without a shared prefix, goes to one of those
-    candidates, if any, whose share of recent work is within `share_factor` in the same way: conversations stay where
-    they begin, so the first replica with a system prompt, or one that is fast for a while, would collect them. Among
-    these, replicas rank by the longest prefix that prefill can skip, the longest one whose KV may be cached, the least
+    mean work; the least loaded one always is. A new conversation goes to a candidate whose recent work is within
+    `share_factor` in the same way, if there is one: conversations stay where they begin, so one replica would collect
+    them. Candidates rank by the longest prefix that prefill can skip, the longest one whose KV may be cached, the least
     work in flight, the least work assigned, and the order of joining. Stale keys cost a prefill, never a wrong token.
+
+    Args:
+        max_keys: Boundaries remembered for each replica, and as many blocks of prompts sent there.
+
+    Raises:
+        ValueError: If a factor is below 1 or `max_keys` is not positive.
     """
 
     def __init__(self, load_factor: float = 1.5, share_factor: float = 1.1, max_keys: int = 65_536) -> None:
-        """Start without replicas.
-
-        Args:
-            max_keys: Boundaries remembered for each replica, and as many blocks of prompts sent there.
-
-        Raises:
-            ValueError: If a factor is below 1 or `max_keys` is not positive.
-        """
         for name, factor in (("load_factor", load_factor), ("share_factor", share_factor)):
             if not factor >= 1:
                 raise ValueError(f"{name} is {factor}; it must be at least 1, the mean itself")
@@ -106,11 +103,7 @@ class PrefixRouter:
         return self._replicas[replica].load
 
     def join(self, replica: ReplicaName) -> None:
-        """Add a replica with an empty cache.
-
-        Raises:
-            ValueError: If it has joined already.
-        """
+        """Add a replica with an empty cache; raise `ValueError` if it has joined already."""
         if replica in self._replicas:
             raise ValueError(f"replica {replica} takes part already; replicas need names of their own")
         given = sum(other.given for other in self._replicas.values()) / max(len(self._replicas), 1)
@@ -220,7 +213,7 @@ class RoundRobinRouter(PrefixRouter):
 
     def route(self, request_id: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
         """Choose the next replica in order of joining."""
-        return super().route(request_id, lambda name: _without_keys(blocks_on(name)))
+        return super().route(request_id, lambda name: replace(blocks_on(name), keys=()))
 
     def _within_bound(self) -> list[ReplicaName]:
         names = list(self._replicas)
@@ -228,7 +221,3 @@ class RoundRobinRouter(PrefixRouter):
             return []
         self._turn += 1
         return [names[(self._turn - 1) % len(names)]]
-
-
-def _without_keys(blocks: PromptBlocks) -> PromptBlocks:
-    return PromptBlocks((), blocks.block_size, blocks.prompt_len, blocks.max_new_tokens)

@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 from .admission import Refusal
 from .block_growth import GrowthOutcome, grow_requests, resume_requests
-from .boundaries import prefill_chunk_end
 from .prefix_cache import PrefixCache
 from .requests import Candidate, RunningRequest
 
 
 class RequestCounts(NamedTuple):
-    """Counts of running requests, of those that skip the next step, and of the others' tokens.
+    """Counts of running requests and of the tokens that they compute in the next step.
 
     Args:
         paused: Requests that compute nothing: those without a KV block for their next token, and prompts that wait.
@@ -130,30 +129,13 @@ class RunningRequests:
         self._requests.append(request)
         return request
 
-    def continue_prefill(self, request: RunningRequest, budget: int) -> None:
-        """Schedule the next prefill chunk of a request."""
-        chunk_end = prefill_chunk_end(
-            start=request.computed,
-            prompt_len=request.spec.prompt_len,
-            budget=budget,
-            block_size=self.cache.block_size,
-            align=self.cache.rules.align_prefill_chunks,
-        )
-        self.cache.schedule_chunk(request, chunk_end)
-
     def drop(self, requests: Collection[RunningRequest]) -> None:
-        """Drop requests; what they published stays findable.
-
-        If releasing one raises, it and those after it stay.
-        """
+        """Drop requests; what they published stays findable. If releasing one raises, it and those after it stay."""
         for request in list(requests):
             self._release(request)
 
     def grow(self, paused_capacity: int) -> GrowthOutcome:
-        """Give decoding requests their next KV blocks; see `grow_requests` for pauses and evictions.
-
-        What is held for waiting requests makes room first.
-        """
+        """Give decoding requests their next KV blocks; what is held for waiting requests makes room first."""
         if self.cache.tiers.takes_room and self.cache.kv.num_available < len(self._requests):
             self.cache.tiers.make_room()
         return grow_requests(list(self._requests), self.cache, paused_capacity, self._release)

@@ -42,7 +42,7 @@ class FailedSteps:
         self._counts.clear()
 
     def next_isolated(self) -> int | None:
-        """Return the request that is to run isolated now; the same one until it is cleared."""
+        """Return the request to run isolated now, the same one until it is cleared; None if there is none."""
         suspects = (request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ISOLATION)
         return next(suspects, None)
 
@@ -68,11 +68,10 @@ class ScheduledStep:
 
 @dataclass(slots=True)
 class QueueState:
-    """The queue as the scheduler last saw it, and whether that still holds.
+    """The queue as the scheduler last saw it.
 
     Args:
-        has_waiting: True when a request waits that may join as soon as there is memory: neither for another to end, as
-            when as many run as can, nor for a copy.
+        has_waiting: True when a request waits for memory only: not for a copy, and not because max_requests run.
         is_settled: True when the scheduler found no request that can join the next step and nothing has changed since.
     """
 
@@ -80,7 +79,7 @@ class QueueState:
     is_settled: bool = False
 
     def note_waiting(self, *, has_waiting: bool) -> None:
-        """Note whether requests wait that may join as soon as there is memory; the first may fit already."""
+        """Note whether requests wait for memory only; the first one of them may fit already."""
         if has_waiting is not self.has_waiting:
             self.has_waiting, self.is_settled = has_waiting, self.is_settled and not has_waiting
 
@@ -89,7 +88,7 @@ class QueueState:
         self.is_settled = is_settled
 
     def note_change(self) -> None:
-        """Note that a request may now join the next step: one came or left, or a caller decides what requests keep."""
+        """Note that a request may now be able to join the next step."""
         self.is_settled = False
 
 
@@ -136,7 +135,7 @@ class StepScheduler:
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
 
     def prefetch(self, requests: RunningRequests, queue: Sequence[Candidate]) -> None:
-        """Restore from the tiers below what the next requests of a queue start from; see `Tiers.prefetch`."""
+        """Begin to restore the prefixes of the next requests of a queue from the tiers below."""
         requests.cache.prefetch(self._in_turn(queue[:PREFETCH_WINDOW], None))
 
     def _in_turn(self, candidates: Sequence[Candidate], in_hand: int | None) -> Iterator[Candidate]:
@@ -152,7 +151,7 @@ class StepScheduler:
         for request in requests.prefilling:
             if requests.prompt_budget > 0:
                 self._in_hand = request.request_id
-                requests.continue_prefill(request, requests.prompt_budget)
+                requests.cache.continue_prefill(request, requests.prompt_budget)
             if _is_unfinished(request):
                 unfinished = request
         return unfinished

@@ -26,7 +26,7 @@ class Slabs:
         num_open: Slabs without a fixed index: the most that can become unused.
         unused: In order: KV takes the first and states the last, so that they keep apart and few slabs change hands.
         held_states: For each slab, True if it has held states since it was last cleared.
-        taken_over: Slabs that KV blocks have taken over from states, perhaps more than once, perhaps given up again.
+        taken_over: Slabs that KV blocks have taken over from states; may hold one twice, or one that is unused again.
         indices: The pool of each use. Both count the indices of an unused slab as free, and of an open one as
             available.
     """
@@ -54,9 +54,9 @@ class Slabs:
 
 
 class SlabIndexPool:
-    """The indices of one use; an unused slab is taken from the low end by KV and from the high one by states.
+    """The indices of one use. KV takes unused slabs from the low end, states from the high end.
 
-    Partly used slabs are filled first, that of the lowest number before others, so that some slabs become empty.
+    Partly used slabs are filled first, the lowest number before others, so that some slabs become empty.
 
     Attributes:
         num_next_to_fixed: Indices that are not fixed, in slabs with a fixed index of this use.
@@ -193,7 +193,7 @@ class SlabIndexPool:
 class SlabSpace:
     """Slabs with room for KV blocks or for states, one use at a time until the last index of a slab is free.
 
-    Block b is in slab b // blocks_per_slab, slot s in slab s // slots_per_slab: each index has a fixed address.
+    Block b is in slab b // blocks_per_slab, slot s in slab s // slots_per_slab.
     """
 
     def __init__(self, num_slabs: int, blocks_per_slab: int, slots_per_slab: int) -> None:
@@ -228,7 +228,7 @@ class SlabSpace:
     def take_stale_blocks(self) -> list[range]:
         """Return the blocks of slabs that KV has taken over from states since the last call, to be cleared now.
 
-        Bytes of former states read as any number, NaN too, and attention may multiply what it masks by zero.
+        Former states may read as NaN, and attention may multiply what it masks by zero.
         """
         slabs, stale = self._slabs, []
         for slab in slabs.taken_over:

@@ -61,11 +61,7 @@ class SlotOwners:
         self._owners[slot] = new_owner
 
     def free(self, slot: SlotId, owner: SlotOwner, *, is_fixed: bool = True) -> None:
-        """Take a slot back from its owner; raises as `hand_over` does.
-
-        Args:
-            is_fixed: True if its index cannot be evicted.
-        """
+        """Take a slot back from its owner; raises as `hand_over` does. Pass `is_fixed=False` if it could be evicted."""
         self.hand_over(slot, owner, SlotOwner.FREE)
         if is_fixed:
             self.indices.unfix(slot)

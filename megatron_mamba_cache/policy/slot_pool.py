@@ -24,22 +24,20 @@ class SlotPool:
     """Slots of the state pool, one owner each; a cached slot belongs to one KV block, and a block has at most one.
 
     A cached state is evicted when a slot or a KV block is needed and none is free, unless it is pinned: about to be
-    read. Time is logical: it passes as requests start from a state and as they end, hardly with what they write.
+    read. Time is logical: it passes when requests start from a state and when they end.
+
+    Args:
+        indices: Where slots come from, or how many the pool has for itself.
+        rule: Weighs states for eviction; None: the least recently used is evicted first.
+        running: Where the slots of live and draft states come from; None: from `indices` too.
+
+    Raises:
+        ValueError: If the number of slots is negative.
     """
 
     def __init__(
         self, indices: IndexPool | int, rule: EvictionRule | None = None, running: FixedIndexPool | None = None
     ) -> None:
-        """Start with every slot free.
-
-        Args:
-            indices: Where slots come from, or how many the pool has for itself.
-            rule: What a state is worth; None: the least recently used is evicted first.
-            running: Where the slots of live and draft states come from; None: from `indices` too.
-
-        Raises:
-            ValueError: If the number of slots is negative.
-        """
         if isinstance(indices, int) and indices < 0:
             raise ValueError(f"need num_slots >= 0, found {indices}")
         self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices
@@ -282,11 +280,7 @@ class SlotPool:
         self._unfile(block)
 
     def unpin(self, block: BlockId) -> None:
-        """Undo one `pin`.
-
-        Raises:
-            CacheIntegrityError: If the block is not pinned.
-        """
+        """Undo one `pin`; raise `CacheIntegrityError` if the block is not pinned."""
         if block not in self._pins:
             raise CacheIntegrityError(f"need a pinned state to unpin, found block {block} not pinned")
         self._pins[block] -= 1
@@ -302,11 +296,7 @@ class SlotPool:
             self._file(block, self._clock if last_used is None else last_used)
 
     def drop(self, block: BlockId) -> None:
-        """Forget the block's state and free its slot; nothing happens if it has none.
-
-        Raises:
-            CacheIntegrityError: If the state is pinned.
-        """
+        """Forget the block's state, if any, and free its slot; raise `CacheIntegrityError` if the state is pinned."""
         if block not in self.slot_by_block:
             return
         if block in self._pins:

@@ -9,14 +9,11 @@ _ROOT = BlockId(-1)
 
 
 class StateLineage:
-    """The nearest state before each state, how often requests continued after it, and where prompts ended.
+    """The nearest state before each state, how often requests continued after it, and where prompts ended; by block.
 
-    Kept by block, in lists as long as the highest block number. The record of a dropped state still links the states
-    after it to those before it; a block's ancestors stay registered as long as the block, so no number is reused for
-    another block meanwhile.
-
-    A state published between two others is unknown to the later one until `relink`; until then the later one's cost is
-    too high.
+    The record of a dropped state still links the states after it to those before it: a block's ancestors stay
+    registered as long as the block, so their numbers are not reused. A state published between two others is unknown to
+    the later one until `relink`; until then the later one's cost is too high.
     """
 
     def __init__(self) -> None:
@@ -44,11 +41,7 @@ class StateLineage:
             self._num_continuations[anchor] += 1
 
     def mark_prompt_end(self, path: Sequence[BlockId], prompt_len: int) -> None:
-        """Let the last of a text's states up to the end of its newest prompt be its prompt end, and no other.
-
-        Args:
-            path: The blocks of the text's states, from the root on.
-        """
+        """Make the last state within the newest prompt the text's only prompt end; `path` are its states' blocks."""
         last = None
         for block in path:
             self._ends_prompt[block] = False
@@ -58,7 +51,7 @@ class StateLineage:
             self._ends_prompt[last] = True
 
     def pass_prompt_end_on(self, block: BlockId, cached: Container[BlockId]) -> BlockId | None:
-        """Let the nearest state before a dropped one end the prompt if that did; return its block if there is one."""
+        """If a dropped state was the prompt end, make the nearest state before it the prompt end; return its block."""
         if not self._ends_prompt[block]:
             return None
         self._ends_prompt[block] = False
@@ -87,11 +80,11 @@ class StateLineage:
         return anchor == _ROOT or anchor in cached
 
     def entry(self, block: BlockId, cached: Container[BlockId], *, is_end: bool) -> CachedEntry:
-        """Return what the weight of the block's state may depend on.
+        """Return the inputs of the weight of the block's state.
 
         Args:
             cached: The blocks that have a state.
-            is_end: No block is cached after this one.
+            is_end: True if no block is cached after this one.
         """
         num_tokens = self._num_tokens[block]
         num_before = 0 if self._anchors[block] == _ROOT else self._tokens_before(block, cached)

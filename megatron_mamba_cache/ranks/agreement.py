@@ -78,11 +78,7 @@ class CacheCapacity:
 
 
 def resolved_settings(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> CacheConfig:
-    """Return the settings with what the parts of the model decide; all ranks call it. Raises as `agreed_settings`.
-
-    Args:
-        shape: Of this rank's part.
-    """
+    """Return the settings with what the parts of the model decide; all ranks call it. Raises as `agreed_settings`."""
     return agreed_settings(shape.resolved(config, ranks.gather), ranks)
 
 

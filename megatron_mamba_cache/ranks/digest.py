@@ -91,11 +91,7 @@ class DecisionLog:
 
 
 def first_difference(ranks: Sequence[RecentDecisions]) -> str:
-    """Describe the first decision that differs between ranks, and what each of them decided.
-
-    Args:
-        ranks: The newest decisions of each rank, in order; the ranks' hashes differ.
-    """
+    """Describe the first decision that differs between ranks with different hashes, and what each of them decided."""
     first = max(recent.first for recent in ranks)
     end = max(recent.first + len(recent.decisions) for recent in ranks)
     for number in range(first, end):
@@ -121,7 +117,7 @@ class NoDigest:
 
 
 @dataclass(slots=True)
-class _NotedRow:
+class _NotedRequest:
     """Progress of a request in the digest: what has been noted of it."""
 
     request: RunningRequest
@@ -140,7 +136,7 @@ class RankDigest:
     def __init__(self, ranks: Ranks, every: int) -> None:
         self._ranks = ranks
         self._every = every
-        self._noted: dict[int, _NotedRow] = {}
+        self._noted: dict[int, _NotedRequest] = {}
         self._evictions = (0, 0)
         self.log = DecisionLog()
 
@@ -177,7 +173,7 @@ class RankDigest:
                 note(DecisionKind.PAUSE, request.request_id)
         self._note_evictions(requests.cache)
 
-    def _noted_of(self, request: RunningRequest) -> "_NotedRow":
+    def _noted_of(self, request: RunningRequest) -> "_NotedRequest":
         noted = self._noted.get(request.request_id)
         if noted is None or noted.request is not request:  # new, or admitted once more
             start = (
@@ -187,7 +183,7 @@ class RankDigest:
             )
             prompt = crc32(request.spec.prompt.tobytes())
             self.log.note(DecisionKind.ADMIT, request.request_id, prompt, *start, *request.block_ids)
-            return _NotedRow(request, len(request.block_ids), request.num_published_blocks)
+            return _NotedRequest(request, len(request.block_ids), request.num_published_blocks)
         return noted
 
     def _note_request(self, request: RunningRequest) -> None:

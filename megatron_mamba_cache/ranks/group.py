@@ -83,11 +83,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _type_of(module: str, name: str) -> type:
-    """Return a type of this package or a builtin one.
-
-    Raises:
-        LookupError, ImportError, AttributeError: If there is none of this name.
-    """
+    """Return a type of this package or a builtin one; raise if there is none of this name."""
     if module.partition(".")[0] not in (_PACKAGE, builtins.__name__):
         raise LookupError(f"{module}.{name} is of another package")
     found: Any = importlib.import_module(module)

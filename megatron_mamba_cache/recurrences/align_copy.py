@@ -8,10 +8,10 @@ The device decides. For each request, with running = computed + scheduled - draf
 Whole tensors are read from the slot of column state_column + shift. Windows are read from the slot of column
 state_column, from input `shift` on; their last inputs may be in a tail, one buffer for each request.
 
-Layout: see `slot_tiles`; a tile of a quantized tensor is a head's channels over all rows. Grid: the resident programs.
-Each decides for all requests, numbers those that move bytes, and takes every n-th of their tiles, all layers and
-tensors: one request uses the whole device, and a step that moves nothing costs one decision. Graph safe: no host sync,
-one launch, grid fixed at capture.
+Layout: as in `slot_tiles`; a tile of a quantized tensor is a head's channels over all rows. Grid: the resident
+programs. Each decides for all requests and takes every n-th tile that moves, all layers and tensors: one request uses
+the whole device, and a step that moves nothing costs one decision. Graph safe: no host sync, one launch, grid fixed at
+capture.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,6 @@ from .slot_tiles import (
     of_number,
     one_time,
 )
-
-__all__ = ["QUANTIZING", "ROWS_AT_A_TIME", "TILING", "align_copy", "align_copy_ref"]
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)  # if a tensor is quantized
@@ -153,7 +151,6 @@ def _align_copy_kernel(
     ROWS: tl.constexpr, IN_PLACE: tl.constexpr, MOTIONS: tl.constexpr, TILES: tl.constexpr, LAYERS: tl.constexpr,
     TIMES: tl.constexpr, LENGTHS: tl.constexpr, LANES: tl.constexpr, WIDTHS: tl.constexpr, HAS_TAILS: tl.constexpr,
 ):  # fmt: skip
-    """Long because of its arguments."""
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
         keeps, is_elsewhere, from_slots, to_slots, buffers = _decide(rows, first_row, num_rows, block_size, ROWS)
@@ -191,8 +188,8 @@ def _align_copy_kernel(
 def align_copy(moves: Sequence[StateMove], rows: AlignBatch, block_size: int, tiling: CopyTiling | None = None) -> None:
     """Copy the state at each boundary that accepted tokens reached into the request's target, in place.
 
-    Nothing is copied for requests that reach no boundary, have no target or are padding, whatever their counts. Within
-    a pool, the target may be one of the request's own columns, a source included. All other bytes are unchanged.
+    Requests that reach no boundary, have no target or are padding copy nothing. Within a pool, the target may be one of
+    the request's own columns, a source included. All other bytes are unchanged.
 
     Args:
         moves: The tensors to copy, either all within their pools or all into others.

@@ -1,6 +1,7 @@
-"""The requests of a step as ops on states read them: their packed tokens, and the slots of their states."""
+"""The batches of a step, as ops on states read them: packed tokens, and the slots of the requests' states."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +22,12 @@ class PrefillBatch:
         initial_slots: [requests] int32; slot of the state before the first token, PAD_SLOT for the zero state.
         final_slots: [requests] int32; slot that receives the state after the last token, PAD_SLOT for none. Without
             tokens it receives the initial state.
-        cu_chunks: [chunks + 1] int32; packed starts of the chunks, in order. A chunk never spans requests; an empty
-            one is padding: it changes and stores nothing.
-        chunk_requests: [chunks] int32; the request that a chunk belongs to.
+        cu_chunks: [chunks + 1] int32; packed starts of the chunks, in order, none across requests. An empty chunk is
+            padding.
+        chunk_requests: [chunks] int32; the request of each chunk.
         chunk_slots: [chunks] int32; slot that receives the state at the chunk's end, PAD_SLOT for none.
-        cu_request_chunks: [requests + 1] int32; request r has the chunks [cu_request_chunks[r],
-            cu_request_chunks[r + 1]).
+        cu_request_chunks: [requests + 1] int32; request r has the chunks [cu_request_chunks[r], cu_request_chunks[r +
+            1]).
         longest_first: [requests] int32; the order in which to start their work.
     """
 
@@ -44,7 +45,7 @@ class PrefillBatch:
 class DecodeBatch:
     """Packed decode requests and their draft windows; all tensors on the ops' device.
 
-    A request starts from the state that its last step accepted and keeps the state after each of its tokens, so that
+    A request starts from the state that its last step accepted, and keeps the state after each of its tokens, so that
     any number of drafts may be rejected. The slot of column 0 also holds its conv window: of n tokens fed, the last
     d_conv - 2 + n inputs, oldest first. Requests have distinct slots. Tokens past the last request are padding.
 
@@ -61,6 +62,14 @@ class DecodeBatch:
     columns: Tensor
     accepted: Tensor
     max_len: int
+
+
+class DecodeView(NamedTuple):
+    """A kernel's view of `DecodeBatch`."""
+
+    cu_tokens: Tensor
+    columns: Tensor
+    accepted: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +190,7 @@ def check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) 
 
 
 class PackedTokens:
-    """Convert between packed decode tokens and [requests, max_len].
-
-    `inside` [requests, max_len] bool marks real tokens; those of padding requests are not.
-    """
+    """Convert between packed decode tokens and [requests, max_len], where `inside` marks real tokens, not padding."""
 
     def __init__(self, rows: DecodeBatch) -> None:
         starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)

@@ -29,11 +29,7 @@ class CachedForm:
     values: torch.dtype | None = None
 
     def layout(self, groups: Sequence[StateGroup], live: SlotLayout) -> SlotLayout:
-        """Return the layout of a cached state's slot.
-
-        Args:
-            live: The layout of a live state.
-        """
+        """Return the layout of a cached state's slot; `live` is that of a live state."""
         if self.values is None:
             return live
         return SlotLayout(
@@ -95,7 +91,7 @@ class StoredStates:
         tails: Mapping[int, DraftInputs] | None = None,
         only_windows: bool = False,
     ) -> None:
-        """Store the states at the boundaries that requests reached; see `align_copy`.
+        """Store the states at the boundaries that requests reached.
 
         Args:
             tails: The rest of windows that are not whole in their slots, by the index of their tensor.
@@ -140,11 +136,7 @@ class StoredStates:
             copy_slots([states for _, states in others], [storage for storage, _ in others], src, dst)
 
     def store_layer(self, index: int, layer: int, slot: int, state: Tensor) -> None:
-        """Store one layer's state of one tensor.
-
-        Args:
-            state: Of the shape of a slot.
-        """
+        """Store one layer's state of one tensor; `state` has the shape of a slot."""
         storage = self._storages[index]
         if isinstance(storage, QuantizedStates):
             slots = torch.tensor([slot], dtype=torch.int32, device=self.device)

@@ -1,7 +1,6 @@
 """The interface of a recurrence: its state tensors, its grain, and how the states of drafts are kept.
 
-A recurrence holds the sizes of its layers on this rank. Layers of one recurrence and equal sizes are a group. A slot of
-the state pool holds the tensors of all groups.
+A slot of the state pool holds the tensors of all groups of layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,11 +36,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Layers that share a recurrence and its sizes.
-
-    Args:
-        layers: Indices among the recurrent layers of this rank.
-    """
+    """Layers of a recurrence with equal sizes; `layers` are indices among the recurrent layers of this rank."""
 
     layers: tuple[int, ...]
     tensors: tuple[StateTensor, ...]
@@ -53,12 +48,7 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateDtypes:
-    """The configured dtypes of states.
-
-    Args:
-        model: Of the parameters.
-        window, whole: Of tensors by their motion.
-    """
+    """The configured dtypes of the parameters (`model`), and of state tensors by their motion."""
 
     model: torch.dtype
     window: torch.dtype
@@ -128,12 +118,7 @@ class ReplayedRecurrence(Recurrence, Protocol):
         """True if a step's tokens read the stored state at the last fold before them, even one of that step."""
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> BufferLayout:
-        """Return the layout of a request's buffer.
-
-        Args:
-            num_layers: Of this rank.
-            fold_len: Tokens after which a replayed state is written.
-        """
+        """Return the layout of a request's buffer, for the layers of this rank."""
 
 
 class LiveState(NamedTuple):
@@ -167,7 +152,7 @@ class DraftStorage(Protocol):
         """Return the draft storage of a recurrent layer; None if slots alone hold its states."""
 
     def cache_boundaries(self, stored: Any, replay: Any, rows: AlignBatch, block_size: int) -> None:
-        """Cache the states at the boundaries that requests reached, decided on the device; see `align_copy`.
+        """Cache the states at the boundaries that requests reached, decided on the device.
 
         Args:
             stored: A `StoredStates`: where cached states are.

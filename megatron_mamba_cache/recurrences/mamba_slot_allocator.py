@@ -167,7 +167,7 @@ class StateSlotAllocator:
 
         The chunk covers `prefill_chunk_length` tokens from `req.finished_chunk_token_count`; its first `skip_tokens`
         are not computed, and offsets count from the first computed one. Boundaries without a free slot are skipped. The
-        last two arguments, of Megatron's signature, are unused: `context.request_to_kv_block_ids` has the same data.
+        last two arguments, of Megatron's signature, are unused.
         """
         chunk_start = req.finished_chunk_token_count
         start = chunk_start + skip_tokens
@@ -190,8 +190,8 @@ class StateSlotAllocator:
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the running step's boundaries: offsets [prefills, k] int32 (padded with 0), counts [prefills] int32.
 
-        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block) with a stride, or more where waiting
-        requests branch from a prompt at other boundaries; (None, None) if no boundary is reserved.
+        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, ceil(max_tokens / block) with a stride, or more where waiting
+        requests branch elsewhere; (None, None) if no boundary is reserved.
         """
         rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
         rows = rows or self._reservations.boundary_offsets()

@@ -25,11 +25,7 @@ _LAUNCHED_MACS = 270_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayers:
-    """Layers of one recurrence with equal sizes.
-
-    Args:
-        layers: Indices among the recurrent layers of this rank.
-    """
+    """Layers of one recurrence with equal sizes; `layers` are indices among the recurrent layers of this rank."""
 
     recurrence: Recurrence
     layers: tuple[int, ...]
@@ -45,8 +41,7 @@ class HybridModelShape:
         num_heads, num_kv_heads: Query and key/value heads.
         softmax_scale: Factor on attention scores.
         fingerprint: The same on all ranks.
-        layer_weights: Weights that a token is multiplied with in a layer of this rank: the mean over the model; 0 if
-            unknown.
+        layer_weights: Weights that a token is multiplied with in a layer of this rank, on average; 0 if unknown.
         waits_for_experts: True if the host waits within a step for the experts that tokens choose.
     """
 
@@ -102,10 +97,7 @@ class HybridModelShape:
         return tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
 
     def state_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a live state's slot.
-
-        Windows have room for the inputs of drafts if draft states are in slots.
-        """
+        """Return the layout of a live state's slot; its windows have room for drafts if draft states are in slots."""
         return SlotLayout.of(self.state_groups(config), config.num_draft_slots)
 
     def cached_layout(self, config: CacheConfig) -> SlotLayout:
@@ -169,8 +161,8 @@ class HybridModelShape:
     ) -> CacheConfig:
         """Return the settings with `draft_states`, `cuda_graph_prefill_tokens` and `max_requests` decided.
 
-        Replay is faster for more than a request or two, and for drafts with large states. Buffers are reserved for
-        `max_requests`, limited so that one budget has room for one request of the longest sequence.
+        Replay is faster for more than a request or two, and for drafts with large states. Each request has a buffer, so
+        `max_requests` is limited: the budget must have room for one request of the longest sequence.
 
         Args:
             gather: Returns the `unit_bytes` of all ranks of the model, from this one's. Called once.
@@ -197,7 +189,7 @@ class HybridModelShape:
 
     @property
     def most_launched(self) -> int | None:
-        """Tokens of a step up to which the host's launches take longer than the GPU; None if unknown."""
+        """Most tokens of a step that takes longer to launch than to compute; None if unknown."""
         return _LAUNCHED_MACS // self.layer_weights if self.layer_weights else None
 
     @staticmethod
@@ -227,7 +219,7 @@ class HybridModelShape:
 
 
 def kv_heads_of_rank(num_kv_heads: int, num_tensor_ranks: int) -> int:
-    """Return how many KV heads a rank has: its share, or a copy of one if there are more ranks than heads.
+    """Return the KV heads of a rank: its share, or a copy of one head if there are more ranks than heads.
 
     Raises:
         ValueError: If neither number divides the other.

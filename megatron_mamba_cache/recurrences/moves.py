@@ -1,7 +1,7 @@
 """The moves of an align copy, its torch twin, and the checks of its arguments; no host sync."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class StateMove:
 
 
 def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int) -> None:
-    """Do what `align_copy` does. Every source is read before any write."""
+    """Torch twin of `align_copy`; every source is read before any write."""
     if rows.targets.shape[0] == 0:
         return
     keeps, window, whole, shift = _decide(rows, block_size)
@@ -67,9 +67,8 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int
 
 
 def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each request: keep a state or not, the slots of its window and of whole tensors, and the shift.
-
-    Each is [requests]; 0 if it keeps none.
+    """Return for each request: keep a state or not, the slots of its window and of whole tensors, and the shift:
+    [requests].
     """
     running = rows.computed + rows.scheduled - rows.drafts
     accepted = rows.accepted.to(torch.int32).clamp_min(1)
@@ -142,12 +141,8 @@ def _check_contiguous(pool: Tensor, name: str, lead: int = 2) -> None:
 
 def check_rows(rows: AlignBatch, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of a batch fit together and are on `device`."""
-    vectors = {
-        name: getattr(rows, name)
-        for name in ("computed", "scheduled", "drafts", "accepted", "state_columns", "targets")
-    }
     num_rows = rows.targets.shape[0]
-    for name, values in (vectors | {"columns": rows.columns}).items():
+    for name, values in ((field.name, getattr(rows, field.name)) for field in fields(rows)):
         dtypes = (torch.int32, torch.int64) if name == "accepted" else (torch.int32,)
         if values.dtype not in dtypes or values.device != device:
             raise ValueError(f"need {name} of {dtypes} on {device}, found {values.dtype} on {values.device}")

@@ -6,9 +6,8 @@
 nothing is fused, so every kernel that writes quantized states, and the twin, writes the same bits. A channel whose
 scale would be denormal is all zeros.
 
-Layout of a restore: a tile is a head's channels over all rows. Grid: the resident programs; each reads all slot
-numbers, skips padding, and takes every n-th remaining tile. Graph safe: no host sync, one launch, grid fixed at
-capture.
+A restore's tile is a head's channels over all rows; each resident program takes every n-th tile of the slots that are
+not padding. Graph safe: no host sync, one launch, grid fixed at capture.
 """
 
 from dataclasses import dataclass

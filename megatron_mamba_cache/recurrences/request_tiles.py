@@ -68,7 +68,7 @@ def tiled_view(rows: PrefillBatch) -> TiledView:
 
 
 def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
-    """Return how chunks are cut for tokens of this dtype; None if the chunk size is not a multiple of a tile.
+    """Return how chunks are cut for tokens of a dtype; None if a chunk is not a multiple of a tile.
 
     float32 matmuls run without tensor cores, unrolled: long tiles would not fit in registers.
     """
@@ -82,7 +82,7 @@ def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
 
 @triton.jit
 def find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
-    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position of its cut."""
+    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position where it is cut."""
     row = tl.load(rows.chunk_requests + tile // PER_CHUNK)
     first_chunk = tl.load(rows.cu_request_chunks + row)
     number = tile % PER_CHUNK

@@ -55,7 +55,7 @@ class SlabShape:
         return -(-needed // grain) * grain
 
     def slabs_in(self, num_bytes: int, unit: UnitBytes) -> int:
-        """Return how many slabs a rank's memory holds, next to the dummy block; a huge number if they take no bytes."""
+        """Return how many slabs a rank's memory holds next to the dummy block; a huge number if slabs take no bytes."""
         slab_bytes = self.slab_bytes(unit)
         return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
 
@@ -73,7 +73,7 @@ class SlabShape:
         return max(num_slabs - self.slabs_of_request(0, num_states), 0) * self.blocks_per_slab
 
     def loss(self, units: Sequence[UnitBytes]) -> float:
-        """Return the largest share of a slab that a use leaves empty, over ranks where it takes bytes."""
+        """Return the largest share of a slab that either use leaves empty on any rank."""
         return max(
             (
                 1 - min(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state) / self.slab_bytes(unit)
@@ -103,12 +103,10 @@ class MemorySizes:
     running: int = 0
 
     def by_use(self, slots: Mapping[str, int], blocks: Mapping[str, int], slabs: Mapping[str, int]) -> dict[str, int]:
-        """Return bytes by use; `unusable` ones are in slabs of the other use.
+        """Return bytes by use; `unusable` bytes are in slabs of the other use.
 
         Args:
-            slots: States by owner.
-            blocks: KV blocks by kind.
-            slabs: Slabs by use.
+            slots, blocks, slabs: States by owner, KV blocks by kind, slabs by use.
         """
         owners = ("reserved",) if self.running else ("live", "reserved", "draft")
         running = sum(slots[owner] for owner in owners)
@@ -137,11 +135,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def _candidates(ratio: float) -> Iterator[SlabShape]:
-    """Yield shapes with few of the larger unit, fewest first.
-
-    Args:
-        ratio: Bytes of a state for each byte of a block.
-    """
+    """Yield shapes with few of the larger unit, fewest first; a state has `ratio` times the bytes of a block."""
     for few in range(1, _FEW + 1):
         many = few * max(ratio, 1 / ratio)
         for number in sorted({math.floor(many), math.ceil(many)}):

@@ -55,7 +55,7 @@ class StepReservations(Protocol):
 
 
 class NoReservations:
-    """No engine: all reservations come through `compute_and_store_offsets`."""
+    """The reservations of an allocator without an engine: none."""
 
     def boundary_offsets(self) -> list[list[int]]:
         """Return no boundaries."""

@@ -1,8 +1,8 @@
 """Whole-slot copies of state pools: all layers and state types in one launch.
 
-Layout: see `slot_tiles`; a slot and layer are one time, so only their bytes matter. Grid: the resident programs. Each
-reads all slot numbers, skips padding, and takes every n-th remaining tile: one slot uses the whole device. Graph safe:
-no host sync, one launch, grid fixed at capture.
+Layout: as in `slot_tiles`; a slot and layer are one time, so only their bytes matter. Each resident program reads all
+slot numbers, skips padding, and takes every n-th remaining tile: one slot uses the whole device. Graph safe: no host
+sync, one launch, grid fixed at capture.
 """
 
 from collections.abc import Sequence
@@ -46,10 +46,10 @@ def _copy_slots_kernel(
 def copy_slots(
     sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor, tiling: CopyTiling = TILING
 ) -> None:
-    """Copy whole slots of each source pool into the pool of the same index, possibly itself, in place.
+    """Copy whole slots of each source pool into the pool of the same index, possibly itself, in place, all layers.
 
-    All layers. Slots not in `dst`, and bytes between the slots of a strided pool, are unchanged. If dtypes differ, the
-    reference casts.
+    Slots not in `dst`, and bytes between the slots of a strided pool, are unchanged. If dtypes differ, the reference
+    casts.
 
     Args:
         sources, pools: Each [layers, slots, ...]; a slot and layer contiguous. They differ in slots only.

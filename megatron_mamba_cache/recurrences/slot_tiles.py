@@ -22,9 +22,8 @@ class CopyTiling:
     """How a copy is split over the device; every choice copies the same bytes.
 
     Args:
-        tile_len: elements of a tile, a power of two; 8 bytes each where alignment allows.
-        num_warps: warps of a program.
-        programs_per_sm: programs launched for each multiprocessor.
+        tile_len: Elements of a tile, a power of two; 8 bytes each where alignment allows.
+        programs_per_sm: Programs launched for each multiprocessor.
     """
 
     tile_len: int
@@ -46,9 +45,9 @@ class SlotTiles:
     """A pool's view and the compile-time sizes of `copy_tiles`.
 
     Args:
-        times, length: times of a slot and layer that are copied, elements of each.
-        lanes: elements of an access.
-        width: elements of a tile.
+        times, length: Times of a slot and layer that are copied, elements of each.
+        lanes: Elements of an access.
+        width: Elements of a tile.
     """
 
     states: SlotStates
@@ -72,7 +71,7 @@ def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> Sl
     """Cut a pool [layers, slots, times, elements] of some slots, whose elements, if any, are contiguous.
 
     Args:
-        access: bytes of an access, at most those of `access_bytes`, which is the default.
+        access: Bytes of an access, at most those of `access_bytes`, which is the default.
     """
     num_times, num_elements = pool.shape[2:]
     strides = [stride * pool.element_size() for stride in pool.stride()[:3]]
@@ -108,7 +107,7 @@ def of_number(values, numbers, number):
 
 @triton.jit
 def next_turn(turn, TILES: tl.constexpr):
-    """Return the first tile that a program takes of the next slot, if `turn` is its first of the TILES of this one.
+    """Return a program's first tile of the next slot, from its first tile (`turn`) of this slot's TILES.
 
     Tiles are dealt out without a gap between slots: a program's first turn is its number.
     """
@@ -118,17 +117,10 @@ def next_turn(turn, TILES: tl.constexpr):
 
 @triton.jit
 def copy_tiles(
-    states,
-    target_states,
-    source,
-    target,
-    first_tile,
-    LAYERS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Copy every n-th tile from `first_tile` on, n programs, of slot `source` to `target`: all layers, one time.
+    states, target_states, source, target, first_tile,
+    LAYERS: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Copy every n-th tile of slot `source` to `target`, from `first_tile` on, for n programs: all layers, one time.
 
     Slots are int64; `target` is one of `target_states`, which may be `states`.
     """
@@ -152,10 +144,9 @@ def copy_windows(
     LAYERS: tl.constexpr, TIMES: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Copy every n-th tile of the window in slot `source`, from input `shift` on: n programs, from `first_tile`.
+    """Copy every n-th tile of a window, all layers, from input `shift` on, as `copy_tiles` does.
 
-    All layers. Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be
-    equal.
+    The source and target slots may be equal if the states are.
 
     Args:
         tail: Holds the inputs from TIMES on, at `buffer`, if HAS_TAIL; else they are in the slot as well.

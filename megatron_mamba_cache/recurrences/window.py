@@ -15,11 +15,7 @@ from .interface import LiveState
 
 
 class WindowStorage:
-    """Draft states in slots of the pool; a `DraftStorage`.
-
-    Args:
-        live: The pool's own tensors.
-    """
+    """Draft states in slots of the pool, whose own tensors are `live`; a `DraftStorage`."""
 
     def __init__(self, live: StoredStates) -> None:
         self._live = live
@@ -28,7 +24,7 @@ class WindowStorage:
         """Return None: slots alone hold a layer's states."""
 
     def cache_boundaries(self, stored: StoredStates, replay: object, rows: AlignBatch, block_size: int) -> None:
-        """Cache the states at the boundaries that requests reached; see `align_copy`."""
+        """Cache the states at the boundaries that requests reached, by an align copy."""
         stored.align_copy(rows, block_size)
 
     def resolve(self, states: Sequence[LiveState]) -> None:
@@ -40,7 +36,7 @@ class WindowStorage:
 
 
 def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple[AlignBatch, Tensor]:
-    """Return an align copy with blocks of one token, each ending at the accepted one, and the buffers."""
+    """Return an align copy to column 0, as of blocks of one token that end at the accepted one, and the buffers."""
     width = max(state.accepted for state in states)
     numbers = [
         [state.slot, state.accepted, state.buffer]

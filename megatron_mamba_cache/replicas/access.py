@@ -119,11 +119,7 @@ class InsecureAccess(Access):
 
 
 def port_of(address: str) -> int:
-    """Return the port of an address such as "tcp://host:5555".
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """Return the port of an address such as "tcp://host:5555"; raise `ValueError` if it has none."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not host or not port.isdecimal():
         raise ValueError(f"the coordinator's address is {address!r}; it must look like tcp://host:5555")

@@ -42,11 +42,7 @@ class KeyPair:
 
 
 class CurveChannel(Channel):
-    """CURVE with one secret; a client or server without it fails the handshake.
-
-    Raises:
-        ModuleNotFoundError: If libzmq was built without CURVE.
-    """
+    """CURVE with one secret; a client or server without it fails the handshake. Needs libzmq with CURVE."""
 
     def __init__(self, secret: bytes) -> None:
         if not zmq.has("curve"):
@@ -78,9 +74,9 @@ class CurveChannel(Channel):
 
 
 def set_heartbeats(socket: zmq.Socket[Any]) -> None:
-    """Ping the peer every second; close a connection after 5 s of silence.
+    """Ping the peer every second and close a connection after 5 s of silence.
 
-    Call it before the socket binds or connects. Both sides need it: libzmq drops the timeout that a peer asks for
+    Call it on both sides before the socket binds or connects: libzmq drops the timeout that a peer asks for
     (`HEARTBEAT_TTL`) as soon as that peer sends anything else.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)

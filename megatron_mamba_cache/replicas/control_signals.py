@@ -27,10 +27,10 @@ class Announcement:
 
 
 class ControlSignals:
-    """Orders the signals of clients.
+    """Orders the signals of clients. A repeated signal is answered again.
 
     No signal follows a PAUSE or a STOP until all living replicas have answered it: a Megatron engine that is unpaused
-    while its answer is in flight stays paused forever. A repeated signal is answered again.
+    while its answer is in flight stays paused forever.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,7 @@ class ControlSignals:
         return Headers.STOP_ACK in self._steady
 
     def ask(self, signal: Headers) -> None:
-        """Queue a client's signal.
-
-        Raises:
-            ValueError: If too many signals are waiting for the replicas' answers.
-        """
+        """Queue a client's signal; raise `ValueError` if too many wait for the replicas' answers."""
         if len(self._waiting) >= _MOST_WAITING:
             raise ValueError(f"{_MOST_WAITING} signals wait already; those before have to be answered")
         if not self.is_stopping:

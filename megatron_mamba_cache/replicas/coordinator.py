@@ -78,11 +78,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         pipe_connection.close()
 
     def wait_for_replicas(self) -> None:
-        """Serve until all expected replicas have joined.
-
-        Raises:
-            TimeoutError: If they do not join within `join_timeout_s`.
-        """
+        """Serve until all expected replicas have joined; raise `TimeoutError` after `join_timeout_s`."""
         end = time.monotonic() + self._settings.join_timeout_s
         while len(self._members.serving) < self._num_replicas and not self._is_abandoned():
             self._serve_round()
@@ -317,7 +313,6 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._router.finish(request.request_id)
 
     def _forget_client(self, identity: bytes) -> None:
-        """Stop sending to a client."""
         self._clients.discard(identity)
 
     # All connections.

@@ -311,12 +311,6 @@ class ReplicaEngine(MambaCacheEngine):
             self._link.send(msgpack.packb([Headers.ENGINE_REPLY.value, records]))
 
     def _annotate(self, record: Any, request_id: int) -> None:
-        sampling = record[0].sampling_params
-        sampling.cached_tokens = self.cached_tokens(request_id)
-        tiers = self.tier_tokens(request_id)
-        sampling.cached_tokens_from_host, sampling.cached_tokens_from_disk = tiers.from_host, tiers.from_disk
-        sampling.written_tokens = self.written_tokens(request_id)
-        sampling.replica = self._replica_name
-        sampling.running_s = self.running_seconds(request_id)
-        drafts = self.draft_counts(request_id)
-        sampling.draft_tokens, sampling.accepted_tokens = drafts.drafted, drafts.accepted
+        counts = self.counts_of(request_id).as_mapping()
+        for name, value in {**counts, "replica": self._replica_name}.items():
+            setattr(record[0].sampling_params, name, value)

@@ -53,11 +53,7 @@ def address_on_this_host(port: int | None, host: str) -> str:
 
 
 def check_ranks(groups: Any, access: "Access") -> None:
-    """Check that the launch's processes may reach each other; a collective.
-
-    Raises:
-        ValueError: On all processes, if they may not, or if their rules differ.
-    """
+    """Raise `ValueError`, on all processes, if they may not reach each other or their rules differ; a collective."""
     ranks = {(host_identity(), access.fingerprint)}
     for group in (groups.mp, groups.dp):
         ranks = set().union(*_gathered(ranks, group))

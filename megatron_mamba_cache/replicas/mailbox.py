@@ -56,11 +56,7 @@ class Mailbox:
                 return
 
     def send(self, identity: bytes, message: bytes) -> None:
-        """Send a message.
-
-        Raises:
-            zmq.ZMQError: If no peer has this identity any more, or it does not read.
-        """
+        """Send a message; raise `zmq.ZMQError` if no peer has this identity any more, or it does not read."""
         self.socket.send_multipart([identity, message], zmq.NOBLOCK)
 
     def ignore(self, sender: bytes, error: Exception) -> None:

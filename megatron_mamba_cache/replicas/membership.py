@@ -38,10 +38,7 @@ _MOST_DEAD = 4096
 
 
 class Membership:
-    """Replicas by name and by socket; a dead one may not rejoin.
-
-    The number of dead replicas remembered is bounded; those that died first are forgotten.
-    """
+    """Replicas by name and by socket. A dead one may not rejoin; the newest `_MOST_DEAD` are remembered."""
 
     def __init__(self) -> None:
         self._replicas: dict[ReplicaName, Replica] = {}

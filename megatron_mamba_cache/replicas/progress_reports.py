@@ -59,21 +59,12 @@ class ProgressReports:
 
     def _progress(self, request_id: int) -> dict[str, Any]:
         parts = self._engine.requests[request_id].record.requests
-        start = self._known.get(request_id, 0)
-        progress = progress_since(start, parts, self._engine.cached_tokens(request_id))
-        drafts = self._engine.draft_counts(request_id)
-        counts = {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
-        counts["written_tokens"] = self._engine.written_tokens(request_id)
-        tiers = self._engine.tier_tokens(request_id)
-        counts |= {"cached_tokens_from_host": tiers.from_host, "cached_tokens_from_disk": tiers.from_disk}
-        return progress | counts | {"running_s": self._engine.running_seconds(request_id)}
+        counts = self._engine.counts_of(request_id)
+        return progress_since(self._known.get(request_id, 0), parts, counts.cached_tokens) | counts.as_mapping()
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
-    """Return a request's progress after its first `start` tokens, in plain types.
-
-    The prompt's log-probs come with the first token.
-    """
+    """Return a request's progress after its first `start` tokens; its prompt's log-probs come with the first."""
     first = parts[0] if start == 0 else None
     sampling = getattr(first, "sampling_params", None)
     return {

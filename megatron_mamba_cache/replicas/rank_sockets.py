@@ -34,11 +34,7 @@ class RankSocket(zmq.Socket[bytes]):
         return super().connect(address)
 
     def wait_for_subscribers(self, num_subscribers: int, timeout_s: float) -> None:
-        """Wait until `num_subscribers` ranks have subscribed.
-
-        Raises:
-            ConnectionError: If that takes longer than `timeout_s`.
-        """
+        """Wait until `num_subscribers` ranks have subscribed; raise `ConnectionError` after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while num_subscribers:
             if self.poll(_POLL_MS):

@@ -53,7 +53,10 @@ class ReplicaLink:
         self._unread: deque[bytes] = deque()  # for the engine
         self._last_heard = time.monotonic()
         self._socket = context.socket(zmq.DEALER, zmq.Socket)
-        self._socket.setsockopt(zmq.IDENTITY, _identity_of(hello))
+        name = f"{hello.replica}/{hello.member}"
+        if hello.proof:
+            name += f"/{secrets.token_hex(16)}"  # clients cannot guess it
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
         (channel or Channel()).secure_connection(self._socket)
         set_heartbeats(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited: the I/O thread keeps receiving during a long step
@@ -72,11 +75,7 @@ class ReplicaLink:
         return self._unread.popleft() if self._unread else self._next(flags)
 
     def check(self) -> None:
-        """Check that this replica still counts as alive; keep messages for the engine.
-
-        Raises:
-            ReplicaFencedError: As `recv`.
-        """
+        """Check that this replica still counts as alive; keep messages for the engine. Raises as `recv`."""
         try:
             while True:
                 self._unread.append(self._next(zmq.NOBLOCK))
@@ -109,11 +108,7 @@ class ReplicaLink:
         return message
 
     async def wait_for_welcome(self, timeout_s: float) -> None:
-        """Wait for the coordinator's welcome while another task calls `recv` or `drain`.
-
-        Raises:
-            ConnectionError: If that takes longer than `timeout_s`.
-        """
+        """Wait for the coordinator's welcome while another task reads; raise `ConnectionError` after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while not self._is_welcome:
             if time.monotonic() > end:
@@ -124,11 +119,7 @@ class ReplicaLink:
             await asyncio.sleep(_WELCOME_POLL_S)
 
     def drain(self) -> None:
-        """Read and drop messages, on a rank that gets requests from another one.
-
-        Raises:
-            ReplicaFencedError: As `recv`.
-        """
+        """Read and drop messages, on a rank that gets requests from another one. Raises as `recv`."""
         try:
             while True:
                 self.recv(zmq.NOBLOCK)
@@ -150,17 +141,10 @@ class ReplicaLink:
         self._socket.close()
 
 
-def _identity_of(hello: Hello) -> bytes:
-    """Return a name for the socket that clients cannot guess if hellos carry a proof."""
-    name = f"{hello.replica}/{hello.member}"
-    return (f"{name}/{secrets.token_hex(16)}" if hello.proof else name).encode()
-
-
 def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
-    """Split an engine's message into ones of at most `max_bytes`, in order.
+    """Split an engine's message into ones of at most `max_bytes`, in order: replies and progress, by request.
 
-    Replies and progress are split by request. If the part of a single request exceeds the limit, an `Unsent` replaces
-    it, which makes the coordinator fail that request.
+    If the part of a single request exceeds the limit, an `Unsent` replaces it, and the coordinator fails that request.
     """
     if len(message) <= max_bytes:
         yield message

@@ -117,11 +117,7 @@ class RequestsInFlight:
         return self._of_client[client].get(client_request_id) if client in self._of_client else None
 
     def add(self, request: RequestInFlight) -> None:
-        """Add a request.
-
-        Raises:
-            ValueError: If its client has an unfinished one with this number; nothing has changed then.
-        """
+        """Add a request; raise `ValueError` if its client has an unfinished one with this number."""
         if self.find(request.client, request.client_request_id) is not None:
             raise ValueError(f"request {request.client_request_id} of this client is unfinished; use another number")
         self._requests[request.request_id] = request
@@ -185,10 +181,7 @@ def _is_plain(value: Any, most_nested: int) -> bool:
 
 
 def failed_record(request: RequestInFlight, reason: str) -> dict[str, Any]:
-    """Return Megatron's serialized record of a request that failed outside an engine.
-
-    `InferenceClient` returns the record to its caller; the reason is the message of its second-to-last event.
-    """
+    """Return Megatron's serialized record of a request that failed outside an engine, with the reason in its events."""
     now = time.time()
     error = {
         "type": "ContextOverflowError",  # the only kind of error that Megatron's events carry

@@ -90,10 +90,6 @@ class RoutingSettings:
         return InsecureAccess() if self.insecure else LoopbackAccess()
 
     def router(self) -> PrefixRouter:
-        """Return a new router of this policy.
-
-        Raises:
-            ValueError: If a factor or `max_keys` is out of range.
-        """
+        """Return a new router of this policy; raise `ValueError` if a factor or `max_keys` is out of range."""
         prefix = PrefixRouter(self.load_factor, self.share_factor, self.max_keys)
         return prefix if self.policy == "prefix" else RoundRobinRouter()

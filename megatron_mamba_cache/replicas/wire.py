@@ -79,11 +79,7 @@ class Unsent:
 
 
 def opening_of(message: bytes) -> tuple[Any, ...]:
-    """Return the kind of a message and the first value of its body.
-
-    Raises:
-        WireError: If it does not begin with both.
-    """
+    """Return the kind of a message and the first value of its body; raise `WireError` if either is missing."""
     opening = msgpack.Unpacker(raw=False)
     opening.feed(message[:_OPENING_BYTES])
     try:
@@ -101,11 +97,7 @@ def pack_hello(hello: Hello) -> bytes:
 
 
 def hello_of(body: Any) -> Hello:
-    """Read what follows the word "hello".
-
-    Raises:
-        WireError: If it is not a valid hello.
-    """
+    """Read what follows the word "hello"; raise `WireError` if it is not a valid hello."""
     fields = _fields(body, {"replica": str, "member": int, "num_members": int, "domain": str, "proof": str})
     if max(len(fields[name]) for name in ("replica", "domain", "proof")) > _MOST_CHARACTERS:
         raise WireError(f"a name of more than {_MOST_CHARACTERS} characters")
@@ -127,11 +119,7 @@ def pack_report(report: KeyReport) -> bytes:
 
 
 def report_of(body: Any) -> KeyReport:
-    """Read what follows the word "keys".
-
-    Raises:
-        WireError: If it is not a valid report.
-    """
+    """Read what follows the word "keys"; raise `WireError` if it is not a valid report."""
     fields = _fields(body, {"salt": (list, type(None)), "flushed": bool, "published": bytes, "dropped": bytes})
     changes = BoundaryChanges(_keys(fields["published"]), _keys(fields["dropped"]), fields["flushed"])
     return KeyReport(changes, None if fields["salt"] is None else _salt(fields["salt"]))
@@ -143,11 +131,7 @@ def pack_unsent(unsent: Unsent) -> bytes:
 
 
 def unsent_of(body: list[Any]) -> Unsent:
-    """Read what follows the word "unsent".
-
-    Raises:
-        WireError: If it is not a request's number and a reason.
-    """
+    """Read what follows the word "unsent"; raise `WireError` if it is not a request's number and a reason."""
     if [type(value) for value in body] != [int, str]:
         raise WireError(f"need a request's number and a reason, found {body!r:.100}")
     return Unsent(body[0], body[1][:_MOST_REASON_CHARACTERS])

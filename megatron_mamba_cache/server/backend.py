@@ -25,8 +25,8 @@ class Progress:
     prompt_alternatives: tuple[Mapping[int, float], ...] = ()
     prompt_scores: tuple[ScoredToken, ...] = ()  # likewise with ranks and ids
     cached_tokens: int = 0  # prompt tokens skipped at the request's first admission
-    cached_tokens_from_host: int = 0  # of these, restored from host memory
-    cached_tokens_from_disk: int = 0  # of these, restored from disk
+    cached_tokens_from_host: int = 0  # of the cached ones, restored from host memory
+    cached_tokens_from_disk: int = 0  # of the cached ones, restored from disk
     written_tokens: int = 0  # prompt tokens that the request has newly written to the cache
     draft_tokens: int = 0  # drafts verified so far
     accepted_tokens: int = 0  # of these, accepted

@@ -178,7 +178,7 @@ class TokenizingRoutes:
         if body.messages is not None:
             return reader.read_chat(tenant, body.conversation_of(body.messages), add_special_tokens=bool(add)).token_ids
         if not body.prompt:
-            return () if add is False else self.tokenizer.tokenize("")  # type: ignore[no-any-return]
+            return () if add is False else self.tokenizer.tokenize("")
         return reader.read(tenant, body.prompt, add).token_ids
 
     def _text_of(self, tokens: Sequence[int]) -> DetokenizeReply:

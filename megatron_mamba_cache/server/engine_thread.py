@@ -177,7 +177,6 @@ class EngineThread:
         tokens = tokens_after(known, parts)
         listener.num_tokens += len(tokens)
         self._generated += len(tokens)
-        drafts, tiers = self._engine.draft_counts(request_id), self._engine.tier_tokens(request_id)
         wants_log_probs = parts[0].sampling_params.return_log_probs
         wants_top = wants_log_probs and parts[0].sampling_params.top_n_logprobs
         return Progress(
@@ -187,13 +186,7 @@ class EngineThread:
             prompt_log_probs=() if known else tuple(parts[0].prompt_log_probs or ()),
             prompt_alternatives=() if known else by_id(parts[0].prompt_top_n_logprobs or ()),
             prompt_scores=() if known else tuple(getattr(parts[0].sampling_params, PROMPT_SCORES, ())),
-            cached_tokens=self._engine.cached_tokens(request_id),
-            cached_tokens_from_host=tiers.from_host,
-            cached_tokens_from_disk=tiers.from_disk,
-            written_tokens=self._engine.written_tokens(request_id),
-            draft_tokens=drafts.drafted,
-            accepted_tokens=drafts.accepted,
-            running_s=self._engine.running_seconds(request_id),
+            **self._engine.counts_of(request_id).as_mapping(),
         )
 
     def _add(self, ticket: Ticket, spec: RequestSpec, deliver: Callable[[Progress], None]) -> None:

@@ -163,7 +163,7 @@ class ChatFormat(_Envelope):
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, settings: StreamSettings, *, includes_reasoning: bool = True) -> None:
+    def __init__(self, model: str, settings: StreamSettings, *, includes_reasoning: bool) -> None:
         super().__init__(model, settings)
         self._deltas: dict[int, _ChatDeltas] = defaultdict(lambda: _ChatDeltas(includes_reasoning=includes_reasoning))
         self._includes_reasoning = includes_reasoning

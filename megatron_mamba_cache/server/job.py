@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from .backend import Backend, Progress, Ticket
 from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
-from .job_progress import JobTimes, Mail, TokenTimes, Usage, prompt_usage
+from .job_progress import JobTimes, Mail, PromptUsage, TokenTimes, Usage, prompt_usage
 from .limits import QueueGate, QueuePermits
 from .orders import Order
 from .parsers.reasoning import PromptReasoning
@@ -156,14 +156,10 @@ class Job:
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=sum(len(choice.reply.token_ids) for choice in self.choices),
-            cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
             draft_tokens=sum(progress.draft_tokens for progress in latest),
             accepted_tokens=sum(progress.accepted_tokens for progress in latest),
             reasoning_tokens=sum(choice.reply.num_reasoning_tokens for choice in self.choices),
-            written_tokens=sum(prompt.written_tokens for prompt in prompts),
-            hour_tokens=sum(prompt.hour_tokens for prompt in prompts),
-            cached_tokens_from_host=sum(prompt.cached_tokens_from_host for prompt in prompts),
-            cached_tokens_from_disk=sum(prompt.cached_tokens_from_disk for prompt in prompts),
+            **{entry.name: sum(getattr(prompt, entry.name) for prompt in prompts) for entry in fields(PromptUsage)},
         )
 
     @property

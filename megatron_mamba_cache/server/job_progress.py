@@ -11,20 +11,26 @@ from .backend import Progress
 _HOUR_S = 3600
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptUsage:
+    """Counts of prompt tokens, by each prompt's first choice."""
+
+    cached_tokens: int  # skipped
+    cached_tokens_from_host: int  # of the cached ones, restored from host memory
+    cached_tokens_from_disk: int  # of the cached ones, restored from disk
+    written_tokens: int  # newly written to the cache
+    hour_tokens: int  # of the written ones, before a breakpoint with a TTL of an hour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage(PromptUsage):
     """Token counts of an HTTP request."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # prompt tokens that were skipped, by each prompt's first choice
     draft_tokens: int  # drafts verified for all choices
     accepted_tokens: int  # of these, accepted
-    reasoning_tokens: int = 0  # completion tokens that were parsed as reasoning
-    written_tokens: int = 0  # prompt tokens newly written to the cache
-    hour_tokens: int = 0  # of these, the ones before a breakpoint with a TTL of an hour
-    cached_tokens_from_host: int = 0  # of these, restored from host memory
-    cached_tokens_from_disk: int = 0  # of these, restored from disk
+    reasoning_tokens: int  # completion tokens that were parsed as reasoning
 
     @property
     def by_tier(self) -> dict[str, int]:
@@ -52,17 +58,6 @@ class Usage:
                 "draft_tokens": self.draft_tokens,
             },
         }
-
-
-@dataclass(frozen=True, slots=True)
-class PromptUsage:
-    """Counts of a prompt, as in `Usage`."""
-
-    cached_tokens: int
-    cached_tokens_from_host: int
-    cached_tokens_from_disk: int
-    written_tokens: int
-    hour_tokens: int
 
 
 def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:

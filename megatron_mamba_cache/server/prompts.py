@@ -115,9 +115,10 @@ class PromptReader:
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the exact tokens of a prompt and its reply, unless that is empty or not text."""
         add = prompt.add_special_tokens
-        if image_error(self._tokenizer, reply_ids) is not None:
+        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # so no text follows it
+        if prompt.text is None or not reply or not self._knows_continuations or ends_text:
             return
-        if prompt.text is None or not reply or not self._knows_continuations or self._ends_text(add):
+        if image_error(self._tokenizer, reply_ids) is not None:
             return
         kind = self._kind_of(add)
         self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids), kind)
@@ -175,7 +176,10 @@ class PromptReader:
 
     def _prompt(self, tenant: Tenant, text: str, tokens_after: _TokensAfter, add: bool | None) -> Prompt:
         self._check_length(len(text), self._max_characters, "characters")
-        token_ids = tuple(_tokenized(lambda: self._token_ids(tenant, text, tokens_after, add)))
+        try:
+            token_ids = tuple(self._token_ids(tenant, text, tokens_after, add))
+        except Exception as error:  # each tokenizer raises its own errors
+            raise bad_request(f"the text cannot be tokenized: {error}; send valid Unicode", "prompt") from error
         if not token_ids:
             raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
         return Prompt(self._text_only(token_ids), text, add_special_tokens=add)
@@ -196,22 +200,18 @@ class PromptReader:
             if new is not None:
                 return (*known.token_ids, *new)
         if add is None:
-            return self._tokenizer.tokenize(text)  # type: ignore[no-any-return]
-        return self._tokenizer.tokenize(text, add_special_tokens=add)  # type: ignore[no-any-return]
+            return self._tokenizer.tokenize(text)
+        return self._tokenizer.tokenize(text, add_special_tokens=add)
 
     def _kind_of(self, add: bool | None) -> bool | None:
         """Return the key of a text's transcripts: equal if the tokenizer adds no tokens."""
         return add if getattr(self._tokenizer, "adds_special_tokens", False) else None
 
-    def _ends_text(self, add: bool | None) -> bool:
-        """Return True if a prompt ends with an added special token, so that no text follows."""
-        return add is not False and getattr(self._tokenizer, "adds_end_token", False)
-
     def _next_turn(self, known: Transcript, rest: str) -> list[int] | None:
-        return self._tokenizer.tokenize_after_tokens(known.token_ids, rest)  # type: ignore[no-any-return]
+        return self._tokenizer.tokenize_after_tokens(known.token_ids, rest)
 
     def _continuation(self, known: Transcript, rest: str) -> list[int] | None:
-        return self._tokenizer.tokenize_after_text(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
+        return self._tokenizer.tokenize_after_text(known.text[-_CONTEXT_CHARACTERS:], rest)
 
 
 def template_of(tokenizer: Any, *, has_tools: bool) -> str:
@@ -239,10 +239,3 @@ def _placed(marks: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]
     """Return the breakpoints of known position, as tokens before them."""
     counted = [(counts[replace(mark, keep_s=0)], mark.keep_s) for mark in marks]
     return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]
-
-
-def _tokenized(tokenize: Callable[[], Sequence[int]]) -> Sequence[int]:
-    try:
-        return tokenize()
-    except Exception as error:  # each tokenizer raises its own errors
-        raise bad_request(f"the text cannot be tokenized: {error}; send valid Unicode", "prompt") from error

@@ -40,8 +40,7 @@ def best_counts(
 ) -> list[int]:
     """Return the draft counts that maximize tokens per second; all 0 unless they beat a plain step.
 
-    A draft pays if it is likely to be kept: if it and all before it are right. For each of THRESHOLDS, every request
-    gets the drafts that are kept with at least that chance; the best of these steps wins.
+    For each of THRESHOLDS, every request gets the drafts that are kept with at least that chance; the best step wins.
 
     Args:
         chances: [requests] that a draft is right if those before it are.
@@ -75,8 +74,7 @@ DRAFTER_WINDOW = 128
 class Acceptance:
     """Estimate the chance that a draft is right if those before it in its step are.
 
-    Older drafts have less weight. Drafts after the first wrong one do not count: a step that accepts two of four drafts
-    tried three.
+    Older drafts have less weight. Drafts after the first wrong one do not count.
 
     Args:
         window: Effective number of drafts in the estimate, more than 1.
@@ -91,15 +89,15 @@ class Acceptance:
         self._right = self._tried = 0.0
 
     def is_known(self, num_tried: int, num_wrong: int) -> bool:
-        """Return True if the estimate has at least so many drafts, or so many wrong ones."""
+        """Return True if the estimate has at least this many drafts, or wrong drafts."""
         return self._tried >= num_tried or self._tried - self._right >= num_wrong
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a step.
 
         Args:
-            num_drafted: Drafts that were verified; 0 teaches nothing.
-            num_accepted: How many of them were accepted; the base token does not count.
+            num_drafted: Verified drafts; 0 teaches nothing.
+            num_accepted: Accepted drafts, without the base token.
 
         Raises:
             ValueError: If more were accepted than drafted, or a number is negative.
@@ -112,28 +110,24 @@ class Acceptance:
         self._tried = kept * self._tried + num_tried
 
     def chance(self, expected: float) -> float:
-        """Return the estimate, between 0 and 1.
-
-        Args:
-            expected: The prior.
-        """
+        """Return the estimate, between 0 and 1, for a prior `expected`."""
         return (self._right + self._weight * expected) / (self._tried + self._weight)
 
     def optimistic_chance(self, expected: float) -> float:
-        """Return the estimate plus a part of its standard error, so that bad luck ends nothing."""
+        """Return the estimate plus part of its standard error, so that bad luck ends nothing."""
         chance = self.chance(expected)
         error = math.sqrt(max(chance * (1 - chance), 0.0) / (self._tried + self._weight + 1))
         return min(chance + OPTIMISM * error, 1.0)
 
 
 class ShadowDrafts:
-    """Drafts compared with what requests generate, not verified: at most one for each request."""
+    """Drafts that are compared with the generated text instead of verified, at most one for each request."""
 
     def __init__(self) -> None:
         self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request -> where it starts in the reply, its tokens
 
     def start(self, request: RunningRequest, tokens: tuple[int, ...]) -> None:
-        """Start a shadow draft at the current end of a request's text, instead of an earlier one."""
+        """Start a shadow draft at the end of a request's text; it replaces an earlier one."""
         self._drafts[request.request_id] = len(request.generated), tokens
 
     def num_tokens(self, request: RunningRequest) -> int:
@@ -141,13 +135,14 @@ class ShadowDrafts:
         return len(self._drafts[request.request_id][1]) if request.request_id in self._drafts else 0
 
     def ended(self, requests: Sequence[RunningRequest]) -> Iterator[tuple[int, int, int]]:
-        """Yield (request id, drafted, correct) for each shadow draft that is decided."""
+        """Yield (request id, drafted, correct) for each shadow draft that the text has decided."""
         for request in requests:
             if request.request_id not in self._drafts:
                 continue
             start, tokens = self._drafts[request.request_id]
             written = request.generated[start : start + len(tokens)]
-            num_right = _num_equal(written, tokens)
+            pairs = enumerate(zip(written, tokens, strict=False))
+            num_right = next((number for number, (one, other) in pairs if one != other), len(written))
             if num_right < len(written) or num_right == len(tokens):
                 del self._drafts[request.request_id]
                 yield request.request_id, len(tokens), num_right
@@ -159,11 +154,3 @@ class ShadowDrafts:
     def clear(self) -> None:
         """Drop all drafts."""
         self._drafts.clear()
-
-
-def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    for number, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return number
-    return min(len(first), len(second))

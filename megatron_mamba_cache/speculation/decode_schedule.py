@@ -26,8 +26,8 @@ def schedule_decode(
 
     Args:
         budget: Tokens that the step may compute beyond one for each request; drafts of older requests go first.
-        holds_on_all_ranks: Returns True if a condition holds on all ranks of the model; every rank calls it. Otherwise
-            a rank whose drafter fails alone would plan a different step. The default is for one rank.
+        holds_on_all_ranks: Returns True if a condition holds on all ranks, which all call it; otherwise a rank whose
+            drafter fails alone would plan a different step. The default is for one rank.
         allowed: Returns the leading drafts that a request's grammar allows.
 
     Returns:
@@ -104,7 +104,7 @@ def advance_one_token_requests(
 ) -> None:
     """Advance requests that decoded one token without drafts, and publish the blocks that they complete.
 
-    They may already hold blocks for the following step; see `PrefixCache.reserve_ahead`.
+    They may already hold blocks for the following step.
     """
     block_size = cache.block_size
     for request, new in zip(requests, kept, strict=True):

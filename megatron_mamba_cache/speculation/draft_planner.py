@@ -91,12 +91,12 @@ class DraftPlanner:
             self._graphs.drop_graphs()
 
     def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return how many drafts each request of the next step should get; see `DraftPolicy`."""
+        """Return how many drafts each request of the next step should get, as its `DraftPolicy` decides."""
         self._begin()
         return self._policy.counts(requests, rooms, budget)
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
-        """Decide the likely drafts of the next step while this one runs; see `DraftPolicy`."""
+        """Decide the likely drafts of the next step while this one runs."""
         self._policy.decide_next(requests, self.max_drafts)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
@@ -126,13 +126,11 @@ class DraftPlanner:
         return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> None:
-        """Learn from one request of a finished step; call it once for each that may have had drafts.
+        """Learn from a request of a finished step; requests without planned drafts, or forgotten since, are ignored.
 
         Args:
-            num_drafted: Drafts that were verified, after any cut by the caller.
-            num_accepted: Accepted drafts; the base token does not count.
-
-        Requests without planned drafts, or forgotten since, are ignored.
+            num_drafted: Verified drafts, after any cut by the caller.
+            num_accepted: Accepted drafts, without the base token.
         """
         if request.request_id in self._asked and num_drafted:
             self._has_drafts = True
@@ -152,10 +150,7 @@ class DraftPlanner:
         self._hidden_states[request.request_id] = state
 
     def forget(self, request_id: int) -> None:
-        """Drop what is known about a request that finished or was evicted; ignore an unknown one.
-
-        A drafter that raises here fails no request: its drafts are still verified.
-        """
+        """Drop what is known about a request that finished or was evicted; if the drafter raises, only log it."""
         self._asked.discard(request_id)
         self._shadow_drafts.forget(request_id)
         self._policy.forget(request_id)
@@ -163,7 +158,7 @@ class DraftPlanner:
         self._tell_to_forget(request_id)
 
     def _begin(self) -> None:
-        """Start planning the next step, without drafts so far; those of a failed step are dropped."""
+        """Start planning the next step; drafts of a failed step are dropped."""
         self._asked.clear()
         self._has_drafts = False
 

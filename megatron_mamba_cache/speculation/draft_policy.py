@@ -83,11 +83,10 @@ class _NextCounts:
 class DraftPolicy:
     """Decides how many drafts each request of a step gets; the same on all ranks of a model.
 
-    A step gets the drafts that are likely to bring most tokens per second, from recent acceptance, of each request and
-    of all, and from estimated step times. If none pay, drafting pauses for all requests, and steps may be launched
-    before their tokens are read. It resumes when drafts seem to pay again. Meanwhile a drafter that takes no time makes
-    shadow drafts, which are compared with the generated tokens. For other drafters, a trial step ends the pause: every
-    request drafts a few tokens. Pauses are long enough that trials take about TRIAL_SHARE of the time.
+    A step gets the drafts that should yield most tokens per second, by recent acceptance and estimated step times. If
+    none pay, drafting pauses for all requests, and steps may be launched before their tokens are read. Meanwhile a
+    drafter that takes no time makes shadow drafts; drafting resumes when they seem to pay. For other drafters, a trial
+    step ends the pause: every request drafts a few tokens. Trials take about TRIAL_SHARE of the time.
 
     Args:
         time: Estimates step times.
@@ -148,8 +147,6 @@ class DraftPolicy:
     def decide_next(self, requests: Sequence[RunningRequest], most: int) -> None:
         """Decide the drafts of the next step before this one's tokens are read.
 
-        What this step teaches counts one step later, unless no drafts seem to pay.
-
         Args:
             requests: The running step's; for others, or with less room, `counts` decides.
             most: Drafts that each has room for.
@@ -159,10 +156,7 @@ class DraftPolicy:
             self._next_counts = _NextCounts(step, request_ids, most, self._best(requests, [most] * len(requests)))
 
     def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
-        """Return how many of its proposed drafts each request should get, if the drafter proposed too few.
-
-        The step waits for its tokens and its drafter in any case, with drafts or without.
-        """
+        """Return how many of its proposed drafts each request should get, if the drafter proposed too few."""
         if self._is_trial or not any(proposed):
             return list(proposed)
         num_cached = _num_cached(requests)
@@ -175,7 +169,7 @@ class DraftPolicy:
         )
 
     def note(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a request's verified or shadow drafts; none teach nothing."""
+        """Learn from a request's verified or shadow drafts."""
         if request_id not in self._of_requests:
             self._of_requests[request_id] = Acceptance(REQUEST_WINDOW, _REQUEST_WEIGHT)
         self._of_requests[request_id].note(num_drafted, num_accepted)
@@ -184,8 +178,8 @@ class DraftPolicy:
     def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
         """Count a step that has landed, once.
 
-        If drafts were planned but there were none, drafting pauses: until shadow drafts pay, or for ever longer after
-        the first PATIENCE times.
+        If drafts were planned but there were none, drafting pauses: until shadow drafts pay, or after the first
+        PATIENCE times for longer each time.
 
         Args:
             asked: True if drafts were planned for any request.
@@ -201,7 +195,7 @@ class DraftPolicy:
             )
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return True if requests of a step without drafts get none in the next step either; True without requests."""
+        """Return True if the requests of a step without drafts, if any, get none in the next step either."""
         return not requests or self._holds(requests, self._step + 1)
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:

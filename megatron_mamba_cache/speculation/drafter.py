@@ -16,8 +16,8 @@ class DraftRequest:
     Args:
         running: Read only; `running.tokens(0, running.length)` is its text so far. Do not keep it after the call.
         num_tokens: The most drafts that are useful, at least 1.
-        hidden_state: [hidden] the model's last hidden state, after its final norm, that the newest token was sampled
-            from, on the model's device; None unless the drafter is a `ReadsHiddenStates`.
+        hidden_state: [hidden] on the model's device: its last hidden state after the final norm, which the newest token
+            was sampled from. None unless the drafter is a `ReadsHiddenStates`.
     """
 
     running: RunningRequest
@@ -49,26 +49,19 @@ class Draft:
 class Drafter(Protocol):
     """Proposes tokens; never changes the distribution of the output.
 
-    That holds while a draft does not depend on the random numbers that verify it. A drafter that samples must use its
-    own random numbers and return the exact distributions that it sampled from. Each rank runs its own drafter, and all
-    must propose the same tokens.
-
-    A drafter may keep state for a request between calls. Between two calls the request's text only grows, by any number
-    of tokens, until the request is forgotten.
+    A draft must not depend on the random numbers that verify it: a drafter that samples uses its own, and returns the
+    exact distributions that it sampled from. Each rank runs its own drafter, and all must propose the same tokens.
+    Between two calls a request's text only grows, by any number of tokens, until the request is forgotten.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each request, in order; empty if there is no good proposal.
 
-        There is at most one entry for each running request. If it raises, the step runs without drafts; the drafter
-        must stay usable.
+        A request occurs at most once. If it raises, the step runs without drafts; the drafter must stay usable.
         """
 
     def forget(self, request_id: int) -> None:
-        """Drop the state of a request that left; ignore an unknown one.
-
-        An evicted request is forgotten too, and may start again later with the same text.
-        """
+        """Drop the state of a request that left, and may return; ignore an unknown one."""
 
 
 @runtime_checkable
@@ -93,8 +86,7 @@ class ReadsHiddenStates(Protocol):
 class TakesTime(Protocol):
     """A drafter that estimates the time of its proposals, so that slow ones are used only if they pay.
 
-    An estimate of 0 allows calls in any step, also for shadow drafts that are not verified. Other drafters are tried
-    from time to time.
+    An estimate of 0 allows calls in any step, also for shadow drafts. Other drafters are tried from time to time.
     """
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:

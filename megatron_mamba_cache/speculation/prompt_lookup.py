@@ -19,9 +19,8 @@ _NOWHERE = -1
 class SuffixIndex:
     """An n-gram index of a growing text that finds earlier occurrences of its end, with chains as in LZ77.
 
-    Every position is filed under the hash of the n-gram that ends there: `newest` holds the last position of a hash and
-    `previous` the one before each, so a chain visits occurrences from the most recent on. Hash collisions are ruled out
-    by comparing tokens. Memory: 12 to 20 bytes a token.
+    `newest` holds the last position of each hash of an n-gram, `previous` the position before each. So a chain visits
+    occurrences from the most recent on; comparing tokens rules out collisions. Memory: 12 to 20 bytes a token.
 
     Args:
         min_match: The fewest tokens of a match; the length of the n-grams.
@@ -58,10 +57,9 @@ class SuffixIndex:
         self._file(first if must_grow else max(first, start), end)
 
     def continuation(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the `num_tokens` tokens that followed the longest earlier match of the text's end.
+        """Return the `num_tokens` tokens after the longest earlier match of the text's end; empty without a match.
 
-        The most recent one wins among equals; empty if there is no match. If what followed reaches the end of the
-        text, it is repeated, so that a repetition continues.
+        The most recent match wins among equals. Text that reaches the end is repeated, so that a repetition continues.
         """
         start = self._match_end()
         if start == 0:
@@ -159,7 +157,7 @@ class PromptLookupDrafter:
 
     Args:
         min_match: The fewest last tokens that must have occurred before.
-        max_match: The most that are compared; longer matches count as this long. Among equals the most recent wins.
+        max_match: The most that are compared; the most recent occurrence wins among equals.
         max_candidates: Earlier occurrences that are compared, the most recent ones.
 
     Raises:

@@ -77,12 +77,7 @@ class StepTime:
     width: int = 0
 
     def seconds(self, num_requests: int, num_drafts: int, num_cached: int = 0) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            num_drafts: Drafts of all requests.
-            num_cached: Tokens of all requests in the KV cache.
-        """
+        """Return the seconds of a step, from all requests' drafts and tokens in the KV cache."""
         reads, device = self.reads, self.device
         num_bytes = reads.weights + reads.expert * reads.experts_hit(num_requests + num_drafts)
         num_bytes += num_requests * reads.state + num_drafts * reads.draft + num_cached * reads.cached_token

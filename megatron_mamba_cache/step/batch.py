@@ -1,9 +1,8 @@
 """Write the requests of a step into the model's buffers: packed tokens, decode requests first."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +15,9 @@ from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
 from ..recurrences.batches import PAD_SLOT, AlignBatch, DecodeBatch, PrefillBatch, ReplayBatch
 from .buffers import StepBuffers
-from .logits import StepLogits, view_logits, write_logits
+from .logits import StepLogits, view_logits, with_own_tensors, write_logits
 from .prefill_metadata import write_prefill_batch
 from .shapes import StepShape, pad_tail
-
-_Batch = TypeVar("_Batch", AlignBatch, ReplayBatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,8 @@ class StepBatch:
 
     def with_own_verification(self) -> "StepBatch":
         """Return the step with copies, which later steps do not overwrite, of what follows its forward."""
-        align = None if self.align is None else _with_own_tensors(self.align)
-        replay = None if self.replay is None else _with_own_tensors(self.replay)
+        align = None if self.align is None else with_own_tensors(self.align)
+        replay = None if self.replay is None else with_own_tensors(self.replay)
         return replace(self, logits=self.logits.clone(), align=align, replay=replay)
 
     @torch.inference_mode()
@@ -195,9 +192,8 @@ def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) 
 
 
 def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
-    """Return the views of a step that has been sent.
+    """Return the views of a step that has been sent, which depend only on its numbers of requests, tokens and drafts.
 
-    The views and what is computed from them here depend on the numbers of requests, tokens and drafts, not on the rest.
     A graph that is captured over them reads whatever was sent last.
     """
     num_decode = num_decoding(requests)
@@ -287,9 +283,3 @@ def _align_batch(num_requests: int, buffers: StepBuffers) -> AlignBatch:
         state_columns=device("state_columns")[:num_requests],
         targets=device("align_slots")[:num_requests],
     )
-
-
-def _with_own_tensors(batch: _Batch) -> _Batch:
-    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    copies: dict[str, Any] = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
-    return replace(batch, **copies)

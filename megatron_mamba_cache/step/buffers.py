@@ -74,9 +74,9 @@ class StepLimits:
 
 
 class StepBuffers:
-    """A host and a device buffer of the same sections, all int32: numbers of 64 bits and floats travel as their bits.
+    """A host and a device buffer of the same int32 sections, in the order of `SECTIONS`.
 
-    The sections are in the order of `SECTIONS`; see `StepBatch` for what each holds.
+    Numbers of 64 bits and floats are stored as their bits. `StepBatch` documents what each section holds.
     """
 
     SECTIONS = (
@@ -156,10 +156,7 @@ class StepBuffers:
         return self.device("block_table").view(self.limits.max_requests, self.limits.max_blocks)
 
     def begin(self) -> None:
-        """Begin to write a step: the host side no longer holds the previous one, whether this one is sent or not.
-
-        Waits until the previous step has been copied from the host side.
-        """
+        """Begin to write a step over the previous one, once that has been copied from the host side."""
         self.num_begun += 1
         if self._copied is not None:
             self._copied.synchronize()

@@ -1,4 +1,4 @@
-"""Which shapes of steps are captured as graphs."""
+"""The shapes of steps that are captured as graphs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -12,12 +12,7 @@ from .shapes import StepShape
 def engine_shapes(
     config: CacheConfig, limits: StepLimits, most_launched: int | None, *, is_shared: bool = False
 ) -> list[StepShape]:
-    """Return the shapes of an engine's steps.
-
-    Args:
-        most_launched: As in `HybridModelShape`.
-        is_shared: As in `prefill_shapes`.
-    """
+    """Return the shapes of an engine's steps; `most_launched` and `is_shared` as in `prefill_shapes`."""
     count, max_requests, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
     shapes = decode_shapes(count, max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_requests)
     most_launched = most_launched or most_tokens
@@ -25,13 +20,10 @@ def engine_shapes(
 
 
 def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | None) -> list[StepShape]:
-    """Return the shapes of a draft model's steps, whose requests all prefill.
+    """Return the shapes of a draft model's steps, whose requests all prefill; `most_launched` as in `prefill_shapes`.
 
-    A round begins with the tokens that each request has got since the last one, few as a rule, and goes on with one
-    draft of each request at a time. Prompts take the shapes of many requests.
-
-    Args:
-        most_launched: As in `HybridModelShape`.
+    A round begins with the tokens that each request got since the last round, usually few, and goes on with one draft
+    of each request at a time. Prompts take the shapes of many requests.
     """
     max_requests, most_tokens = config.max_requests, config.most_graph_tokens
     most_tokens = min(most_tokens, most_launched or most_tokens)
@@ -51,9 +43,8 @@ def decode_shapes(count: int, max_requests: int, max_drafts: int, max_tokens: in
     """Return shapes to capture: about `count` numbers of requests, each without drafts and with `max_drafts`.
 
     Args:
-        max_requests: That requests can run.
-        room: Requests that a shape may have, if more than `max_requests`. A shape whose matrix products are slow for
-            its number of tokens gets a request of padding more.
+        max_requests: The most requests that run.
+        room: Requests that a shape may have, if more. A shape with a slow number of tokens gets one padding request.
     """
     shapes = []
     for width in sorted({1, 1 + max_drafts}):
@@ -71,22 +62,17 @@ def prefill_shapes(
 ) -> list[StepShape]:
     """Return shapes of up to `most_tokens` prompt tokens: of few prefill requests, and of many.
 
-    Those of few are captured alone, after some decode requests and after all. A scan of few requests is spread over
-    more of the
-    device, so that they do not share the shapes of many. Many requests come in bursts: they have fewer sizes, and after
-    no decode requests take the shape after some. Shapes have up to `most_padding_requests` more requests than requests
-    can run.
+    Shapes of few are captured alone, after some decode requests and after all; the scan spreads few requests over more
+    of the device, so they do not share the shapes of many. Many requests come in bursts: their shapes have fewer sizes,
+    and always follow decode requests. A shape may have `most_padding_requests` more requests than can run.
 
-    An odd number of decode requests is best: matrix products of 447 tokens take two thirds of the time of 448, and
-    those of 415 take 0.83 of that of 416 (8B model, H100). "Some" are the largest odd number within an eighth, and
-    "all", which leave out the fewest prefill requests, are odd where requests are even.
+    An odd number of decode requests is best, see `_is_slow`. "Some" is the largest odd number within an eighth of all.
 
     Args:
         most_launched: Tokens of a step up to which the host takes longer to launch it than the GPU to compute it.
             Beyond, padding costs more than a graph gains: shapes of many requests end there.
         is_shared: True if ranks that share experts take steps of the same shape, which has the decode requests of one
-            rank
-            and the prompts of another: "all" are as many as requests can run then, or one more.
+            rank and the prompts of another: "all" are then as many as can run, or one more.
     """
     few, many = _few_and_many(max_requests)
     some = (max_requests // _PART - 1) | 1 if max_requests >= _PART * _FEW_REQUESTS else 0
@@ -102,7 +88,7 @@ def prefill_shapes(
 
 
 def most_padding_requests(max_requests: int, *, is_shared: bool = False) -> int:
-    """Return by how many requests a shape of `prefill_shapes` may exceed the requests of requests."""
+    """Return how many more requests a shape of `prefill_shapes` may have than can run."""
     few, many = _few_and_many(max_requests)
     return many + 1 if is_shared else max(few - 1, many - few - 1)
 
@@ -140,10 +126,9 @@ def _shapes_after(
 def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
     """Return numbers of prompt tokens up to the most: few for small steps, then 512 apart, and more from 4,096 on.
 
-    A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Some are
-    chosen so that the step has one of _FAST_TOTALS, decode requests included, unless another is little larger: matrix
-    products of 351 tokens take 0.86 of the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768
-    and 1,024 (8B model, H100).
+    A small step mostly reads weights, so padding costs little; in a large one each token takes its time. Some sizes
+    give a step one of `_FAST_TOTALS` tokens, decode requests included: GEMMs of 351 tokens take 0.86 of the time of
+    384, 447 of that of 512, 639 and 895 take 0.84 to 0.85 of that of 768 and 1,024 (8B model, H100).
     """
     regular = list(_regular_sizes(_SMALL_SIZES_OF_FEW, most_tokens))
     between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
@@ -180,10 +165,10 @@ def _without_slow_totals(sizes: Iterable[int], most_tokens: int, num_decode: int
 
 
 def _is_slow(num_tokens: int) -> bool:
-    """Return whether matrix products of one token more or fewer take less time.
+    """Return whether GEMMs of one token more or fewer take less time.
 
-    Those of 448 take 15.1 ms, of 447 9.8 and of 449 10.3 (8B model, H100).
-    From 320 on that holds of all multiples of 32 that were measured but those of 128, most of all of 416, 448 and 832.
+    Those of 448 tokens take 15.1 ms, of 447 9.8 and of 449 10.3; those of 415 take 0.83 of the time of 416 (8B model,
+    H100). From 320 on, all measured multiples of 32 are slow except those of 128.
     """
     return 320 <= num_tokens <= 1056 and num_tokens % 32 == 0 and num_tokens % 128 != 0
 
@@ -191,7 +176,7 @@ def _is_slow(num_tokens: int) -> bool:
 def _batch_sizes(count: int, max_requests: int) -> list[int]:
     """Return up to `count` numbers of requests that grow by a constant factor; the last is `max_requests`.
 
-    So no step computes many times the requests that it has. From 8 on, rounding up to multiples of 8 costs no time.
+    From 8 on they are multiples of 8, which costs no time.
     """
     if not max_requests:
         return []

@@ -40,11 +40,7 @@ class SeenTokens:
         return not self._texts
 
     def penalise(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
-        """Change the logits, [logits, vocab] float32, in place.
-
-        Args:
-            requests: With penalties, and where the logits of each begin.
-        """
+        """Change the logits, [logits, vocab] float32, in place, for requests with penalties and their first rows."""
         self._count(requests, logits)
         rows: list[int] = []
         texts: list[int] = []
@@ -122,11 +118,7 @@ _Requests = Sequence[tuple[int, RunningRequest]]
 
 
 class LogitsChanges:
-    """Changes logits before tokens are sampled; keeps what each request with penalties has seen, on the device.
-
-    Args:
-        masks: What the grammars of requests allow.
-    """
+    """Changes logits before tokens are sampled; keeps the seen tokens of each request with penalties on the device."""
 
     def __init__(self, masks: GrammarMasks) -> None:
         self.masks = masks

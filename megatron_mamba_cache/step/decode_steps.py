@@ -90,13 +90,10 @@ class DecodeStep:
     def can_launch_next(
         self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None, buffers: StepBuffers
     ) -> bool:
-        """Return whether the next step is a one-token step too, with each request one token further.
-
-        The requests have not advanced yet.
+        """Return whether the step after this one, which has not landed, is a one-token step of the same requests.
 
         Args:
-            tokens: [requests] the step's new tokens; None while they are unknown: requests that end leave the next
-                step.
+            tokens: [requests] this step's tokens; None while they are unknown: requests that end leave the next step.
         """
         if self.ends is None or not self._is_sent_last(requests, buffers):
             return False
@@ -137,7 +134,7 @@ class LatestStep:
 def send_again(
     last: DecodeStep, requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int, num_table_rows: int
 ) -> DecodeStep:
-    """Send a step that continues the last one, see `DecodeStep.continues`, and return it.
+    """Send a step that continues the last one, as `DecodeStep.continues` has checked, and return it.
 
     Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
@@ -164,8 +161,6 @@ def send_again(
 def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table_rows: int) -> DecodeStep:
     """Send the one-token step that follows one whose tokens are not read, and return it; the device feeds it.
 
-    Requests have the blocks and the slots that they need, see `PrefixCache.reserve_ahead`.
-
     Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
@@ -185,10 +180,10 @@ def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table
 
 
 def _write_edges(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the blocks and slots of requests whose next token completes or begins a block, or whose last token did.
+    """Write blocks and slots where a next token completes or begins a block, or a last token did.
 
     Returns:
-        Whether a request has another block than before.
+        True if a request has another block than before.
     """
     if not ((buffers.host("computed")[: len(requests)] + 1) % block_size < 3).any():
         return False
@@ -201,8 +196,7 @@ def _write_edges(requests: Sequence[RunningRequest], buffers: StepBuffers, block
 def _write_published_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
     """Write the blocks that requests completed two steps ago; return whether any request now holds another one.
 
-    Another request may have published the same tokens first: then the request holds that request's block, and its own
-    is free.
+    If another request published the same tokens first, the request now holds that request's block.
     """
     computed, table, is_new = buffers.host("computed")[: len(requests)], buffers.host_block_table(), False
     for row in np.flatnonzero(computed % block_size == 1).tolist():

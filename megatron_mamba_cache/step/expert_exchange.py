@@ -14,11 +14,7 @@ from .batch import StepBatch
 
 
 class ExpertExchange:
-    """The exchanges of all layers: collectives of fixed shape, which CUDA graphs capture.
-
-    Args:
-        ranks: The process group that shares the experts.
-    """
+    """The exchanges of all layers with the ranks that share experts: collectives of fixed shape, for CUDA graphs."""
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self._ranks = ranks
@@ -35,10 +31,7 @@ class ExpertExchange:
 
     @contextmanager
     def resuming(self) -> Iterator[bool]:
-        """Let the forward in the block skip the exchanges of one that has failed: other ranks have made them too.
-
-        The block gets whether there are any.
-        """
+        """Let the forward in the block skip the exchanges that a failed one has made; yield whether there are any."""
         self._num_to_skip = self._num_made
         try:
             yield self._num_made > 0
@@ -61,10 +54,7 @@ class ExpertExchange:
         return everyone
 
     def real_tokens(self, batch: StepBatch | None) -> Tensor | None:
-        """Return which of the gathered tokens are real, [ranks * num_exchanged] int32; None if all are.
-
-        The first layer of a step gathers it.
-        """
+        """Return which of the gathered tokens are real, [ranks * num_exchanged] int32; None if all are."""
         if batch is None or batch.real_tokens is None:
             return None
         marked = self._marked

@@ -80,9 +80,9 @@ class GrammarMasks:
 
     @torch.inference_mode()
     def apply(self, logits: Tensor) -> None:
-        """Mask the tokens that the grammars refuse, in place; the logits are [logits, vocab].
+        """Mask the tokens that the grammars refuse in the logits, [logits, vocab], in place.
 
-        Nothing is masked for a request whose grammar has become too complex to go on: `Grammars` notes its request.
+        Nothing is masked for a request whose grammar has become too complex; `Grammars` notes its failure.
         """
         making, self._making = self._making, None
         if making is None:

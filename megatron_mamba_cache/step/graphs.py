@@ -1,12 +1,10 @@
 """The captured steps of one memory, by shape.
 
-A graph is captured over padding: requests that own no slot, whose KV goes to the dummy block. So capturing touches no
-cached state. A graph is valid only for the memory that it was captured over: both are dropped together. It also reads
-the weights at the addresses that they had at capture, so graphs record these.
-
-Of the communication between a model's ranks, the layers' collectives and the outcome of verification are captured,
-because they stay on the stream; transfers between pipeline stages run before and after a replay. All ranks capture the
-same shapes in the same order, and compute each once before, which opens their connections.
+A graph is captured over padding requests, which own no slot and write KV to the dummy block, so capturing touches no
+cached state. A graph is dropped together with the memory that it was captured over. It reads the weights at the
+addresses that they had at capture, so graphs record these. The layers' collectives and the outcome of verification are
+captured; transfers between pipeline stages run before and after a replay. All ranks capture the same shapes in the same
+order.
 """
 
 import logging

@@ -186,11 +186,7 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
 
 
 def selected_log_probs(followed: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
-    """Return each request's log-probs of the tokens that followed.
-
-    Args:
-        log_probs: [logits, vocab].
-    """
+    """Return each request's log-probs of the tokens that followed, from all log-probs, [logits, vocab]."""
     logits = [index for one in followed if one for index in one.logits]
     targets = [token for one in followed if one for token in one.followers]
     chosen = iter(log_probs[logits, targets].tolist())

@@ -1,9 +1,10 @@
-"""Which tokens of a step yield logits, and with which settings and random numbers each is sampled."""
+"""The tokens of a step that yield logits, and the settings and random numbers with which each is sampled."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from ..policy.random_counter import DrawPurpose, counter_uniform
 from ..policy.request_settings import SamplingSettings
 from ..policy.requests import RunningRequest
 from .buffers import StepBuffers
+
+_Record = TypeVar("_Record", bound=Any)
 
 
 class Draws(IntEnum):
@@ -59,23 +62,18 @@ class StepLogits:
 
     def clone(self) -> "StepLogits":
         """Return a copy that later steps do not overwrite."""
-        cu_logits, draft_ids = self.verify.cu_logits.clone(), self.verify.draft_ids.clone()
-        return replace(
-            self,
-            tokens=self.tokens.clone(),
-            verify=replace(self.verify, cu_logits=cu_logits, draft_ids=draft_ids),
-            temperature=self.temperature.clone(),
-            top_k=self.top_k.clone(),
-            top_p=self.top_p.clone(),
-            uniforms=self.uniforms.clone(),
-            accept_uniforms=self.accept_uniforms.clone(),
-            residual_uniforms=self.residual_uniforms.clone(),
-        )
+        return replace(with_own_tensors(self), verify=with_own_tensors(self.verify))
 
     def sampling(self, logits: Tensor) -> SamplingRows:
         """Return the first n logits, [n, vocab], as tokens are sampled from them; the rest is padding."""
         settings = (setting[: len(logits)] for setting in (self.temperature, self.top_k, self.top_p))
         return SamplingRows(logits, *settings)
+
+
+def with_own_tensors(record: _Record) -> _Record:
+    """Return a dataclass with copies of its tensors."""
+    found = {field.name: getattr(record, field.name) for field in fields(record)}
+    return replace(record, **{name: value.clone() for name, value in found.items() if isinstance(value, Tensor)})
 
 
 def write_logits(

@@ -135,7 +135,7 @@ class CacheMemory:
             self.restore_states(len(prefilling))
 
     def restore_states(self, num_requests: int) -> None:
-        """Write the quantized states that the laid out step starts from into live slots; do nothing without any.
+        """Write the quantized states that the laid out step starts from into live slots, if there are any.
 
         Args:
             num_requests: The step's first prefill requests, among which are all that start from a cached state.

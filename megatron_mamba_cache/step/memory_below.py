@@ -52,7 +52,7 @@ class MemoryBelow:
             self.epoch = self._disk.open()
 
     def flush(self, *, is_attached: bool) -> CacheError | None:
-        """Make everything unreachable, on disk durably; return what has kept the latter from being done.
+        """Make everything unreachable, on disk durably; return the error that prevented the latter, if any.
 
         Args:
             is_attached: True if a device's memory sees the tiers, and empties those in memory.

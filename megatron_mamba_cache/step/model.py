@@ -30,7 +30,12 @@ class WeightAddresses:
     def of(cls, model: Any) -> Self:
         """Read the addresses from the model, without waiting for the device."""
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        return cls({name: _address_of(tensor) for name, tensor in tensors})
+        return cls(
+            {
+                name: _Address(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+                for name, tensor in tensors
+            }
+        )
 
     def first_change(self, now: Self) -> str | None:
         """Return which weight is the first that has moved or changed its form; None if none has."""
@@ -44,10 +49,6 @@ class WeightAddresses:
                 is_moved = before[name].shape == after[name].shape and before[name].dtype == after[name].dtype
                 return f"{name} has moved" if is_moved else f"{name} has another shape or dtype"
         return None
-
-
-def _address_of(tensor: Tensor) -> _Address:
-    return _Address(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
 class StepModel(Protocol):
@@ -69,10 +70,7 @@ class StepModel(Protocol):
         """Return the logits, [n, vocab], of the last layer's outputs, [n, hidden]; on the last stage only."""
 
     def resuming_exchanges(self) -> AbstractContextManager[bool]:
-        """Let an eager forward in the block skip the exchanges with other ranks' experts that a failed one made.
-
-        The block gets whether there are any.
-        """
+        """Let a forward in the block skip the expert exchanges that a failed one made; yield whether there are any."""
 
     def weight_addresses(self) -> WeightAddresses:
         """Return where the weights are now, without waiting for the device."""

@@ -1,17 +1,11 @@
 """Launch the next step before the host has processed this one, so that the GPU computes while the host works.
 
-There are two times to launch it:
+There are two times to launch it, with rules in `docs/overlapped-steps.md`:
 
-- `may_overlap`: while this step's tokens are not read yet, or once they are. Only the tokens are unknown, and the GPU
-  feeds them to itself. Every request decodes one more token without drafts, and no request can join. A request whose
-  token begins or completes a KV block gets the block, or the slot for its state there, before it is known whether the
-  request continues. Where the host masks or changes a request's logits, usually because of its text, only the forward
-  is launched: tokens are sampled, and states at boundaries copied, when the step lands.
-- `may_launch_drafts`: once this step has landed, before it is reported. Drafts depend on what this step keeps. No
-  request has ended, and no request can join.
-
-`docs/overlapped-steps.md` has the rules: what becomes of requests that leave or come in between, and of ranks that
-share experts.
+- `may_overlap`: before or after this step's tokens are read. The GPU feeds the tokens to itself. Every request decodes
+  one more token without drafts, and no request can join. Where the host masks or changes a request's logits, only the
+  forward is launched: tokens are sampled, and states at boundaries copied, when the step lands.
+- `may_launch_drafts`: once this step has landed, before it is reported. No request has ended, and none can join.
 """
 
 from collections.abc import Sequence
@@ -46,8 +40,8 @@ def may_overlap(
         graph: The step's, if its outcome can feed the next one; see `Step.feeding_graph`.
         num_running: Running requests, paused ones included.
         is_wanted: True if the settings ask for it.
-        tokens: [requests] the step's tokens; None until they are read. Until then nothing is launched while a request
-            waits for memory: it would be admitted a step later.
+        tokens: [requests] the step's tokens; None until they are read. Until then, a request that waits for memory
+            prevents the launch, because it would be admitted a step later.
     """
     return (
         is_wanted
@@ -64,8 +58,7 @@ def may_overlap(
 def _may_cross(requests: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
     """Return whether all requests that begin or complete a block in the next step may get it early.
 
-    They may not while a request waits, which may fit with what is published there, nor where each token is a block, so
-    that a request would have two boundaries to publish.
+    They may not while a request waits, which may fit once the block is published, nor if each token is a block.
     """
     edges = cache.at_edges(requests)
     return not edges or not (queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available)
@@ -82,8 +75,8 @@ def may_launch_drafts(
 ) -> bool:
     """Return whether the step after this one, which has landed, may be launched with its drafts; changes nothing.
 
-    While a request waits, this step must not have reached a boundary, because the waiting request may fit with what was
-    published there. No request may take a block before it either, so none may reach a boundary in the next step.
+    While a request waits, no request may reach a boundary in this step or the next: what is published there may make
+    room for the waiting request, which comes first.
 
     Args:
         running: Requests that run now, paused ones included.
@@ -107,11 +100,7 @@ def may_launch_drafts(
 
 
 class OverlappedSteps:
-    """Launches the next step early where that is allowed, and holds it until it lands.
-
-    Args:
-        is_wanted: True if the settings ask for overlapped steps.
-    """
+    """Launches the next step early, if the settings ask for it and rules allow it, and holds it until it lands."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class CapturedStep(Protocol):
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the requests of a step that fits the shape, and begin to compute it; return it as its readers see it.
 
-        Its states may be written from now on: the step is computed next, or its requests are dropped.
+        Its states may be written from now on: compute the step next, or drop its requests.
         """
 
     def forward(self) -> Tensor:
@@ -162,11 +162,7 @@ class OverlappedStep:
         ]
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Return the step with only the requests that are left.
-
-        Raises:
-            CacheIntegrityError: If another request has joined them.
-        """
+        """Return the step with only the requests that are left; raise `CacheIntegrityError` if another joined."""
         batch = self._batch
         if tuple(requests) == batch.requests:
             return batch
@@ -251,7 +247,7 @@ class GraphsByShape(Protocol):
     def launch(
         self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> OverlappedStep:
-        """Send the scheduled requests of a step, see `hold`, and launch its forward; return it, which has to land.
+        """Send the scheduled requests of a step, and launch its forward; return the step, which has to land.
 
         Args:
             draft_distributions: As in `Step`.

@@ -32,11 +32,7 @@ class ChunkPlan:
         return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_request_chunks))
 
     def chunk_at_end(self, packed_end: int) -> int:
-        """Return the chunk that ends at this packed position, whose end state is the state there.
-
-        Raises:
-            CacheIntegrityError: If no chunk ends there.
-        """
+        """Return the chunk that ends at this packed position; raise `CacheIntegrityError` if none does."""
         index = bisect_left(self.cu_chunks, packed_end)
         if index == 0 or index == len(self.cu_chunks) or self.cu_chunks[index] != packed_end:
             raise CacheIntegrityError(
@@ -86,9 +82,8 @@ def _check_demands(num_computed: Sequence[int], query_starts: Sequence[int], gra
 def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:
     """Write the `PrefillBatch` sections of the buffers; return the number of chunks.
 
-    A request that starts at a cached boundary reads its initial state straight from the cached slot and writes its
-    final state to its live slot, so that a restore costs no copy; a request in mid-prefill reads and writes its live
-    slot, and so does one whose cached state is restored before.
+    A request that starts at a cached boundary reads the cached slot and writes its live slot, so a restore costs no
+    copy. One in mid-prefill, or with a restored quantized state, reads and writes its live slot.
     """
     starts = [0]
     for request in requests:
@@ -100,15 +95,17 @@ def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers
         for state in request.reserved:
             chunk_slots[plan.chunk_at_end(start + state.position - request.computed)] = state.slot
     buffers.host("cu_seqlens")[: num_requests + 1] = starts
-    initial_slots = [_initial_slot(request) for request in requests]
+    live_slots = [request.cursor.live_slot for request in requests]
+    sources = [PAD_SLOT if request.source_slot is None else request.source_slot for request in requests]
+    initial_slots = [slot if request.computed else PAD_SLOT for request, slot in zip(requests, live_slots, strict=True)]
     if buffers.limits.restores_states:
-        buffers.host("source_slots")[:num_requests] = [_restored_slot(request) for request in requests]
+        buffers.host("source_slots")[:num_requests] = sources
+    else:
         initial_slots = [
-            slot if request.source_block is None else request.cursor.live_slot
-            for request, slot in zip(requests, initial_slots, strict=True)
+            slot if source == PAD_SLOT else source for slot, source in zip(initial_slots, sources, strict=True)
         ]
     buffers.host("initial_slots")[:num_requests] = initial_slots
-    buffers.host("final_slots")[:num_requests] = [request.cursor.live_slot for request in requests]
+    buffers.host("final_slots")[:num_requests] = live_slots
     buffers.host("cu_chunks")[: num_chunks + 1] = plan.cu_chunks
     buffers.host("chunk_requests")[:num_chunks] = plan.chunk_requests
     buffers.host("chunk_slots")[:num_chunks] = chunk_slots
@@ -117,13 +114,3 @@ def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers
         range(num_requests), key=lambda request: -requests[request].scheduled
     )
     return num_chunks
-
-
-def _initial_slot(request: RunningRequest) -> int:
-    if request.source_slot is not None:
-        return request.source_slot
-    return request.cursor.live_slot if request.computed else PAD_SLOT
-
-
-def _restored_slot(request: RunningRequest) -> int:
-    return PAD_SLOT if request.source_block is None or request.source_slot is None else request.source_slot

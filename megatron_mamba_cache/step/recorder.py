@@ -65,10 +65,7 @@ class CudaRecorder:
         self._parts: list[torch.cuda.CUDAGraph] = []  # of the recording under way
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
-        """Compute once, which compiles and allocates workspaces, then capture.
-
-        Both on one stream, as libraries keep a workspace for each stream that they have run on.
-        """
+        """Compute once, which compiles and allocates workspaces, then capture on the same stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             compute()

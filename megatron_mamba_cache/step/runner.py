@@ -1,9 +1,7 @@
-"""The life of a step. `StepRunner.run` is all of it:
+"""The life of a step. `StepRunner.run` is all of it; `drop_failed_step` replaces the rest if any of it raises:
 
 plan → forward → publish prompts → sample → launch the next step, if it may overlap, or decide its drafts → read →
 land → launch drafts.
-
-`drop_failed_step` replaces the rest when anything in it raises.
 """
 
 import asyncio
@@ -198,10 +196,10 @@ class StepRunner:
         return held_back
 
     def drop_failed_step(self) -> None:
-        """Return every reservation of a failed step and drop its requests, whose live states can no longer be trusted.
+        """Return every reservation of a failed step and drop its requests, whose live states may be corrupt.
 
-        A request that is admitted again, with the tokens that it has, continues where it was. Once a step has landed,
-        the requests of the overlapped step after it stay, and the next step lands it.
+        A request that is admitted again continues with the tokens that it has. If the failed step had landed, the
+        requests of the overlapped step stay, and the next step lands it.
         """
         try:
             self.step_requests.drop(
@@ -320,7 +318,7 @@ class StepRunner:
         """Capture graphs.
 
         Args:
-            capture: Does so; ranks that share experts capture together, and call it whenever one of them wants to.
+            capture: Captures; ranks that share experts capture together, and call it whenever one of them wants to.
             now: False waits for the next step whose shape they agree on; no graph is replayed before.
         """
         self._capture = capture

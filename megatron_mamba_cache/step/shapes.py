@@ -51,7 +51,7 @@ def _padding_request(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
 class StepShape:
     """Decode requests of at most `width` tokens each, then prefill requests of `num_prefill_tokens` tokens in total.
 
-    Prefill tokens begin after one token for each decode request: with prefill requests, `width` is 1.
+    With prefill requests, `width` is 1: prefill tokens begin after one token for each decode request.
     """
 
     num_decode_requests: int = 0
@@ -136,11 +136,7 @@ def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape 
 def pad_tail(
     padded: Sequence[RunningRequest], buffers: StepBuffers, dummy_block: int, shape: StepShape, num_chunks: int
 ) -> None:
-    """Fill the tail of a packed step with padding: tokens, logits and chunks.
-
-    Args:
-        num_chunks: chunks of the shape.
-    """
+    """Fill the tail of a packed step with padding: tokens, logits and the shape's `num_chunks` chunks."""
     num_requests = len(padded)
     tokens = slice(int(buffers.host("cu_query")[num_requests]), shape.num_tokens)
     for name in ("token_ids", "token_positions"):

@@ -1,15 +1,15 @@
 """Agreement of ranks that share experts on a step: its shape, and whether it is overlapped.
 
-Their layers exchange tokens, the same number on every rank, so all compute each step in one shape: the smallest that
-holds each rank's requests. A rank without requests computes padding. There are two rounds:
+Their layers exchange the same number of tokens on every rank, so all compute each step in one shape: the smallest that
+holds each rank's requests. A rank without requests computes padding. There are two rounds, which never wait for the
+device:
 
-- Once a step is launched, while the device computes it, ranks agree on the next. A rank whose next step is sure to be a
-  step of decode requests promises how many. If all promise, the next step's shape is fixed. If it is the present one,
-  the ranks that can launch the next step do so, and every rank owes it: it computes the next step before it waits.
-- If one does not promise, ranks agree on the shape of the next step when each knows its requests.
+- While the device computes a step, ranks agree on the next. A rank that is sure to decode only reports its number of
+  requests. If all do, the next shape is fixed. If it is the present one, ranks that can launch the next step do so, and
+  every rank owes it: it computes the next step before it waits.
+- Otherwise ranks agree on the shape of the next step when each knows its requests.
 
-Every rank reaches the same conclusions from the same numbers, and no round waits for the device. A rank whose step
-fails still does what is left of its part (`Part`), or the others would wait for it.
+A rank whose step fails still does what is left of its part (`Part`), or the others would wait for it.
 """
 
 from collections.abc import Callable, Collection

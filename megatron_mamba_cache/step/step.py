@@ -15,7 +15,7 @@ from .overlapped_step import CapturedStep
 
 
 def no_attention(*_: Tensor) -> Tensor:
-    """Stand in for planned attention where no layer runs eagerly: in a graph's replay, or after the forward."""
+    """Raise: no layer may run eagerly in a graph's replay or after the forward."""
     raise CacheIntegrityError("a layer asks for attention outside the forward of its step")
 
 
@@ -103,10 +103,10 @@ class Step:
         return None if any_sampled(self.draft_distributions) else self.graph
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
-        """Return, of the last layer's outputs or the logits, [1, tokens, n], those wanted: [logits, n].
+        """Select the wanted outputs, [logits, n], of the last layer's outputs or the logits, [1, tokens, n].
 
-        These are each request's last token and, before it, the tokens that drafts follow. The step keeps them as
-        `wanted_outputs`, and all hidden states as `scored_hidden_states` where prompts are scored.
+        Wanted are each request's last token and the tokens before its drafts. The step keeps them, and if prompts are
+        scored, the hidden states of all tokens.
         """
         if are_hidden_states and any(request.scores_prompt for request in self.requests):
             self.scored_hidden_states = outputs.squeeze(0)

@@ -1,12 +1,9 @@
 """The captured steps of one shape: the forward, then verification and align copies, over buffers at fixed addresses.
 
-There is a graph of what follows the forward for each way to sample. Where a request changes its logits, or a draft
-was drawn at random, it runs without a graph. Before a replay the step's requests replace padding requests; every op
-skips those that remain, as in warmup.
-
-With prompts, the forward is two graphs, split before the first attention layer, if attention is planned on the host
-and no other stage or rank waits. The first is launched as soon as the step is sent. While it runs, the host plans
-attention.
+What follows the forward has a graph for each way to sample. It runs without a graph where a request changes its logits
+or a draft was drawn at random. Before a replay the step's requests replace padding requests; every op skips the rest.
+With prompts, the forward is two graphs, split before the first attention layer, if the host plans attention and no
+other stage or rank waits: the host plans while the first graph runs.
 """
 
 from collections.abc import Sequence
@@ -33,10 +30,9 @@ from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 
 
 class OutputMemory:
-    """Output of the latest graph's forward: logits, or on a stage but the last hidden states.
+    """Output of the latest graph's forward: logits, or hidden states on all stages but the last.
 
-    Logits of 259 tokens of 131,072 take 65 MiB, which each graph would keep for itself otherwise; copying them takes
-    less than a thousandth of a step.
+    All graphs share it: logits of 259 tokens of 131,072 take 65 MiB, and a copy less than a thousandth of a step.
 
     Args:
         shapes: The shapes of all graphs.
@@ -50,10 +46,8 @@ class OutputMemory:
     def keep(self, output: Tensor, shape: StepShape) -> Tensor:
         """Return a copy of what the graph of a shape computed, at the same address each time.
 
-        The first shape has the most tokens, so that if all of its tokens have logits, no other has more of either.
-
         Args:
-            output: One request for each token whose logits are computed, or for each token.
+            output: One row for each token whose logits are computed, or for each token. The first has the most tokens.
         """
         if self._memory is None:
             has_all = output.numel() // output.shape[-1] != shape.num_logits
@@ -142,7 +136,7 @@ class StepGraph:
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the requests of a step that the shape holds; return it as its readers see it.
 
-        The device begins with what it computes before attention is planned, while the host goes on.
+        The device begins with what it computes before attention is planned.
         """
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
         if before is not None and not draws_ratios and before.step.continues(requests, buffers, geometry.block_size):

@@ -46,11 +46,7 @@ class StepRequests:
     counts: StepCounts = field(default_factory=StepCounts)
 
     def admit(self, candidate: Candidate, budget: int) -> RunningRequest | Refusal:
-        """Admit a request to the next step; see `RunningRequests.admit`.
-
-        Raises:
-            RuntimeError: If the next step runs already.
-        """
+        """Admit a request to the next step; raise `RuntimeError` if that step runs already."""
         self.overlapped_steps.refuse_requests()
         outcome = self.running.admit(candidate, budget)
         self.count()

@@ -38,7 +38,7 @@ def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tens
 
 
 def outcome_on_all_ranks(ranks: Ranks, wanted: StepLogits, compute: Callable[[], Tensor]) -> Tensor:
-    """Return the outcome of `verify_step` on the first rank of the last stage, so that ranks' plans stay the same.
+    """Return the outcome that the first rank of the last stage computes, so that ranks' plans stay the same.
 
     Args:
         compute: Runs `verify_step`; called where the logits are.

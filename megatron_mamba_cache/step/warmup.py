@@ -1,11 +1,9 @@
 """Warmup: compile all kernels that a model's steps launch before the first request, and change nothing else.
 
-What Triton compiles depends on dtypes, strides, constants and the alignment of every pointer, so only the calls of real
-steps show what they need. Warmup makes these calls: the model's own forward, the verification and the align copy, over
-the context's own pools and step buffers. Its requests are padding, which every op skips: their slots are PAD_SLOT and
-their KV goes to the dummy block. They are never admitted, so there is nothing to undo.
-
-Before that, `compile_ahead` makes the same calls without launching Triton's kernels, and threads compile them at once.
+What Triton compiles depends on dtypes, strides, constants and the alignment of every pointer, so warmup makes the calls
+of real steps: the model's forward, verification and the align copy, over the context's own pools and step buffers. Its
+requests are padding, which every op skips. Before that, `compile_ahead` makes the same calls without launching Triton's
+kernels, and threads compile them at once.
 """
 
 import logging
@@ -57,10 +55,7 @@ def compile_ahead(
 
 
 def warm_up(model: StepModel, runner: StepRunner) -> None:
-    """Launch what steps of a wrapped model and its drafter launch, and so compile what is not compiled yet.
-
-    Call it between steps only. On a CPU it does nothing.
-    """
+    """Launch between steps, on a GPU, what steps of a wrapped model and its drafter launch, to compile the rest."""
     if runner.memory.state_pool.device.type == "cuda":
         with progress(_LAUNCHES):
             rehearse(model, runner)
@@ -74,7 +69,6 @@ def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
 
 
 def _may_compile_ahead(runner: StepRunner) -> bool:
-    """Return whether a GPU computes with kernels alone all that indexes come from."""
     pool = runner.memory.state_pool
     return pool.device.type == "cuda" and is_computed_in_fp32(*pool.tensors)
 

@@ -99,7 +99,7 @@ class CacheDirectory:
             others = [found for found in self._base.iterdir() if found != self._home and _is_identity(found.name)]
             sizes = {found: _bytes_in(found) for found in others}
             total = sum(sizes.values()) + _bytes_in(self._home)
-            for found in sorted(others, key=lambda other: _last_use(other)):
+            for found in sorted(others, key=_last_use):
                 if total <= limit:
                     return
                 if _is_unused(found):
@@ -113,11 +113,7 @@ class CacheDirectory:
             self._lock = -1
 
     def known_generation(self) -> int:
-        """Return the latest generation that any server has used; from the directories if its file is lost.
-
-        Raises:
-            CacheError: If the directory cannot be read.
-        """
+        """Return the latest generation that any server has used, from the names of directories if its file is lost."""
         with _explained(self._base):
             used = list(self._generations())
             with contextlib.suppress(FileNotFoundError, ValueError):
@@ -131,7 +127,8 @@ class CacheDirectory:
     def _set_generation(self, generation: int) -> None:
         """Write the generation durably, unless a later one is known by now."""
         file = self._home / "generation"
-        with _locked(self._home / "generation.lock"):
+        with _opened(self._home / "generation.lock", os.O_RDWR | os.O_CREAT) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists() or self.known_generation() <= generation:
                 new = self._home / f"generation.{os.getpid()}"
                 with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as text:
@@ -139,7 +136,8 @@ class CacheDirectory:
                     text.flush()
                     os.fsync(text.fileno())
                 os.replace(new, file)
-                _sync_directory(self._home)
+                with _opened(self._home, os.O_RDONLY) as home:
+                    os.fsync(home)
             os.utime(self._home)
         self.generation = generation
 
@@ -153,21 +151,12 @@ def _explained(base: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
-        os.close(lock)
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 def _is_identity(name: str) -> bool:
@@ -175,13 +164,9 @@ def _is_identity(name: str) -> bool:
 
 
 def _is_unused(home: Path) -> bool:
-    with contextlib.suppress(OSError):
-        lock = os.open(home / "lock", os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(lock)
+    with contextlib.suppress(OSError), _opened(home / "lock", os.O_RDWR) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     return False
 
 

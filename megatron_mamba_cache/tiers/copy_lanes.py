@@ -20,7 +20,7 @@ _LEAST_TOKENS = 256
 class MeasuredTimes:
     """Keeps the shortest time per byte of each lane and per prompt token; ignores small copies and steps.
 
-    A direction not measured yet is taken to be as fast as the opposite one.
+    An unmeasured direction counts as being as fast as the opposite one.
     """
 
     def __init__(self) -> None:

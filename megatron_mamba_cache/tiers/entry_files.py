@@ -74,11 +74,7 @@ def entry_name(text: str) -> EntryName | None:
 def write_entry(
     directory: Path, name: EntryName, form: EntryForm, state: memoryview, blocks: Iterable[memoryview]
 ) -> None:
-    """Write an entry's file; leave nothing if that fails.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write an entry's file; raise `OSError`, and leave nothing, if that fails."""
     unfinished = directory / f"{name.key:064x}.{os.getpid()}{_UNFINISHED}"
     digest = hashlib.sha256()
     try:

@@ -214,9 +214,9 @@ def test_stage_with_one_layer_type_gives_it_all_the_memory(pattern: str) -> None
 def test_draft_model_fits_wherever_its_model_fits(free_gib: int) -> None:
     card = Card(free_gib * GIB, 0.9, 21_504)
     drafts = {"num_speculative_tokens": 2}
-    engine = card_settings(DENSE_8B, 131_072, card.part(1 - DRAFTER_SHARE), drafts)
+    engine = card_settings(DENSE_8B, 131_072, replace(card, share=1 - DRAFTER_SHARE), drafts)
     given_limits = {"max_requests": engine["max_requests"], "max_tokens": engine["max_tokens"]} | DRAFTER_STATES
-    drafter = card_settings(SMALL, 4096, card.part(DRAFTER_SHARE), given_limits)
+    drafter = card_settings(SMALL, 4096, replace(card, share=DRAFTER_SHARE), given_limits)
     taken = bytes_taken(DENSE_8B, CacheConfig(**drafts, **engine)) + bytes_taken(
         SMALL, CacheConfig(**DRAFTER_STATES, **drafter)
     )

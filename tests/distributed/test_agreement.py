@@ -10,14 +10,14 @@ TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def test_capacities_are_the_least_of_all_ranks_and_stay_so_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
+def test_capacities_are_the_least_of_all_ranks_even_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.capacities, layout, "M*M*", [40, 30], [9, 12], [5, 4])
     num_live = 4
     assert first == second
     assert first[0] == first[1] == (30, first[0][1], 9 + num_live, num_live)
 
 
-def test_a_stage_without_layers_of_a_kind_leaves_the_capacity_to_the_others(worlds: Worlds) -> None:
+def test_stage_without_a_layer_type_does_not_limit_its_capacity(worlds: Worlds) -> None:
     outcomes = worlds.of(2).run(agreement_cases.capacities, PIPELINE, "MM*-", [7, 30], [9, 12], [4, 4])
     assert outcomes[0] == outcomes[1]
     blocks, _, slots, _ = outcomes[0][0]
@@ -30,9 +30,7 @@ def test_a_stage_without_layers_of_a_kind_leaves_the_capacity_to_the_others(worl
         ([{}, {"max_tokens": 128}], "max_tokens differs between the ranks of the model: [64, 128]"),
     ],
 )
-def test_settings_that_do_not_go_together_are_an_error_on_all_ranks(
-    settings: list[dict], message: str, worlds: Worlds
-) -> None:
+def test_contradicting_settings_are_an_error_on_all_ranks(settings: list[dict], message: str, worlds: Worlds) -> None:
     for error in worlds.of(2).run(agreement_cases.error_of_settings, TENSOR, settings):
         assert message in error and error.startswith("ValueError")
 
@@ -52,7 +50,7 @@ def test_settings_that_do_not_go_together_are_an_error_on_all_ranks(
         ("step buffers", "CacheCapacityError: cannot allocate the step buffers"),
     ],
 )
-def test_what_one_rank_cannot_build_is_the_same_error_on_all(broken: str, message: str, worlds: Worlds) -> None:
+def test_build_error_of_one_rank_is_the_same_on_all(broken: str, message: str, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.error_of_one_rank, TENSOR, broken)
     assert second.startswith(message) and first == second
 
@@ -68,7 +66,7 @@ def test_what_one_rank_cannot_build_is_the_same_error_on_all(broken: str, messag
         (PIPELINE, 4, "another slot", "reserved states"),
     ],
 )
-def test_a_rank_that_decides_otherwise_is_found_and_the_decision_named(
+def test_diverging_rank_is_found_with_the_decision_named(
     layout: Layout, every: int, part: str, kind: str, worlds: Worlds
 ) -> None:
     outcomes = worlds.of(2).run(agreement_cases.error_of_a_part, layout, every, part)
@@ -81,9 +79,7 @@ def test_a_rank_that_decides_otherwise_is_found_and_the_decision_named(
 
 
 @pytest.mark.parametrize(("num_on_both", "other"), [(0, "nothing"), (1, "step 1, request 0, tokens of the step")])
-def test_a_rank_that_lacks_a_request_is_found_even_if_it_has_no_other(
-    num_on_both: int, other: str, worlds: Worlds
-) -> None:
+def test_rank_without_its_only_request_is_found(num_on_both: int, other: str, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.error_of_a_missing_request, TENSOR, num_on_both)
     assert first == second
     assert f"rank 0: step 1, request {num_on_both}, admission" in first and f"rank 1: {other}" in first
@@ -96,7 +92,7 @@ def test_tokens_come_from_one_rank(layout: Layout, worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def test_a_drafter_that_fails_on_one_rank_costs_drafts_on_all(layout: Layout, worlds: Worlds) -> None:
+def test_drafter_error_on_one_rank_costs_drafts_on_all(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.failures_of_one_drafter, layout)
     assert first == second
     num_failures, num_accepted = first

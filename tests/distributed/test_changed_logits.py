@@ -29,9 +29,7 @@ def test_all_ranks_have_the_tokens_of_one_process(layout: Layout, worlds: Worlds
         pytest.param(Layout(pipeline=2), 2, id="pipeline-drafts"),
     ],
 )
-def test_a_grammar_that_cannot_go_on_fails_its_request_on_all_ranks(
-    layout: Layout, num_drafts: int, worlds: Worlds
-) -> None:
+def test_failed_grammar_fails_its_request_on_all_ranks(layout: Layout, num_drafts: int, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(changed_logits_cases.replies_despite_a_failure, layout, num_drafts)
     (alone,) = worlds.of(1).run(changed_logits_cases.replies_despite_a_failure, Layout(), num_drafts)
     assert first == second == alone and "too complex to go on" in alone[1]

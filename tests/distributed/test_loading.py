@@ -19,7 +19,7 @@ TENSOR_OF_4 = Layout(tensor=4)
         ("qwen3_5-5", [ONE, TENSOR]),  # one KV head, of which both ranks have a copy
     ],
 )
-def test_a_checkpoint_generates_the_same_under_every_layout(name: str, layouts: list[Layout], worlds: Worlds) -> None:
+def test_checkpoint_generates_the_same_under_every_layout(name: str, layouts: list[Layout], worlds: Worlds) -> None:
     _assert_same_tokens(worlds, 2, name, layouts)
 
 
@@ -38,6 +38,6 @@ def _assert_same_tokens(worlds: Worlds, num_ranks: int, name: str, layouts: list
 @pytest.mark.parametrize(
     "name", ["nemotron_h_moe-0", pytest.param("granite_moe-4", marks=pytest.mark.long), "qwen3_5_moe-2"]
 )
-def test_quantized_weights_are_cut_as_they_are_dequantized(name: str, worlds: Worlds) -> None:
+def test_quantized_weights_are_split_like_dequantized_ones(name: str, worlds: Worlds) -> None:
     kinds = ["transformers, edge blocks", "modelopt mixed", "compressed-tensors NVFP4"]
     worlds.of(2).run(loading_cases.compare_quantized_weights, name, kinds, [TENSOR, EXPERT])

@@ -45,7 +45,7 @@ def test_ranks_refit_together(layout: Layout, resident_pools: bool, worlds: Worl
         for at, (name, layout) in enumerate((("tensor", TENSOR), ("pipeline", PIPELINE)))
     ],
 )
-def test_ranks_that_disagree_about_the_version_all_say_so_and_stay_suspended(
+def test_ranks_with_different_versions_all_report_it_and_stay_suspended(
     versions: list[str | None], message: str, layout: Layout, worlds: Worlds
 ) -> None:
     for errors in worlds.of(2).run(refit_cases.errors_of_versions, layout, versions, layout.tensor > 1):

@@ -8,6 +8,6 @@ from tests.distributed.world import Worlds
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=["tensor", "pipeline"])
-def test_prompts_are_scored_alike_on_all_ranks(layout: Layout, worlds: Worlds) -> None:
+def test_prompt_scores_are_equal_on_all_ranks(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(scoring_cases.scores, layout, 10 * 96)
     assert first == second and len(first[0]) == len(first[1]) == len(first[2]) == 49

@@ -108,7 +108,7 @@ def run_on_each(
 
 
 @pytest.mark.parametrize(("layout", "flavour", "seed", "num_graphs", "digest_steps", "form"), SHARED, ids=name_of)
-def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
+def test_ranks_make_the_same_plans_and_generate_the_oracles_tokens(
     layout: Layout,
     flavour: str,
     seed: int,
@@ -130,9 +130,7 @@ def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
 @pytest.mark.parametrize(
     ("layout", "num_graphs"), [(TENSOR, 3), pytest.param(PIPELINE, 0, marks=pytest.mark.long)], ids=name_of
 )
-def test_ranks_of_a_model_follow_grammars_alike(
-    layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals
-) -> None:
+def test_ranks_follow_grammars_alike(layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals) -> None:
     first, *others = worlds.of(2).run(run_workloads, layout, "disturbed", 8, num_graphs, 1, "dense", True)
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
     assert all(seen["ended by a grammar"] for seen in first.seen)
@@ -170,7 +168,7 @@ def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, wor
     ],
     ids=name_of,
 )
-def test_ranks_of_a_model_round_states_alike(layout: Layout, flavour: str, form: str, worlds: Worlds) -> None:
+def test_ranks_quantize_states_alike(layout: Layout, flavour: str, form: str, worlds: Worlds) -> None:
     """Each has its part of every cached state, and one of them may have none."""
     first, *others = worlds.of(2).run(run_workloads, layout, flavour, 11, 3, 1, form, False, "int8")
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
@@ -181,7 +179,7 @@ def test_ranks_of_a_model_round_states_alike(layout: Layout, flavour: str, form:
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", ["one_budget", "disturbed_budget"])
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=name_of)
-def test_kv_and_states_that_take_room_from_each_other_on_every_rank(
+def test_kv_and_states_evict_each_other_on_every_rank(
     layout: Layout, flavour: str, worlds: Worlds, totals: Totals
 ) -> None:
     """Each seed is a workload without drafts and one with, with graphs and without, with compared plans and without."""
@@ -196,7 +194,7 @@ def test_kv_and_states_that_take_room_from_each_other_on_every_rank(
 
 
 @pytest.mark.parametrize(("layout", "flavours", "seed", "num_graphs", "digest_steps", "form"), REPLICAS, ids=name_of)
-def test_replicas_side_by_side_generate_the_oracles_tokens(
+def test_concurrent_replicas_generate_the_oracles_tokens(
     layout: Layout,
     flavours: tuple[str, ...],
     seed: int,

@@ -30,7 +30,7 @@ def test_every_comment_before_a_block_is_a_mark(page: Path) -> None:
     assert comments == len(blocks_of(page))
 
 
-def test_blocks_that_run_are_most_of_all() -> None:
+def test_most_blocks_run() -> None:
     kinds = [block.kind for block in BLOCKS]
     assert kinds.count("run") > 2 * kinds.count("needs")
 

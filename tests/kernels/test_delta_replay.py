@@ -170,7 +170,7 @@ def test_boundary_folds_write_the_base_of_a_later_step(dtype: torch.dtype, op: O
 
 
 def test_a_request_may_start_anywhere(op: Op, device: str) -> None:
-    """What prefill leaves is a base at no multiple of the ring's length, and an empty ring."""
+    """Prefill leaves a base at no multiple of the ring's length, and an empty ring."""
     torch.manual_seed(2)
     requests = replayed(texts(2, 30, device), 8, 3, starts=[5, 11])
     decode(requests, op, random.Random(2), 29, 2)
@@ -194,7 +194,7 @@ def test_nan_of_a_kept_token_stays_with_its_request_and_those_after_it(op: Op, d
 
 @BOTH_POOLS
 @pytest.mark.parametrize("num_drafts", [0, 8])
-def test_bf16_states_are_rounded_once_a_ring_within_steps_too(
+def test_bf16_states_lose_digits_once_a_ring_within_steps_too(
     num_drafts: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(4)

@@ -31,7 +31,7 @@ def start_run(**settings: Any) -> EngineRun:
 @pytest.mark.parametrize(
     "form", [list, tuple, np.array, torch.tensor, lambda tokens: torch.tensor(tokens, dtype=torch.int32)]
 )
-def test_prompts_of_token_ids_come_in_any_sequence(form: Any) -> None:
+def test_token_id_prompts_may_be_any_sequence(form: Any) -> None:
     run, plain = start_run(), start_run()
     run.prompts[0] = some_tokens(20)
     run.engine.add_request(0, form(some_tokens(20)), greedy(4))
@@ -41,7 +41,7 @@ def test_prompts_of_token_ids_come_in_any_sequence(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
-def test_a_prompt_stays_on_the_host(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_stays_on_the_host(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
@@ -52,7 +52,7 @@ def test_a_prompt_stays_on_the_host(form: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("form", [list, np.array, torch.tensor])
-def test_a_prompt_that_its_caller_changes_afterwards_stays_as_it_was(form: Any) -> None:
+def test_callers_later_changes_do_not_reach_the_prompt(form: Any) -> None:
     run, prompt = start_run(), form(some_tokens(20))
     run.engine.add_request(0, prompt, greedy(4))
     prompt[2:5] = form([1, 2, 3])
@@ -62,7 +62,7 @@ def test_a_prompt_that_its_caller_changes_afterwards_stays_as_it_was(form: Any) 
 
 
 @pytest.mark.parametrize("token", [1.9, True, "7", None, 2**70, [1]])
-def test_prompt_of_what_are_no_token_ids_is_refused_and_leaves_no_trace(token: Any) -> None:
+def test_prompt_that_is_not_token_ids_is_refused_without_a_trace(token: Any) -> None:
     run = start_run()
     with pytest.raises(ValueError, match=r"token 1 of the prompt is .*integers of 64 bits"):
         run.engine.add_request(0, [3, token], greedy(4))
@@ -91,7 +91,7 @@ def test_prompt_of_what_are_no_token_ids_is_refused_and_leaves_no_trace(token: A
     ],
     ids=str,
 )
-def test_arrays_and_tensors_of_what_are_no_token_ids_are_refused(prompt: Any) -> None:
+def test_arrays_that_are_not_token_ids_are_refused(prompt: Any) -> None:
     run = start_run()
     with pytest.raises(ValueError, match=r"token 0 of the prompt is .*integers of 64 bits"):
         run.engine.add_request(0, prompt, greedy(4))
@@ -173,7 +173,7 @@ def test_bad_request_fails_alone_with_one_clear_error(name: str) -> None:
     run.assert_nothing_held()
 
 
-def test_duplicate_id_is_refused_and_the_first_request_goes_on() -> None:
+def test_duplicate_id_is_refused_and_the_first_request_continues() -> None:
     run = start_run()
     run.add(0, some_tokens(40), 9)
     run.step()
@@ -185,7 +185,7 @@ def test_duplicate_id_is_refused_and_the_first_request_goes_on() -> None:
     assert run.run(0, some_tokens(40)) == 8  # its id is free again
 
 
-def test_id_of_a_failed_request_is_free_again() -> None:
+def test_id_of_a_failed_request_can_be_reused() -> None:
     run = start_run()
     run.run(0, [])
     run.run(0, some_tokens(40))
@@ -205,7 +205,7 @@ def test_failed_request_is_reported_after_a_suspend() -> None:
     run.assert_nothing_held()
 
 
-def test_failed_request_alone_counts_as_unfinished_until_it_is_reported() -> None:
+def test_failed_request_counts_as_unfinished_until_reported() -> None:
     run = start_run()
     run.add(0, [])
     assert run.engine.has_unfinished_requests()
@@ -220,7 +220,7 @@ def megatron_request(request_id: int, prompt: list[int], params: SamplingParams)
 
 
 @pytest.mark.parametrize("name", [*BAD_REQUESTS, "open number of tokens"])
-def test_bad_request_is_refused_by_the_context_too_and_changes_nothing(name: str) -> None:
+def test_context_refuses_a_bad_request_and_changes_nothing(name: str) -> None:
     bad = BAD_REQUESTS | {"open number of tokens": (some_tokens(5), greedy(None), ("num_tokens_to_generate", "None"))}
     prompt, params, words = bad[name]
     run = start_run()
@@ -244,23 +244,23 @@ def test_request_added_to_the_context_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("model", "found"), [(None, "None"), ("model", "'model'"), (torch.nn.Linear(1, 1), "Linear")])
-def test_engine_of_no_model_names_what_it_needs(model: Any, found: str) -> None:
+def test_engine_without_a_model_names_what_it_needs(model: Any, found: str) -> None:
     with pytest.raises(TypeError, match=f"needs a MambaModel, found {found}"):
         build_engine(model)
 
 
-def test_engine_of_settings_that_are_none_names_what_it_needs() -> None:
+def test_engine_with_invalid_settings_names_what_it_needs() -> None:
     with pytest.raises(TypeError, match=r"needs a CacheConfig or None, found \{'max_tokens': 5\}"):
         build_engine(tiny_hybrid().model, {"max_tokens": 5})
 
 
 @pytest.mark.parametrize("spec", [None, local_hybrid_spec, torch.nn.Linear], ids=["None", "function", "class"])
-def test_spec_that_is_none_names_what_it_needs(spec: Any) -> None:
+def test_invalid_spec_names_what_it_needs(spec: Any) -> None:
     with pytest.raises(TypeError, match="needs the ModuleSpec of a MambaStack, found"):
         with_mamba_cache(spec)
 
 
-def test_impossible_kv_budget_says_the_minimum() -> None:
+def test_impossible_kv_budget_is_refused_with_the_minimum() -> None:
     subject = tiny_hybrid()
     with pytest.raises(ValueError, match=r"cache_gb is 1.1e-06 .*--cache-gb to 0\.0\d+ or more"):
         build_engine(
@@ -268,7 +268,7 @@ def test_impossible_kv_budget_says_the_minimum() -> None:
         )
 
 
-def test_stated_minimum_of_one_budget_holds_the_longest_request() -> None:
+def test_stated_minimum_of_one_budget_fits_the_longest_request() -> None:
     subject = tiny_hybrid()
     settings = {"block_size_tokens": 16, "max_sequence_length": 96, "max_tokens": 64, "max_requests": 4}
     with pytest.raises(ValueError, match=r"cache_gb is 1e-06 GiB.*max_sequence_length=96") as error:
@@ -296,7 +296,7 @@ def _number_after(words: str, error: pytest.ExceptionInfo[ValueError]) -> float:
     return float(str(error.value).split(words)[1].split()[0].rstrip(",.;"))
 
 
-def test_impossible_state_budget_says_the_minimum() -> None:
+def test_impossible_state_budget_is_refused_with_the_minimum() -> None:
     large = tiny_hybrid(mamba_state_dim=64, mamba_head_dim=32, hidden_size=64, pattern="MMM*")
     with pytest.raises(ValueError, match=r"cache_gb is 2e-05 .* 0\.0\d+ or more"):
         build_engine(large.model, CacheConfig(prefix_caching_mamba_gb=1e-5, buffer_size_gb=1e-5))
@@ -306,7 +306,7 @@ def test_impossible_state_budget_says_the_minimum() -> None:
     "allocation", [f"{cache_memory.__name__}.StepBuffers", f"{dynamic_context.__name__}.GraphedMHAMetadata"]
 )
 @pytest.mark.parametrize("raised", [RuntimeError, torch.OutOfMemoryError, MemoryError])
-def test_step_too_large_for_the_memory_names_its_limits(
+def test_step_too_large_for_memory_names_its_limits(
     allocation: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
@@ -319,7 +319,7 @@ def test_step_too_large_for_the_memory_names_its_limits(
         build_engine(subject.model, cache_config(subject.sizes, max_requests=4, max_sequence_length=128))
 
 
-def test_block_size_is_a_multiple_of_the_ssm_chunk() -> None:
+def test_block_size_must_be_a_multiple_of_the_ssm_chunk() -> None:
     subject = tiny_hybrid(ssm_chunk_size=16)
     with pytest.raises(ValueError, match=r"block_size_tokens is 24.*chunk of 16"):
         build_engine(subject.model, cache_config(subject.sizes, block_size_tokens=24))
@@ -338,7 +338,7 @@ def test_only_hybrids_of_known_layers_are_built(pattern: str, message: str) -> N
 
 
 @pytest.mark.parametrize(("pattern", "message"), [("MMM", "no attention layer"), ("**", "no Mamba layer")])
-def test_engine_refuses_a_model_that_is_no_hybrid(pattern: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_hybrid_model_is_refused(pattern: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("megatron_mamba_cache.models.architecture.check_layer_pattern", lambda _: None)
         model = random_hybrid_model(tiny_sizes(pattern=pattern))
@@ -346,7 +346,7 @@ def test_engine_refuses_a_model_that_is_no_hybrid(pattern: str, message: str, mo
         build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))
 
 
-def test_engine_refuses_a_model_without_the_caching_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_caching_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def spec_without_caching_attention(options: LocalSpecOptions) -> ModuleSpec:
         spec = local_hybrid_spec(options)
         spec.submodules.attention_layer.submodules.self_attention.module = SelfAttention
@@ -359,7 +359,7 @@ def test_engine_refuses_a_model_without_the_caching_modules(monkeypatch: pytest.
         build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))
 
 
-def test_another_megatron_core_is_refused() -> None:
+def test_other_megatron_core_release_is_refused() -> None:
     with pytest.raises(ImportError, match=r"0\.17\.0.*0\.16\.1"):
         mcore._check_megatron_core("0.17.0")
 
@@ -369,7 +369,7 @@ def test_another_megatron_core_is_refused() -> None:
     [{"tenant": None}, {"tenant": "\ud800"}, {"seed": 1.5}, {"request_id": 2**70}, {"request_id": -1}],
     ids=str,
 )
-def test_request_refused_to_its_caller_leaves_no_trace(settings: dict[str, Any]) -> None:
+def test_synchronously_refused_request_leaves_no_trace(settings: dict[str, Any]) -> None:
     run = start_run()
     run.add(0, some_tokens(40), 6)
     request_id = settings.pop("request_id", 9)
@@ -393,7 +393,7 @@ def test_request_refused_to_its_caller_leaves_no_trace(settings: dict[str, Any])
     ],
     ids=["top_k", "temperature", "top_p", "top_p nan", "broken top_k", "top_n_logprobs", "no tokens"],
 )
-def test_sampling_that_no_step_could_run_fails_alone(sampling: SamplingParams, words: tuple[str, ...]) -> None:
+def test_unsupported_sampling_fails_alone(sampling: SamplingParams, words: tuple[str, ...]) -> None:
     run = start_run()
     run.add(0, some_tokens(40), 6)
     run.engine.add_request(1, some_tokens(5), sampling)

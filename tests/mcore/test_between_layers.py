@@ -26,7 +26,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
-def test_an_rms_norm_has_torchs_numbers_whatever_computes_it(dtype: torch.dtype, tolerance: float, device: str) -> None:
+def test_rms_norm_matches_torch_in_every_implementation(dtype: torch.dtype, tolerance: float, device: str) -> None:
     torch.manual_seed(0)
     norm = LayerNorm(config("RMSNorm", dtype), 96, eps=1e-3).to(device)
     nn.init.normal_(norm.weight)
@@ -40,7 +40,7 @@ def test_an_rms_norm_has_torchs_numbers_whatever_computes_it(dtype: torch.dtype,
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("shape", [(96,), (2, 3, 96), (0, 96)])
 @pytest.mark.parametrize("step", [1, 2])
-def test_rows_of_any_form_are_normalized(shape: tuple[int, ...], step: int, device: str) -> None:
+def test_inputs_of_any_shape_are_normalized(shape: tuple[int, ...], step: int, device: str) -> None:
     norm = LayerNorm(config("RMSNorm", torch.float32), 96, eps=1e-3).to(device)
     x = torch.randn(*shape[:-1], step * shape[-1], device=device)[..., ::step]
     with torch.inference_mode():
@@ -50,7 +50,7 @@ def test_rows_of_any_form_are_normalized(shape: tuple[int, ...], step: int, devi
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_zero_centered_norm_multiplies_by_one_more_than_its_weights(
+def test_zero_centered_norm_multiplies_by_one_plus_its_weights(
     dtype: torch.dtype, tolerance: float, step: int, device: str
 ) -> None:
     torch.manual_seed(0)
@@ -64,13 +64,13 @@ def test_a_zero_centered_norm_multiplies_by_one_more_than_its_weights(
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_zero_centered_layer_norm_is_refused() -> None:
+def test_zero_centered_layer_norm_is_refused() -> None:
     layer_norm = SimpleNamespace(**vars(config("LayerNorm", torch.float32)) | {"layernorm_zero_centered_gamma": True})
     with pytest.raises(AssertionError, match="zero_centered_gamma"):
         LayerNorm(layer_norm, 8)
 
 
-def test_another_norm_is_torchs() -> None:
+def test_layer_norm_is_torchs_own() -> None:
     norm = LayerNorm(config("LayerNorm", torch.bfloat16), 8)
     assert type(norm) is nn.LayerNorm and norm.weight.dtype == torch.bfloat16
 
@@ -83,7 +83,7 @@ def summed(multiplier: float = 1.0, offset: float = 0.0) -> tuple[ResidualAdd, L
 
 
 @pytest.mark.parametrize(("multiplier", "offset"), [(1.0, 0.0), (0.5, 0.0), (1.0, 1.0)])
-def test_a_sum_norms_for_the_next_layer_and_says_so(
+def test_residual_sum_computes_the_next_layers_norm(
     multiplier: float, offset: float, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     add, norm = summed(multiplier, offset)
@@ -100,7 +100,7 @@ def test_a_sum_norms_for_the_next_layer_and_says_so(
     torch.testing.assert_close(normed, expected)
 
 
-def test_another_tensor_is_normed_though_a_sum_was_normed_ahead(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_prefetched_norm_is_used_only_for_its_own_tensor(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     add, norm = summed()
     norm.to(device)
     with torch.inference_mode():
@@ -116,7 +116,7 @@ def test_training_is_refused() -> None:
         ResidualAdd()(True, False)
 
 
-def test_every_layer_norms_for_the_next() -> None:
+def test_every_layer_computes_the_next_layers_norm() -> None:
     stack = random_hybrid_model(RandomHybridConfig(pattern="M*-ME")).decoder
     adds = [stack.layers[0].mamba_bda, stack.layers[1].self_attn_bda, stack.layers[2].mlp_bda]
     adds += [stack.layers[3].mamba_bda, stack.layers[4].mlp_bda]

@@ -31,7 +31,7 @@ def cancel(run: EngineRun, request_id: int) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 9])
-def test_a_cancelled_request_holds_nothing_after_the_call(num_steps: int) -> None:
+def test_cancelled_request_holds_nothing_after_the_call(num_steps: int) -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(60), 40)
     for _ in range(num_steps):
@@ -44,7 +44,7 @@ def test_a_cancelled_request_holds_nothing_after_the_call(num_steps: int) -> Non
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
-def test_a_paused_request_goes_on_when_the_others_are_gone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paused_request_continues_after_others_are_cancelled(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(kv_blocks=4, paused_blocks=2, max_sequence_length=64, prefix_caching=False)
     run.add(0, some_tokens(33, seed=0), 14)  # three blocks, in which it stays
     run.add(1, some_tokens(10, seed=1), 20)  # one, and needs a second
@@ -62,13 +62,13 @@ def test_a_paused_request_goes_on_when_the_others_are_gone(how: str, monkeypatch
     run.assert_exact()
 
 
-def test_cancelling_twice_or_too_late_says_so() -> None:
+def test_second_or_late_cancel_returns_false() -> None:
     run = start_run()
     run.run(0, some_tokens(20))
     assert not run.engine.cancel_request(0) and not run.engine.cancel_request(7)
 
 
-def test_what_a_cancelled_request_published_stays_findable() -> None:
+def test_published_blocks_of_a_cancelled_request_stay_findable() -> None:
     run = start_run()
     run.add(0, some_tokens(50), 40)
     run.step()
@@ -77,7 +77,7 @@ def test_what_a_cancelled_request_published_stays_findable() -> None:
     run.assert_exact()
 
 
-def test_a_request_that_waits_for_a_cancelled_ones_prefix_goes_on() -> None:
+def test_request_waiting_for_a_cancelled_prefix_continues() -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(60), 4)
     run.add(1, some_tokens(60), 4)
@@ -88,7 +88,7 @@ def test_a_request_that_waits_for_a_cancelled_ones_prefix_goes_on() -> None:
     run.assert_exact()
 
 
-def test_a_suspended_request_can_be_cancelled() -> None:
+def test_suspended_request_can_be_cancelled() -> None:
     run = start_run()
     for request_id in range(2):
         run.add(request_id, some_tokens(30, seed=request_id), 9)
@@ -101,7 +101,7 @@ def test_a_suspended_request_can_be_cancelled() -> None:
     run.assert_exact()
 
 
-def test_a_refused_request_can_be_cancelled_before_it_is_reported() -> None:
+def test_refused_request_can_be_cancelled_before_its_report() -> None:
     run = start_run()
     run.add(0, [], 4)
     cancel(run, 0)

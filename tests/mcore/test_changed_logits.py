@@ -54,7 +54,7 @@ def run_with(prompt: Sequence[int], settings: dict[str, Any], **sampling: Any) -
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_token_is_the_best_of_the_changed_logits(name: str) -> None:
+def test_each_token_maximizes_the_changed_logits(name: str) -> None:
     prompt, settings = some_tokens(30), CHANGES[name]
     run = run_with(prompt, settings)
     tokens, oracle, num_compared = run.tokens(0), HybridOracle.from_megatron(run.subject.model), 0
@@ -70,7 +70,7 @@ def test_each_token_is_the_best_of_the_changed_logits(name: str) -> None:
     run.assert_nothing_held()
 
 
-def test_settings_that_ask_for_nothing_change_nothing_and_cost_nothing() -> None:
+def test_neutral_settings_change_nothing_and_cost_nothing() -> None:
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1, "logit_bias": [], "min_p": 0}
     prompt = some_tokens(30)
     run = run_with(prompt, neutral)
@@ -78,7 +78,7 @@ def test_settings_that_ask_for_nothing_change_nothing_and_cost_nothing() -> None
     assert run.engine.context.runner._changes._seen.is_empty
 
 
-def test_no_request_ends_before_its_least_number_of_tokens() -> None:
+def test_no_request_ends_before_min_tokens() -> None:
     prompt = some_tokens(30)
     plain = run_with(prompt, {}).tokens(0)
     end, first = plain[3], plain.index(plain[3])
@@ -119,7 +119,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("attributes", "words"), BAD)
-def test_what_cannot_be_honoured_fails_that_request_alone(attributes: dict[str, Any], words: str) -> None:
+def test_unsupported_settings_fail_only_their_request(attributes: dict[str, Any], words: str) -> None:
     run, params = run_with(some_tokens(8), {}), greedy(4)
     add_fields(params, **attributes)
     run.add(1, some_tokens(8), params)

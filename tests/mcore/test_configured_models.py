@@ -72,7 +72,7 @@ def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MambaLayer, "__init__", build)
 
 
-def test_a_model_with_experts_is_built() -> None:
+def test_model_with_experts_is_built() -> None:
     config = configured()
     assert (routing_rule(config).top_k, routing_rule(config).score) == (2, "softmax")
     assert isinstance(built(config).decoder.layers[1], ExpertLayer)
@@ -105,20 +105,20 @@ def test_a_model_with_experts_is_built() -> None:
         ("mlp_chunks_for_prefill", 2, "2.*support"),
     ],
 )
-def test_a_configuration_that_cannot_be_served_is_refused(setting: str, value: Any, shown: str) -> None:
+def test_unsupported_configuration_is_refused(setting: str, value: Any, shown: str) -> None:
     config = configured(**(value if isinstance(value, dict) else {setting: value}))
     with pytest.raises(ValueError, match=f"{setting} is {shown}"):
         built(config)
 
 
 @pytest.mark.usefixtures("no_layers")
-def test_a_spec_without_experts_is_refused_for_a_pattern_with_some() -> None:
+def test_spec_without_experts_is_refused_for_a_pattern_with_experts() -> None:
     """Megatron would leave these layers out, and tokens would be wrong."""
     with pytest.raises(ValueError, match=r"num_experts of LocalSpecOptions is None.*hybrid_override_pattern.*set it"):
         built(configured(), local_hybrid_spec())
 
 
-def test_a_model_whose_layers_are_left_out_is_refused() -> None:
+def test_model_with_skipped_layers_is_refused() -> None:
     """A spec of the user's own may have none for a symbol; Megatron builds the model all the same."""
     spec = local_hybrid_spec()
     spec.submodules.mlp_layer = IdentityOp
@@ -128,7 +128,7 @@ def test_a_model_whose_layers_are_left_out_is_refused() -> None:
 
 
 @pytest.mark.parametrize("setting", ["qk_layernorm", "qk_l2_norm"])
-def test_norms_of_queries_and_keys_that_the_spec_lacks_are_refused(setting: str) -> None:
+def test_query_and_key_norms_missing_from_the_spec_are_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting} is True, but the spec has no norm.*set it to False"):
         built(configured(**{setting: True}))
 
@@ -137,9 +137,7 @@ def test_norms_of_queries_and_keys_that_the_spec_lacks_are_refused(setting: str)
     ("setting", "value"),
     [("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("moe_input_jitter_eps", 0.1)],
 )
-def test_megatrons_layer_of_experts_is_refused_where_tokens_depend_on_others_or_on_chance(
-    setting: str, value: Any
-) -> None:
+def test_expert_layer_whose_tokens_depend_on_the_batch_or_chance_is_refused(setting: str, value: Any) -> None:
     spec = spec_with_experts()
     spec.submodules.moe_layer.module = TransformerLayer
     spec.submodules.moe_layer.submodules.mlp = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
@@ -151,7 +149,7 @@ def test_megatrons_layer_of_experts_is_refused_where_tokens_depend_on_others_or_
         build_engine(model, SETTINGS)
 
 
-def test_a_request_may_not_be_longer_than_learned_positions() -> None:
+def test_requests_may_not_exceed_learned_positions() -> None:
     model = built(configured(), position_embedding_type="learned_absolute")
     with pytest.raises(ValueError, match="embeddings of 64 positions, and a request may have 256 tokens; set"):
         build_engine(model, SETTINGS)
@@ -162,7 +160,7 @@ def test_a_request_may_not_be_longer_than_learned_positions() -> None:
     ("layer", "part", "base"),
     [("attention_layer", "self_attention", SelfAttention), ("mamba_layer", "mixer", MambaMixer)],
 )
-def test_a_layer_of_the_users_own_is_refused_where_none_would_call_it(layer: str, part: str, base: type) -> None:
+def test_custom_layer_that_would_not_be_called_is_refused(layer: str, part: str, base: type) -> None:
     own = type("Own", (base,), {})
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=ModuleSpec(MambaMixer))),
@@ -177,7 +175,7 @@ def test_a_layer_of_the_users_own_is_refused_where_none_would_call_it(layer: str
         with_mamba_cache(spec)
 
 
-def test_an_attention_of_the_users_own_is_refused_where_none_would_call_it() -> None:
+def test_custom_attention_that_would_not_be_called_is_refused() -> None:
     spec = spec_with_experts()
     own = type("Own", (DotProductAttention,), {"__module__": "somewhere"})
     spec.submodules.attention_layer.submodules.self_attention.submodules.core_attention = own

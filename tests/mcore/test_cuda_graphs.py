@@ -160,7 +160,7 @@ def test_graphs_may_hold_more_requests_than_can_run(
     assert max(requests_too_many) == 1
 
 
-def test_every_step_that_a_shape_holds_replays_a_graph() -> None:
+def test_every_step_that_fits_a_shape_replays_a_graph() -> None:
     run = start(max_requests=8)
     for request_id in range(5):
         run.add(request_id, some_tokens(12, seed=request_id), 6 + request_id)
@@ -210,7 +210,7 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
 
 
 @pytest.mark.parametrize("num_prompt", [10, 60])
-def test_drafts_join_prompts_only_where_no_graph_is_lost(num_prompt: int) -> None:
+def test_drafts_join_prompts_only_if_the_step_keeps_its_graph(num_prompt: int) -> None:
     """Graphs hold up to 40 prompt tokens and no drafts: only longer prompts run with drafts."""
     subject = tiny_hybrid()
     plain = EngineRun.start(subject, cache_config(subject.sizes))
@@ -236,7 +236,7 @@ def test_drafts_join_prompts_only_where_no_graph_is_lost(num_prompt: int) -> Non
     run.assert_exact()
 
 
-def test_shapes_of_many_prompts_end_where_computing_takes_as_long_as_launching(
+def test_largest_prompt_shape_is_where_compute_equals_launch_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_shape, "_LAUNCHED_MACS", 100 * tiny_hybrid().shape.layer_weights)
@@ -253,7 +253,7 @@ def test_shapes_of_many_prompts_end_where_computing_takes_as_long_as_launching(
     assert most[True, 4] == 200 and most[True, 8] == 100 and most[False, 8] == 100
 
 
-def test_capturing_touches_no_state_and_takes_nothing() -> None:
+def test_capture_touches_no_state_and_holds_nothing() -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, decode_checkpoints="all", num_speculative_tokens=2)
     run = EngineRun.start(subject, with_graphs(with_one_budget(config, subject.shape, 40)))
@@ -275,7 +275,7 @@ def test_capturing_touches_no_state_and_takes_nothing() -> None:
         assert torch.equal(old, new)
 
 
-def test_graphs_stay_good_over_a_flush_and_evictions() -> None:
+def test_graphs_survive_a_flush_and_evictions() -> None:
     run = start(cached_states=2, kv_blocks=6, max_requests=3)
     graphs = run.context.graphs
     for request_id in range(8):
@@ -288,7 +288,7 @@ def test_graphs_stay_good_over_a_flush_and_evictions() -> None:
     run.assert_exact()
 
 
-def test_after_suspend_and_resume_steps_replay_new_graphs_over_the_new_memory() -> None:
+def test_resume_captures_new_graphs_over_the_new_memory() -> None:
     run = start()
     run.add(0, some_tokens(30), 12)
     run.step()
@@ -306,7 +306,7 @@ def test_after_suspend_and_resume_steps_replay_new_graphs_over_the_new_memory() 
 
 
 @pytest.mark.parametrize("resident_pools", [False, True])
-def test_nothing_is_left_of_a_closed_engine_that_is_still_referred_to(resident_pools: bool) -> None:
+def test_closed_engine_holds_no_memory_while_referenced(resident_pools: bool) -> None:
     """Its steps overlap, and one is launched; process groups wait for graphs that hold their collectives."""
     run = start(resident_pools=resident_pools)
     run.add(0, some_tokens(30), 12)
@@ -319,7 +319,7 @@ def test_nothing_is_left_of_a_closed_engine_that_is_still_referred_to(resident_p
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_sampled_tokens_are_those_without_graphs(num_drafts: int) -> None:
+def test_sampled_tokens_equal_those_without_graphs(num_drafts: int) -> None:
     subject, drafter = tiny_hybrid(), PromptLookupDrafter(min_match=1) if num_drafts else None
     config = cache_config(subject.sizes, num_speculative_tokens=num_drafts)
     texts = []
@@ -350,7 +350,7 @@ def test_prompts_are_scored_next_to_graphs() -> None:
 
 
 @pytest.mark.parametrize("only_last", [True, False])
-def test_log_probs_are_those_without_graphs(only_last: bool) -> None:
+def test_log_probs_equal_those_without_graphs(only_last: bool) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes)
     found = []
@@ -373,7 +373,7 @@ def test_log_probs_are_those_without_graphs(only_last: bool) -> None:
         torch.testing.assert_close(plain, captured, rtol=0, atol=1e-5)
 
 
-def test_where_the_host_waits_for_experts_steps_run_without_graphs(
+def test_experts_that_need_the_host_run_without_graphs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01, "max_requests": 2}
@@ -387,7 +387,7 @@ def test_where_the_host_waits_for_experts_steps_run_without_graphs(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay calls no hook")
-def test_padding_goes_to_no_expert() -> None:
+def test_padding_is_routed_to_no_expert() -> None:
     subject = tiny_hybrid(pattern="ME*")
     run = EngineRun.start(subject, with_graphs(cache_config(subject.sizes, max_requests=8)))
     mixture, chosen = subject.model.decoder.layers[1].mlp, []
@@ -407,7 +407,7 @@ class RanksOfWhichOneCannot(OneRank):
         return [value, "the host waits for experts"]
 
 
-def test_where_one_stage_cannot_be_captured_none_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_stage_is_captured_if_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
     settings = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01, "max_requests": 2, "block_size_tokens": 64}
     engine = build_engine(tiny_hybrid().model, with_graphs(CacheConfig(**settings), 2))
     assert engine.context.graphs is not None
@@ -416,7 +416,7 @@ def test_where_one_stage_cannot_be_captured_none_is(caplog: pytest.LogCaptureFix
     assert engine.context.graphs is None and "steps run without CUDA graphs: the host waits" in caplog.text
 
 
-def test_a_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.undo()
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
@@ -427,7 +427,7 @@ def test_a_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert run.counters.graph_steps == 0
 
 
-def test_garbage_is_collected_before_a_capture_and_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_is_collected_before_a_capture_and_not_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[bool] = []
 
     class Garbage:

@@ -40,7 +40,7 @@ def test_branches_of_one_prefix_compute_2008_of_3800_tokens(ssm_chunk_size: int)
     run.assert_exact()
 
 
-def test_branches_that_come_at_once_compute_1752_tokens() -> None:
+def test_simultaneous_branches_compute_1752_tokens() -> None:
     a, b = distinct_tokens(512, 0)[:256], distinct_tokens(512, 0)[256:]
     r1, r2, r3 = (distinct_tokens(288, seed) for seed in (1, 2, 3))
     prompts = [a + r3[:44], a + b + r1, a + b + r2, a + b + r3, a + b + r1[:256] + distinct_tokens(332, 4)]
@@ -53,7 +53,7 @@ def test_branches_that_come_at_once_compute_1752_tokens() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [2048, 300])
-def test_a_burst_of_8_computes_what_they_share_once(max_tokens: int) -> None:
+def test_burst_of_8_computes_its_shared_prefix_once(max_tokens: int) -> None:
     shared = distinct_tokens(512, 0)
     run = start_run(64, max_tokens=max_tokens)
     for index in range(8):
@@ -70,7 +70,7 @@ def test_aligned_prompts_and_their_repeats_compute_1024_of_1536_tokens() -> None
     run.assert_exact()
 
 
-def test_repeat_computes_what_follows_its_last_boundary() -> None:
+def test_repeat_computes_only_tokens_after_its_last_boundary() -> None:
     prompt = distinct_tokens(4 * 32 + 5, 0)
     run = start_run(32)
     assert computed_tokens(run, [prompt, prompt]) == [133, 5]
@@ -85,7 +85,7 @@ def test_aligned_repeat_computes_one_block() -> None:
     run.assert_exact()
 
 
-def test_skip_ends_at_the_deepest_state_however_much_kv_is_cached() -> None:
+def test_skip_ends_at_the_deepest_state_whatever_kv_is_cached() -> None:
     prompt = distinct_tokens(3 * 32 + 5, 0)
     run = start_run(32, boundary_stride=1)
     run.add(0, prompt)

@@ -58,7 +58,7 @@ def undisturbed(wish: str) -> EngineRun:
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_an_error_leaves_every_list_as_long_as_its_tokens(
+def test_error_leaves_every_list_as_long_as_its_tokens(
     num_drafts: int, wish: str, point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run(wish, num_drafts)
@@ -70,7 +70,7 @@ def test_an_error_leaves_every_list_as_long_as_its_tokens(
 
 
 @pytest.mark.parametrize("point", ["before the report", "the report", "after updating requests", "the last tokens"])
-def test_an_error_during_an_overlapped_step_leaves_every_list_whole(
+def test_error_during_an_overlapped_step_leaves_every_list_complete(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)
@@ -89,7 +89,7 @@ def test_an_error_during_an_overlapped_step_leaves_every_list_whole(
     assert_same_lists(run, undisturbed("prompt top-n").finished)
 
 
-def test_drafts_of_the_last_step_are_counted_before_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_the_last_step_are_counted_before_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
     run, counts = start_run("log-probs", 3), {}
 
     def note(step_result: Any) -> None:
@@ -102,7 +102,7 @@ def test_drafts_of_the_last_step_are_counted_before_it_is_reported(monkeypatch: 
     assert sum(count.accepted for count in counts.values()) > 0
 
 
-def test_a_request_whose_end_is_reported_late_has_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_report_has_the_text_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run("log-probs", 0)
     detokenize = run.engine.controller.tokenizer.detokenize
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=3)
@@ -112,7 +112,7 @@ def test_a_request_whose_end_is_reported_late_has_its_text(monkeypatch: pytest.M
         assert request.generated_text == detokenize(run.tokens(request_id))
 
 
-def test_a_report_that_fails_in_a_suspended_engine_leaves_its_requests_to_the_resume(
+def test_failed_report_of_a_suspended_engine_is_repeated_on_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = start_run("log-probs", 0)

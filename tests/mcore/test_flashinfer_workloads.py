@@ -157,7 +157,7 @@ def run_seed(name: str, form: str, seed: int, num_drafts: int, prefill_tokens: i
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
 )
-def test_tokens_are_the_oracles(
+def test_tokens_match_the_oracle(
     name: str, form: str, seeds: range, num_drafts: int, totals: WorkloadTotals, plans: Plans
 ) -> None:
     # Prompt lookup finds nothing in few texts that share nothing.
@@ -178,7 +178,7 @@ def test_tokens_are_the_oracles(
 @pytest.mark.parametrize(
     "name", ["roomy", *(pytest.param(name, marks=pytest.mark.long) for name in FLAVOURS if name != "roomy")]
 )
-def test_tokens_are_the_oracles_where_histories_are_attended_in_pieces(
+def test_tokens_match_the_oracle_with_histories_attended_in_pieces(
     name: str, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the query tokens of prompts are too few for the card."""
@@ -198,7 +198,7 @@ def test_tokens_are_the_oracles_where_histories_are_attended_in_pieces(
         *(pytest.param("disturbed", last, n, marks=pytest.mark.long) for last in (2, 5) for n in (0, MOST_DRAFTS)),
     ],
 )
-def test_no_block_is_read_by_a_kernel_that_cannot(
+def test_no_kernel_reads_a_block_out_of_its_range(
     name: str, last_block: int, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a cache is larger than what a release's "fa3" reaches."""
@@ -216,9 +216,7 @@ class Prompt:
 
 
 @pytest.mark.parametrize(("blocks", "reads"), [([[0], [3]], True), ([[4], [1]], False), ([[1], [4, 2]], False)])
-def test_a_graph_is_left_out_if_any_prompt_has_a_block_that_it_does_not_read(
-    blocks: list[list[int]], reads: bool
-) -> None:
+def test_graph_is_not_replayed_if_any_prompt_has_an_unreadable_block(blocks: list[list[int]], reads: bool) -> None:
     graph = SimpleNamespace(_attention=SimpleNamespace(last_block=3))
     requests = [Prompt([9], is_prefilling=False), *map(Prompt, blocks)]
     assert StepGraph.reads_blocks_of(graph, requests) is reads  # type: ignore[arg-type]

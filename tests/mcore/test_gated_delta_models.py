@@ -26,7 +26,7 @@ NUM_TOKENS = 40
 
 
 @models
-def test_each_layer_computes_whole_sequences_as_the_oracle_does(sizes: RandomHybridConfig) -> None:
+def test_each_layer_computes_whole_sequences_like_the_oracle(sizes: RandomHybridConfig) -> None:
     subject = hybrid(sizes)
     generator = torch.Generator().manual_seed(len(sizes.pattern))
     hidden_from = ~torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).tril()
@@ -62,21 +62,21 @@ def test_states_after_drafts_are_kept_as_asked(form: str) -> None:
     assert isinstance(drafts, ReplayStorage if form == "replay" else WindowStorage)
 
 
-def test_decays_stay_in_float32_and_all_else_has_the_models_dtype() -> None:
+def test_decays_stay_in_float32_and_the_rest_in_the_models_dtype() -> None:
     model = random_hybrid_model(replace(MODELS[1], dtype=torch.bfloat16))
     dtypes = {name.rsplit(".", 1)[-1]: parameter.dtype for name, parameter in model.named_parameters()}
     kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
     assert kept == {"A_log", "dt_bias"} and set(dtypes.values()) == {torch.float32, torch.bfloat16}
 
 
-def test_an_epsilon_of_the_mixers_is_part_of_the_fingerprint() -> None:
+def test_mixer_epsilon_is_part_of_the_fingerprint() -> None:
     model, other = (random_hybrid_model(MODELS[0]) for _ in range(2))
     assert model_shape_of(model).fingerprint == model_shape_of(other).fingerprint
     other.decoder.layers[0].mixer.norm.eps *= 2
     assert model_shape_of(model).fingerprint != model_shape_of(other).fingerprint
 
 
-def test_checkpoints_name_the_parts_of_projection_and_convolution_as_megatron_does() -> None:
+def test_checkpoint_names_of_projection_and_convolution_match_megatron() -> None:
     model = random_hybrid_model(MODELS[0])
     state = model.sharded_state_dict()
     apply_factories(state)
@@ -102,7 +102,7 @@ def test_training_and_packed_sequences_are_refused() -> None:
         mixer(hidden)
 
 
-def test_a_user_of_megatron_builds_such_layers_from_the_local_spec() -> None:
+def test_local_spec_builds_gated_delta_layers() -> None:
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8}
     spec = local_hybrid_spec(LocalSpecOptions(mixer="gated_delta", grain=32, num_experts=4))
     model = built(configured(**sizes, linear_value_head_dim=16), spec).eval()
@@ -112,14 +112,14 @@ def test_a_user_of_megatron_builds_such_layers_from_the_local_spec() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "message"), [((4, 6), "6 does not divide by linear_num_key_heads 4")])
-def test_heads_that_cannot_be_shared_are_refused(num_heads: tuple[int, int], message: str) -> None:
+def test_unsplittable_heads_are_refused(num_heads: tuple[int, int], message: str) -> None:
     keys, values = num_heads
     spec = local_hybrid_spec(LocalSpecOptions(mixer="gated_delta", num_experts=4))
     with pytest.raises(ValueError, match=f"linear_num_value_heads {message}"):
         built(configured(linear_num_key_heads=keys, linear_num_value_heads=values), spec)
 
 
-def test_random_architectures_have_all_that_such_models_have() -> None:
+def test_random_architectures_have_every_feature_of_such_models() -> None:
     architecture = random_architecture(RandomHybridConfig("MEM*E", gated_delta=GatedDeltaSizes(2, 4, 8, 8)))
     attention, experts = architecture.attention, architecture.experts
     assert attention.has_output_gate and attention.has_head_norms and attention.rotary_percent == 0.25

@@ -122,7 +122,7 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize("seeds", SCHEMAS, ids=lambda seeds: f"from {seeds.start}")
-def test_replies_are_documents_of_their_schemas_whatever_is_drafted_and_cached(seeds: range) -> None:
+def test_replies_follow_their_schemas_with_any_drafts_and_cache(seeds: range) -> None:
     check_schemas(seeds)
 
 
@@ -176,7 +176,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_other_forms_are_followed(name: str) -> None:
+def test_other_grammar_formats_are_followed(name: str) -> None:
     import re
 
     grammar, pattern = FORMS[name]
@@ -196,7 +196,7 @@ def test_other_forms_are_followed(name: str) -> None:
         pytest.param("so:", True, marks=pytest.mark.long),
     ],
 )
-def test_a_grammar_begins_where_reasoning_ends(closing: str, is_open: bool) -> None:
+def test_grammar_applies_after_reasoning(closing: str, is_open: bool) -> None:
     """With drafts across the end of reasoning too."""
     answer = forms.json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
     grammar = ReasoningGrammar("<think>", closing, TOKENIZER.id_of).before(answer, is_open=is_open)
@@ -214,7 +214,7 @@ def test_a_grammar_begins_where_reasoning_ends(closing: str, is_open: bool) -> N
     assert replies_to(wishes, plain) == plain
 
 
-def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_complex_grammar_fails_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "_MOST_ITEMS", 500)
     schema = {"type": "object", "properties": {f"p{number}": {} for number in range(200)}}
     wishes = [replace(wish, temperature=0.0) for wish in wishes_for(["", forms.json_grammar(schema).text, ""], 4)]
@@ -231,7 +231,7 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(monkeypatch:
 
 
 @pytest.mark.parametrize("end", [-1, 5])
-def test_a_grammar_needs_the_end_token_that_its_text_ends_with(end: int) -> None:
+def test_grammar_needs_the_end_token_of_its_text(end: int) -> None:
     """Else the reply would repeat it up to its length."""
     subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
     run = EngineRun.start(subject, cache_config(subject.sizes), tokenizer=TOKENIZER)

@@ -35,7 +35,7 @@ def take(own: KVBlockAllocator, num_blocks: int) -> torch.Tensor:
     return blocks
 
 
-def test_it_is_megatrons_allocator() -> None:
+def test_it_is_a_megatron_allocator() -> None:
     assert issubclass(KVBlockAllocator, BlockAllocator)
     for name in ("allocate_memory_blocks", "release_memory_blocks", "is_memory_available", "reset"):
         own, theirs = (
@@ -52,18 +52,18 @@ def test_pool_of_ten_has_nine_blocks_and_a_dummy() -> None:
     assert own.total_avail == 0 and own.get_total_used() == 9
 
 
-def test_blocks_are_int32_on_the_device_of_the_kv_cache() -> None:
+def test_block_ids_are_int32_on_the_device_of_the_kv_cache() -> None:
     blocks = take(allocator(), 3)
     assert (blocks.dtype, blocks.shape) == (torch.int32, (3,))
     assert blocks.device == torch.empty(0, device=torch.cuda.current_device()).device
 
 
-def test_no_blocks_can_be_asked_for() -> None:
+def test_zero_blocks_can_be_allocated() -> None:
     own = allocator()
     assert take(own, 0).tolist() == [] and own.total_avail == 9
 
 
-def test_allocation_that_fails_returns_none_and_changes_nothing() -> None:
+def test_failed_allocation_returns_none_and_changes_nothing() -> None:
     own = allocator()
     take(own, 7)
     before = own.pool.count_by_kind()
@@ -73,7 +73,7 @@ def test_allocation_that_fails_returns_none_and_changes_nothing() -> None:
     assert own.is_memory_available(2) and len(take(own, 2)) == 2
 
 
-def test_released_blocks_can_be_had_again() -> None:
+def test_released_blocks_can_be_allocated_again() -> None:
     own = allocator()
     blocks = take(own, 9)
     own.release_memory_blocks(blocks[:4])
@@ -81,7 +81,7 @@ def test_released_blocks_can_be_had_again() -> None:
     assert sorted(take(own, 4).tolist()) == sorted(blocks[:4].tolist())
 
 
-def test_block_of_two_owners_is_freed_once_by_both_releases() -> None:
+def test_block_of_two_owners_is_freed_by_both_releases() -> None:
     own = allocator()
     blocks = take(own, 1)
     own.pool.acquire([BlockId(int(blocks[0]))])
@@ -100,7 +100,7 @@ def test_block_of_two_owners_survives_one_release() -> None:
     assert own.total_avail == 9
 
 
-def test_releasing_once_too_often_is_an_error_that_changes_nothing() -> None:
+def test_extra_release_is_an_error_that_changes_nothing() -> None:
     own = allocator()
     blocks = take(own, 2)
     with pytest.raises(CacheIntegrityError, match="release"):
@@ -133,7 +133,7 @@ def test_cached_blocks_are_available_and_evicted_when_needed() -> None:
     assert take(own, 1).tolist() == [block] and slots.cached_blocks() == []
 
 
-def test_reset_takes_back_what_was_handed_out_and_leaves_the_rest() -> None:
+def test_reset_releases_allocated_blocks_and_keeps_the_cache() -> None:
     own, slots = with_states()
     requests, cached = own.pool.allocate(2), cached_block(own, slots)
     own.release_memory_blocks(take(own, 3)[:1])
@@ -144,20 +144,20 @@ def test_reset_takes_back_what_was_handed_out_and_leaves_the_rest() -> None:
     assert own.pool.find(BlockKey(5)) == cached
 
 
-def test_blocks_that_requests_share_are_counted_once() -> None:
+def test_shared_blocks_are_counted_once() -> None:
     requests = (request(0, 1, 2), request(0, 1, 3), request(4, 5, paused=True), request(4, 6, paused=True))
     own = allocator(requests=requests)
     assert (own.get_active_used(), own.get_paused_used()) == (4, 3)
     assert (own.get_active_avail(), own.get_paused_avail()) == (3, -1)
 
 
-def test_description_names_what_is_used() -> None:
+def test_description_names_used_blocks() -> None:
     own = allocator(requests=(request(0, 1), request(2, paused=True)))
     take(own, 3)
     assert str(own) == "using: total 3/9; active 2/7; paused 1/2"
 
 
 @pytest.mark.parametrize(("total", "paused"), [(1, 0), (2, 1), (0, 0), (5, 4)])
-def test_pool_without_a_block_to_run_on_is_refused(total: int, paused: int) -> None:
+def test_pool_without_usable_blocks_is_refused(total: int, paused: int) -> None:
     with pytest.raises(ValueError, match="--inference-dynamic-batching-buffer-size-gb"):
         allocator(total, paused)

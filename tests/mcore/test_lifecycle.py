@@ -50,7 +50,7 @@ def test_idle_and_dummy_steps_clear_nothing(event: Callable[[EngineRun], None]) 
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 6, 30])
-def test_nothing_published_after_a_flush_by_requests_from_before_is_found(steps_before: int) -> None:
+def test_requests_from_before_a_flush_publish_nothing_findable(steps_before: int) -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(50), 40)
     for _ in range(steps_before):
@@ -64,7 +64,7 @@ def test_nothing_published_after_a_flush_by_requests_from_before_is_found(steps_
     run.assert_exact()
 
 
-def test_flush_reaches_requests_that_wait() -> None:
+def test_flush_reaches_waiting_requests() -> None:
     run = start_run(max_requests=1)
     run.run(0, some_tokens(50))
     run.add(1, some_tokens(20, seed=1))
@@ -87,7 +87,7 @@ def _switch_weights_while_suspended(run: EngineRun) -> None:
 
 
 @pytest.mark.parametrize("switch", [_switch_weights, _switch_weights_while_suspended])
-def test_new_weights_find_nothing_of_the_old(switch: Callable[[EngineRun], None]) -> None:
+def test_new_weights_find_nothing_of_the_old_ones(switch: Callable[[EngineRun], None]) -> None:
     old = random_hybrid_model(tiny_sizes(seed=1))  # a model of its own: its weights change
     new = hybrid(tiny_sizes(seed=2))
     subject = Hybrid(new.sizes, old, new.oracle, new.shape)
@@ -113,7 +113,7 @@ def test_tenants_never_share_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("steps_before", range(7))
-def test_suspended_requests_go_on_where_they_were(steps_before: int) -> None:
+def test_suspended_requests_continue(steps_before: int) -> None:
     run = start_run(max_tokens=24)
     run.run(0, some_tokens(50), 3)
     run.add(1, some_tokens(50) + some_tokens(30, seed=1), 12)
@@ -128,7 +128,7 @@ def test_suspended_requests_go_on_where_they_were(steps_before: int) -> None:
     run.assert_exact()
 
 
-def test_suspends_in_a_row_lose_no_token() -> None:
+def test_consecutive_suspends_lose_no_token() -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(50), 12)
     for num_steps in (5, 0, 1, 4):
@@ -153,7 +153,7 @@ def test_suspend_drops_the_cache() -> None:
 # Memory pressure.
 
 
-def test_paused_and_evicted_requests_go_on_to_the_same_tokens() -> None:
+def test_paused_and_evicted_requests_generate_the_same_tokens() -> None:
     run = start_run(kv_blocks=7, paused_blocks=2, max_tokens=128)
     for request_id in range(4):
         run.add(request_id, some_tokens(15, seed=request_id), 60)
@@ -177,7 +177,7 @@ def test_evicted_request_finds_its_own_prefix() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 100])
-def test_request_ends_at_its_length(num_tokens: int) -> None:
+def test_request_ends_at_its_length_limit(num_tokens: int) -> None:
     run = start_run(max_sequence_length=112, max_tokens=24)
     run.run(0, some_tokens(112 - num_tokens), num_tokens)
     assert len(run.tokens(0)) == num_tokens

@@ -35,7 +35,7 @@ def assert_log_probs(run: EngineRun, request_id: int) -> None:
 
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize("max_tokens", [9, 24, 64])
-def test_prompt_log_probs_are_the_oracles_under_chunked_prefill(max_tokens: int, align: bool) -> None:
+def test_prompt_log_probs_match_the_oracle_under_chunked_prefill(max_tokens: int, align: bool) -> None:
     run = start_run(max_tokens=max_tokens, align_prefill_chunks=align)
     run.add(0, some_tokens(20, seed=1), 12)
     run.add(1, some_tokens(50), greedy(6, return_log_probs=True))
@@ -72,7 +72,7 @@ def test_generated_log_probs_alone_allow_skipping(max_tokens: int) -> None:
     assert not request.prompt_log_probs
 
 
-def test_neighbours_that_want_no_log_probs_get_none() -> None:
+def test_requests_without_log_probs_get_none_next_to_others() -> None:
     run = start_run()
     run.add(0, some_tokens(30), greedy(6, return_log_probs=True))
     run.add(1, some_tokens(30, seed=1))
@@ -94,7 +94,7 @@ def _fail_a_step(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("interrupt", [_suspend, _fail_a_step])
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 4, 6])
-def test_interrupted_request_has_the_log_probs_of_an_undisturbed_one(
+def test_interrupted_request_has_undisturbed_log_probs(
     steps_before: int, interrupt: Callable[[EngineRun], None]
 ) -> None:
     run = start_run(max_tokens=16)
@@ -108,7 +108,7 @@ def test_interrupted_request_has_the_log_probs_of_an_undisturbed_one(
 
 @pytest.mark.parametrize("interrupt", [None, _suspend, _fail_a_step])
 @pytest.mark.parametrize("skip_prompt", [False, True])
-def test_top_n_log_probs_are_the_oracles(skip_prompt: bool, interrupt: Callable[[EngineRun], None] | None) -> None:
+def test_top_n_log_probs_match_the_oracle(skip_prompt: bool, interrupt: Callable[[EngineRun], None] | None) -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(20, seed=1), 9)
     settings = {"return_log_probs": True, "top_n_logprobs": 3, "skip_prompt_log_probs": skip_prompt}

@@ -211,12 +211,12 @@ def overridden_methods(cls: type) -> Iterator[tuple[type, str]]:
             yield origin, name
 
 
-def test_installed_megatron_core_is_the_supported_one() -> None:
+def test_installed_megatron_core_is_the_supported_release() -> None:
     assert version("megatron-core") == SUPPORTED_MEGATRON_CORE == "0.16.1"
 
 
 @pytest.mark.parametrize(("cls", "name"), PINS, ids=[f"{cls.__name__}.{name}" for cls, name in PINS])
-def test_megatron_method_has_the_shape_this_package_relies_on(cls: type, name: str) -> None:
+def test_megatron_method_has_the_expected_signature(cls: type, name: str) -> None:
     assert name in vars(cls), f"{cls.__name__} no longer defines {name}"
     assert shape_of(vars(cls)[name]) == PINNED[cls][name]
 
@@ -229,7 +229,7 @@ def test_every_overridden_method_is_pinned(cls: type) -> None:
 
 
 @pytest.mark.parametrize("cls", [cls for cls in OUR_CLASSES if cls is not CachingSelfAttention])
-def test_overriding_method_takes_every_positional_argument_of_megatrons(cls: type) -> None:
+def test_override_takes_every_positional_argument_of_megatron(cls: type) -> None:
     for origin, name in overridden_methods(cls):
         if name == "__init__":
             continue
@@ -240,14 +240,14 @@ def test_overriding_method_takes_every_positional_argument_of_megatrons(cls: typ
 
 
 @pytest.mark.parametrize("ours", OUR_CLASSES, ids=lambda ours: ours.__name__)
-def test_methods_that_replace_megatron_s_are_marked_and_no_others(ours: type) -> None:
+def test_exactly_the_replacing_methods_are_marked(ours: type) -> None:
     theirs = {name for base in ours.__mro__ if base.__module__.startswith("megatron.core") for name in vars(base)}
     methods = {name: method for name, method in vars(ours).items() if inspect.isfunction(method) and name[:2] != "__"}
     marked = {name for name, method in methods.items() if getattr(method, "__override__", False)}
     assert marked == methods.keys() & theirs
 
 
-def test_megatron_s_engine_sets_the_attributes_of_a_context_that_ours_may_set() -> None:
+def test_engine_sets_only_known_attributes_of_the_context() -> None:
     source = ast.parse(inspect.getsource(inspect.getmodule(DynamicInferenceEngine)))  # type: ignore[arg-type]
     stores = (node for node in ast.walk(source) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     assert {node.attr for node in stores if ast.unparse(node.value) in ("context", "self.context")} == SET_BY_MEGATRON

@@ -42,7 +42,7 @@ def published(counters: CacheCounters) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"decode_checkpoints": "all"}, {"decode_checkpoints": "none"}], ids=str)
-def test_what_is_published_ahead_is_found_as_what_is_published_later(settings: dict[str, Any]) -> None:
+def test_early_publications_are_found_like_later_ones(settings: dict[str, Any]) -> None:
     runs = [start(3, 60, run_ahead=run_ahead, **settings) for run_ahead in (True, False)]
     (num_steps, num_ahead), (_, none) = map(finish, runs)
     assert num_ahead >= num_steps - 3 and not none
@@ -60,7 +60,7 @@ def test_what_is_published_ahead_is_found_as_what_is_published_later(settings: d
         assert ahead.engine.cached_tokens(10) > 3 * BLOCK
 
 
-def test_requests_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_completing_the_same_text_share_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request's own block is free from then on, when a step that reads it runs already."""
     run = start(1, 60)
     reported: list[bool] = []
@@ -115,7 +115,7 @@ def test_overlapped_steps_cross_boundaries_while_a_request_waits(limit: dict[str
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
-def test_what_was_reserved_for_a_request_that_ends_is_returned(length: int) -> None:
+def test_reservations_of_an_ending_request_are_returned(length: int) -> None:
     """A token ends it, which makes its text so long beyond whole blocks; the step after that runs already."""
     plain = start(3, 60, run_ahead=False)
     plain.finish()
@@ -135,7 +135,7 @@ def test_what_was_reserved_for_a_request_that_ends_is_returned(length: int) -> N
     run.assert_exact()
 
 
-def test_states_that_are_reserved_ahead_of_a_flush_are_not_published() -> None:
+def test_states_reserved_before_a_flush_are_not_published() -> None:
     run = start(2, 60)
     while not any(request.reserved for request in run.context.running_requests):
         run.step()
@@ -174,7 +174,7 @@ def step_until_reserved(run: EngineRun, request_id: int) -> RunningRequest:
 
 @pytest.mark.parametrize("disturb", [None, rehearse_engine, recapture], ids=["nothing", "rehearsal", "capture"])
 @pytest.mark.parametrize("request_id", [0, 2])
-def test_states_are_copied_where_a_step_is_verified_late(
+def test_states_are_copied_even_if_verification_is_late(
     request_id: int, disturb: Callable[[EngineRun], None] | None
 ) -> None:
     run = start_with_penalised()
@@ -199,7 +199,7 @@ def assert_nothing_is_copied_for(request: RunningRequest, run: EngineRun) -> Non
     assert bool((states == 7.0).all())
 
 
-def test_nothing_is_copied_for_a_request_that_leaves_before_its_step_is_verified() -> None:
+def test_request_that_leaves_before_verification_copies_nothing() -> None:
     """Its slot may be another's by then."""
     run = start_with_penalised()
     assert_nothing_is_copied_for(step_until_reserved(run, 0), run)

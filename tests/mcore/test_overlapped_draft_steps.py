@@ -87,7 +87,7 @@ def finish(run: EngineRun) -> int:
 
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_steps_with_drafts_are_launched_early(form: str, is_sampled: bool) -> None:
+def test_draft_steps_overlap(form: str, is_sampled: bool) -> None:
     run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     assert finish(run) > 8 and run.counters.accepted_tokens > NUM_TOKENS
 
@@ -131,7 +131,7 @@ def test_states_at_boundaries_of_overlapped_steps_are_found(form: str, is_sample
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_state_is_copied_for_a_request_that_leaves_before_verification(form: str) -> None:
+def test_leaving_before_verification_copies_no_state(form: str) -> None:
     """Its slot may be another's by then."""
     run = start_drafted(draft_states=form, decode_checkpoints="all", cached_states=80)
     while not (is_ahead(run) and run.context.running_requests[0].reserved):
@@ -142,7 +142,7 @@ def test_no_state_is_copied_for_a_request_that_leaves_before_verification(form: 
 
 
 @pytest.mark.parametrize("settings", [{"run_ahead": False}, {"rank_digest_steps": 1}], ids=str)
-def test_steps_with_drafts_wait_where_more_than_tokens_decides(settings: dict[str, Any]) -> None:
+def test_draft_steps_wait_if_more_than_tokens_is_undecided(settings: dict[str, Any]) -> None:
     run = start_drafted(block_size_tokens=64, **settings)
     assert finish(run) == 0
 
@@ -156,9 +156,7 @@ def test_steps_with_drafts_wait_where_more_than_tokens_decides(settings: dict[st
         for at, is_sampled in enumerate((False, True))
     ],
 )
-def test_whatever_happens_while_drafts_are_verified_tokens_stay_the_same(
-    name: str, form: str, is_sampled: bool
-) -> None:
+def test_events_during_verification_change_no_token(name: str, form: str, is_sampled: bool) -> None:
     run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     for _ in range(4):
         step_until_ahead(run)
@@ -172,7 +170,7 @@ def test_whatever_happens_while_drafts_are_verified_tokens_stay_the_same(
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gone", [[0], [1], [0, 2]], ids=str)
-def test_requests_that_are_cancelled_leave_the_others_as_they_are(form: str, gone: list[int], is_sampled: bool) -> None:
+def test_cancelled_requests_do_not_affect_others(form: str, gone: list[int], is_sampled: bool) -> None:
     run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     step_until_ahead(run)
     for request_id in gone:
@@ -184,7 +182,7 @@ def test_requests_that_are_cancelled_leave_the_others_as_they_are(form: str, gon
 
 
 @in_either_form
-def test_an_arriving_request_joins_after_the_overlapped_step() -> None:
+def test_arriving_request_joins_after_the_overlapped_step() -> None:
     run = start_drafted(block_size_tokens=64)
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
@@ -196,7 +194,7 @@ def test_an_arriving_request_joins_after_the_overlapped_step() -> None:
 
 
 @in_either_form
-def test_no_step_is_launched_early_for_a_request_that_ended_while_another_was_paused() -> None:
+def test_no_step_overlaps_for_an_ended_request_while_another_is_paused() -> None:
     drafter = MostlyRight(replies())
     run = start(1, 22, drafter=drafter, num_speculative_tokens=NUM_DRAFTS, kv_blocks=5, paused_blocks=2)
     run.add(1, some_tokens(23, seed=1), 30)  # it needs a third block while the first request has three of the five
@@ -218,7 +216,7 @@ LOOKED_AT: dict[str, Callable[[], SamplingParams]] = {
 @in_either_form
 @pytest.mark.parametrize("is_cancelled", [False, True])
 @pytest.mark.parametrize("name", LOOKED_AT)
-def test_reading_requests_between_steps_changes_no_result(name: str, is_cancelled: bool) -> None:
+def test_reading_requests_between_steps_changes_nothing(name: str, is_cancelled: bool) -> None:
     found = []
     for overlaps in (False, True):
         run = start_drafted(block_size_tokens=64, run_ahead=overlaps)
@@ -265,9 +263,7 @@ ERRORS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("point", ERRORS)
-def test_an_error_during_an_overlapped_step_loses_no_token(
-    point: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_during_an_overlapped_step_loses_no_token(point: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_drafted(draft_states=form, block_size_tokens=64)
     for _ in range(3):
         step_until_ahead(run)
@@ -282,7 +278,7 @@ def test_an_error_during_an_overlapped_step_loses_no_token(
 
 
 @in_either_form
-def test_reports_are_those_of_a_run_without_overlapped_steps() -> None:
+def test_reports_equal_those_without_overlapped_steps() -> None:
     reports = []
     for overlaps in (False, True):
         run = start_drafted(block_size_tokens=64, run_ahead=overlaps)
@@ -300,7 +296,7 @@ def test_reports_are_those_of_a_run_without_overlapped_steps() -> None:
 @in_either_form
 @pytest.mark.parametrize("gone", [0, 1, 2])
 @pytest.mark.parametrize("only_last", [False, True])
-def test_log_probs_keep_their_requests_when_one_leaves_an_overlapped_step(only_last: bool, gone: int) -> None:
+def test_log_probs_stay_with_their_requests_when_one_leaves(only_last: bool, gone: int) -> None:
     found = []
     for overlaps in (False, True):
         subject = tiny_hybrid()

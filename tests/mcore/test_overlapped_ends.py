@@ -49,7 +49,7 @@ def launched_before_read(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> lis
     return found
 
 
-def test_a_step_is_launched_before_the_tokens_that_it_is_fed_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_launched_before_its_input_tokens_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     found = launched_before_read(run, monkeypatch)
     num_ahead = 0
@@ -61,7 +61,7 @@ def test_a_step_is_launched_before_the_tokens_that_it_is_fed_are_read(monkeypatc
 
 
 @pytest.mark.parametrize("ending", [(0,), (1, 2), (0, 1, 2)])
-def test_a_request_ends_with_a_token_while_the_next_step_computes_it_on(
+def test_request_may_end_while_the_next_step_computes_it(
     ending: tuple[int, ...], replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = {request_id: last_of_new_ones(replies[request_id], NUM_TOKENS - 5) for request_id in ending}
@@ -84,7 +84,7 @@ def test_a_request_ends_with_a_token_while_the_next_step_computes_it_on(
 
 @pytest.mark.parametrize("num_waiting", [1, 4])
 @pytest.mark.parametrize("ends_by_token", [True, False])
-def test_a_waiting_request_joins_after_the_step_in_which_another_ends(
+def test_waiting_request_joins_after_the_step_that_frees_room(
     ends_by_token: bool, num_waiting: int, replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A length is known before, so that the step after it is not launched early."""
@@ -110,7 +110,7 @@ def test_a_waiting_request_joins_after_the_step_in_which_another_ends(
     run.assert_nothing_held()
 
 
-def test_the_host_side_is_written_once_the_step_before_has_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_buffers_are_reused_only_after_their_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
 
     class Event:
@@ -132,14 +132,14 @@ def test_the_host_side_is_written_once_the_step_before_has_left_it(monkeypatch: 
     run.assert_exact()
 
 
-def test_a_reading_is_of_the_time_when_it_began(device: str) -> None:
+def test_host_copy_has_the_values_of_its_start(device: str) -> None:
     tensor = torch.arange(6, device=device).view(3, 2)
     reading = HostCopy(tensor)
     tensor.zero_()
     assert reading.wait() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_request_without_room_delays_no_step() -> None:
+def test_request_without_room_delays_no_step() -> None:
     run = start(max_requests=3)
     num_ahead = 0
     for request_id in range(3, 15):
@@ -151,7 +151,7 @@ def test_a_request_without_room_delays_no_step() -> None:
     run.assert_exact()
 
 
-def test_a_request_that_may_join_reopens_the_queue() -> None:
+def test_joinable_request_reopens_the_queue() -> None:
     """Until the scheduler has looked at it."""
     runner = start().context.runner
     runner.queue.note_waiting(has_waiting=False)

@@ -93,7 +93,7 @@ def count_overlapped_steps(run: EngineRun) -> int:
 
 
 @pytest.mark.parametrize("model", [MAMBA2, GATED_DELTA], ids=KINDS)
-def test_most_decode_steps_overlap_and_change_no_request(model: dict[str, Any]) -> None:
+def test_most_decode_steps_overlap_without_changing_requests(model: dict[str, Any]) -> None:
     run, num_ahead = start(model=model), 0
     num_steps = run.counters.steps
     while run.engine.has_unfinished_requests():
@@ -115,7 +115,7 @@ def test_most_decode_steps_overlap_and_change_no_request(model: dict[str, Any]) 
     assert run.counters.decode_rows == run.counters.decode_tokens_computed == 3 * 39
 
 
-def test_every_step_but_the_first_is_launched_early() -> None:
+def test_every_step_but_the_first_overlaps() -> None:
     run = start(1, 30)
     assert run.context.block_size_tokens == 16  # 29 decode steps after 20 tokens come to the boundaries at 32 and 48
     assert count_overlapped_steps(run) == 28
@@ -129,7 +129,7 @@ def test_every_step_but_the_first_is_launched_early() -> None:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_steps_wait_where_more_than_tokens_decides(settings: dict[str, Any]) -> None:
+def test_steps_wait_if_more_than_tokens_is_undecided(settings: dict[str, Any]) -> None:
     assert count_overlapped_steps(start(**settings)) == 0
 
 
@@ -231,7 +231,7 @@ def test_steps_overlap_next_to_requests_with_extra_outputs(asked: dict[str, Any]
     print(f"{num_steps} steps; request 8: {ahead.tokens(8)[:12]}")
 
 
-def test_what_a_request_asks_for_changes_its_tokens() -> None:
+def test_requested_settings_change_tokens() -> None:
     """So that the comparison above is one."""
     texts = set()
     for asked in ({}, *ASKED.values()):
@@ -243,7 +243,7 @@ def test_what_a_request_asks_for_changes_its_tokens() -> None:
     assert len(texts) == 4  # log-probs change nothing
 
 
-def test_an_empty_stop_word_ends_nothing() -> None:
+def test_empty_stop_word_ends_nothing() -> None:
     run = start(2, 20)
     run.add(2, some_tokens(20, seed=9), greedy(20, stop_words=["", ""]))
     assert count_overlapped_steps(run) > 15
@@ -278,7 +278,7 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
 @pytest.mark.parametrize("changed_share", [pytest.param(0.0, marks=pytest.mark.long), 0.3])
 @pytest.mark.parametrize("models", [MODELS, pytest.param(GATED_DELTA_MODELS, marks=pytest.mark.long)], ids=KINDS)
-def test_random_workloads_with_sampled_requests_draw_the_same_tokens(
+def test_random_workloads_sample_the_same_tokens(
     name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
 ) -> None:
     """With graphs, overlapped steps, the cache, drafts and errors, or without any of these."""
@@ -313,7 +313,7 @@ def test_steps_overlap_with_several_end_tokens() -> None:
     run.assert_exact()
 
 
-def test_an_arriving_request_joins_after_the_running_step() -> None:
+def test_arriving_request_joins_after_the_running_step() -> None:
     run = start()
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
@@ -325,7 +325,7 @@ def test_an_arriving_request_joins_after_the_running_step() -> None:
     run.assert_exact()
 
 
-def test_nothing_is_scheduled_while_a_step_runs() -> None:
+def test_nothing_is_scheduled_during_a_running_step() -> None:
     run = start()
     step_until_ahead(run)
     runner, scheduler = run.context.runner, run.engine.scheduler
@@ -336,7 +336,7 @@ def test_nothing_is_scheduled_while_a_step_runs() -> None:
     run.assert_exact()
 
 
-def test_steps_overlap_while_waiting_requests_find_no_room() -> None:
+def test_steps_overlap_while_waiting_requests_do_not_fit() -> None:
     run = start(max_requests=3)
     run.add(3, some_tokens(25, seed=3), 20)
     for _ in range(5):
@@ -371,9 +371,7 @@ WHILE_ONE_RUNS: dict[str, Callable[[EngineRun], None]] = {
     ids=["mamba2", "mamba2, resident", "gated delta", "gated delta, resident"],
 )
 @pytest.mark.parametrize("name", WHILE_ONE_RUNS)
-def test_whatever_happens_while_a_step_runs_tokens_stay_the_same(
-    name: str, resident: bool, model: dict[str, Any]
-) -> None:
+def test_events_during_a_step_change_no_token(name: str, resident: bool, model: dict[str, Any]) -> None:
     run = start(resident_pools=resident, model=model)
     for _ in range(4):
         step_until_ahead(run)
@@ -387,7 +385,7 @@ def test_whatever_happens_while_a_step_runs_tokens_stay_the_same(
 
 
 @pytest.mark.parametrize("name", WHILE_ONE_RUNS)
-def test_whatever_happens_while_a_sampled_step_runs_tokens_stay_the_same(name: str) -> None:
+def test_events_during_a_sampled_step_change_no_token(name: str) -> None:
     run = start_sampled()
     for _ in range(2):
         step_until_ahead(run)
@@ -398,7 +396,7 @@ def test_whatever_happens_while_a_sampled_step_runs_tokens_stay_the_same(name: s
     run.assert_nothing_held()
 
 
-def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_never_waits_for_a_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     waits, in_capture = [], [False]
@@ -424,7 +422,7 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("point", ["append_tokens", "land", "launch_next"])
-def test_an_error_while_the_next_step_runs_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_during_the_next_step_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_mamba_cache.mcore import engine as engine_module
     from megatron_mamba_cache.step import runner as runner_module
 
@@ -446,7 +444,7 @@ def test_an_error_while_the_next_step_runs_loses_no_token(point: str, monkeypatc
     run.assert_nothing_held()
 
 
-def test_live_states_are_not_shown_while_they_are_ahead_of_their_requests() -> None:
+def test_live_states_ahead_of_their_requests_are_hidden() -> None:
     run = start()
     step_until_ahead(run)
     with pytest.raises(CacheIntegrityError, match="run_ahead=False"):
@@ -456,14 +454,14 @@ def test_live_states_are_not_shown_while_they_are_ahead_of_their_requests() -> N
     assert len(run.context.mamba_metadata.request_to_mamba_state_idx) == len(run.context.running_requests)
 
 
-def test_an_overlapped_step_takes_the_time_since_its_predecessor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapped_step_is_timed_from_its_predecessor(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     monkeypatch.setattr(run.engine, "_step_ended", run.engine._step_ended - 100.0)
     assert 100.0 < run.engine.step_modern()["step_time"] < 200.0
 
 
-def test_steps_are_timed_by_the_host_after_a_reset_too() -> None:
+def test_steps_are_timed_by_the_host_after_a_reset() -> None:
     run = start()
     run.engine.reset()
     assert isinstance(run.engine.step_start_event, WallClockEvent)
@@ -479,7 +477,7 @@ OVERLAPPED_POINTS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
 
 
 @pytest.mark.parametrize("point", OVERLAPPED_POINTS)
-def test_a_step_that_fails_before_it_lands_the_launched_one_loses_no_token(
+def test_step_failing_before_it_lands_the_launched_one_loses_no_token(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start()
@@ -497,7 +495,7 @@ def test_a_step_that_fails_before_it_lands_the_launched_one_loses_no_token(
     run.assert_nothing_held()
 
 
-def test_a_layout_that_is_broken_off_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_layout_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     for _ in range(3):
         step_until_ahead(run)
@@ -546,7 +544,7 @@ def recapture(run: EngineRun) -> None:
     run.engine.create_cuda_graphs()
 
 
-def test_an_overlapped_step_releases_graphs_at_recapture() -> None:
+def test_recapture_releases_an_overlapped_steps_graphs() -> None:
     run = start()
     step_until_ahead(run)
     graphs = [weakref.ref(graph) for graph in run.context.graphs._graphs.values()]
@@ -569,7 +567,7 @@ def test_no_request_joins_an_overlapped_step() -> None:
     run.assert_exact()
 
 
-def test_a_step_that_the_caller_lands_launches_no_other() -> None:
+def test_step_landed_by_the_caller_launches_no_other() -> None:
     run = start()
     step_until_ahead(run)
     run.engine.schedule_waiting_requests()
@@ -585,7 +583,7 @@ def test_a_step_that_the_caller_lands_launches_no_other() -> None:
     )
 
 
-def test_tokens_other_than_those_fed_to_an_overlapped_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_not_fed_to_the_overlapped_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     context = run.context
@@ -615,7 +613,7 @@ def test_reports_of_overlapped_steps_equal_those_of_others() -> None:
     assert reports[0] == reports[1] and reports[0][-1][2] is not None
 
 
-def test_a_request_that_waited_after_a_cancelled_one_is_admitted_at_once() -> None:
+def test_request_after_a_cancelled_one_is_admitted_at_once() -> None:
     run = start(1, 60, kv_blocks=5, paused_blocks=1, block_size_tokens=64, max_sequence_length=300)
     run.add(1, some_tokens(256, seed=1), 5)  # all five blocks, one of which is in use
     run.add(2, some_tokens(20, seed=2), 5)
@@ -630,7 +628,7 @@ def test_a_request_that_waited_after_a_cancelled_one_is_admitted_at_once() -> No
     run.assert_exact()
 
 
-def test_a_request_cannot_be_cancelled_in_the_middle_of_a_step() -> None:
+def test_request_cannot_be_cancelled_within_a_step() -> None:
     run = start()
     step_until_ahead(run)
 

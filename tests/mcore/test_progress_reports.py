@@ -8,7 +8,7 @@ import msgpack
 import pytest
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 
-from megatron_mamba_cache.mcore.request_states import DraftCounts, TierTokens
+from megatron_mamba_cache.mcore.request_states import RequestCounts, TierTokens
 from megatron_mamba_cache.replicas.front_end import PROGRESS, STREAMS
 from megatron_mamba_cache.replicas.progress_reports import ProgressReports
 
@@ -36,15 +36,11 @@ def engine_with(request: Any) -> Any:
     record = DynamicInferenceRequestRecord(requests=[request])
     return SimpleNamespace(
         requests={0: SimpleNamespace(record=record)},
-        cached_tokens=lambda _: 0,
-        tier_tokens=lambda _: TierTokens(3, 2),
-        written_tokens=lambda _: 0,
-        running_seconds=lambda _: 0.0,
-        draft_counts=lambda _: DraftCounts(),
+        counts_of=lambda _: RequestCounts(tiers=TierTokens(3, 2)),
     )
 
 
-def test_tokens_that_could_not_be_sent_are_sent_with_the_next() -> None:
+def test_unsent_tokens_are_sent_with_the_next_ones() -> None:
     request = SimpleNamespace(
         sampling_params=SimpleNamespace(**{STREAMS: True}),
         generated_tokens=[5],

@@ -150,7 +150,7 @@ def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload
 @pytest.mark.parametrize(
     ("name", "form", "has_graphs", "cached_form", "seeds"), BY_DEFAULT + OTHERS + OTHER_RECURRENCES
 )
-def test_what_is_restored_was_published_and_all_is_returned(
+def test_restored_states_were_published_and_everything_is_returned(
     name: str, form: str, has_graphs: bool, cached_form: str, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
@@ -198,7 +198,7 @@ def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "seeds", [pytest.param(range(1), id="few"), pytest.param(range(1, 30), id="more", marks=pytest.mark.slow)]
 )
-def test_tokens_are_those_of_an_exact_cache_whose_states_are_quantized_when_published(form: str, seeds: range) -> None:
+def test_tokens_equal_those_of_states_quantized_when_published(form: str, seeds: range) -> None:
     """Both engines have room for everything, so that they decide alike."""
     skipped = 0
     for seed in seeds:

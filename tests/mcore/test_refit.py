@@ -176,7 +176,7 @@ def test_nothing_of_the_old_weights_is_found(change: Callable[[Refit], None], re
     ],
 )
 @pytest.mark.parametrize("resident_pools", [False, True], ids=["dropped", "resident"])
-def test_running_requests_go_on_with_the_new_weights(
+def test_running_requests_continue_with_the_new_weights(
     resident_pools: bool, steps_before: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"resident_pools": resident_pools, "num_speculative_tokens": num_drafts, "max_requests": 2}
@@ -219,7 +219,7 @@ def test_weights_loaded_in_place_keep_resident_graphs(resident: Refit, caplog: p
     assert run.counters.graph_steps and "captured again" not in caplog.text
 
 
-def test_dropped_pools_are_captured_over_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_pools_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     refit = Refit.start(monkeypatch)
     context, memory, graphs = refit.run.context, refit.run.context.memory, refit.run.context.graphs
     refit.run.engine.suspend()
@@ -258,7 +258,7 @@ def _add_a_buffer(model: torch.nn.Module) -> str:
 
 @pytest.mark.parametrize("is_suspended", [True, False])
 @pytest.mark.parametrize("move", [_move_one, _move_the_data_of_one, _turn_one, _add_a_buffer])
-def test_weights_that_lie_elsewhere_are_captured_again(
+def test_moved_weights_are_captured_again(
     move: Callable[[torch.nn.Module], str], is_suspended: bool, resident: Refit, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, graphs = resident.run, resident.run.context.graphs
@@ -282,7 +282,7 @@ def test_weights_that_lie_elsewhere_are_captured_again(
     resident.assert_exact(0)
 
 
-def test_capturing_again_between_two_steps_costs_running_requests_no_token(resident: Refit) -> None:
+def test_recapture_between_steps_loses_no_token(resident: Refit) -> None:
     run, graphs = resident.run, resident.run.context.graphs
     run.add(0, some_tokens(PROMPT_LEN), 30)
     for _ in range(6):
@@ -295,7 +295,7 @@ def test_capturing_again_between_two_steps_costs_running_requests_no_token(resid
     resident.assert_exact(0)
 
 
-def test_rotary_tables_that_graphs_read_are_not_freed(resident: Refit) -> None:
+def test_rotary_tables_read_by_graphs_are_not_freed(resident: Refit) -> None:
     """Forwards over many other lengths, as training has them, push the engine's table out of Megatron's."""
     table = resident.run.subject.model.rotary_pos_emb
     assert isinstance(table, RotaryEmbedding)
@@ -349,7 +349,7 @@ def test_running_requests_find_their_own_prefix_in_resident_pools(resident: Refi
 
 
 @pytest.mark.parametrize("is_suspended", [True, False])
-def test_a_flush_with_the_same_version_leaves_nothing_to_be_found(is_suspended: bool, refit: Refit) -> None:
+def test_flush_with_the_same_version_leaves_nothing_findable(is_suspended: bool, refit: Refit) -> None:
     run = refit.run
     run.run(0, some_tokens(PROMPT_LEN))
     if is_suspended:
@@ -361,7 +361,7 @@ def test_a_flush_with_the_same_version_leaves_nothing_to_be_found(is_suspended: 
     refit.assert_exact(0, 1, 2)
 
 
-def test_a_version_that_comes_back_finds_nothing_of_its_first_time(resident: Refit) -> None:
+def test_returning_version_finds_nothing_of_its_first_use(resident: Refit) -> None:
     run = resident.run
     for request_id, (version, name) in enumerate([(0, "a"), (1, "b"), (0, "a")]):
         run.engine.suspend()
@@ -371,7 +371,7 @@ def test_a_version_that_comes_back_finds_nothing_of_its_first_time(resident: Ref
         resident.assert_exact(request_id)
 
 
-def test_a_coordinator_hears_only_of_what_changes_over_a_suspend(refit: Refit) -> None:
+def test_coordinator_is_sent_only_changes_after_a_suspend(refit: Refit) -> None:
     run, reported = refit.run, ReportedKeys()
     run.engine._reports = reports = CacheReports(run.context, reported)
     run.run(0, some_tokens(PROMPT_LEN))
@@ -397,13 +397,13 @@ def test_a_coordinator_hears_only_of_what_changes_over_a_suspend(refit: Refit) -
 # Mistakes.
 
 
-def test_a_version_for_an_engine_that_runs_is_refused(refit: Refit) -> None:
+def test_new_version_of_a_running_engine_is_refused(refit: Refit) -> None:
     with pytest.raises(ValueError, match=r"'2' is given to resume\(\), but the engine is not suspended: call flush"):
         refit.run.engine.resume("2")
     assert refit.run.context.weights_version == "0"
 
 
-def test_what_is_no_version_leaves_the_engine_suspended(refit: Refit) -> None:
+def test_invalid_version_leaves_the_engine_suspended(refit: Refit) -> None:
     run = refit.run
     run.engine.suspend()
     for call in (run.engine.resume, run.engine.flush):

@@ -63,10 +63,10 @@ def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., b
 
 
 def _poisons_next_chunk(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
-    return run.context.runner.requests, "continue_prefill", lambda request, _: request.request_id == POISONED
+    return run.context.runner.cache, "continue_prefill", lambda request, _: request.request_id == POISONED
 
 
-def test_a_request_that_cannot_be_scheduled_to_decode_is_refused_and_the_rest_go_on(
+def test_request_that_cannot_be_scheduled_is_refused_and_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = start_run()
@@ -79,7 +79,7 @@ def test_a_request_that_cannot_be_scheduled_to_decode_is_refused_and_the_rest_go
 
 @pytest.mark.parametrize("num_generated", [0, 1, 3])
 @pytest.mark.parametrize("poison", [_poisons_layout, _poisons_planning, _poisons_next_chunk])
-def test_a_request_that_fails_every_step_of_its_own_is_refused_and_the_rest_go_on(
+def test_request_that_fails_every_step_is_refused_and_others_continue(
     poison: Callable[..., tuple[Any, str, Callable[..., bool]]], num_generated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run()
@@ -89,7 +89,7 @@ def test_a_request_that_fails_every_step_of_its_own_is_refused_and_the_rest_go_o
     assert len(run.tokens(POISONED)) == (num_generated if poison is _poisons_layout else 0)
 
 
-def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_failing_requests_are_refused_and_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     poisoned = (0, 1)
     raise_where(
@@ -104,7 +104,7 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
     run.assert_exact()
 
 
-def test_suspects_run_isolated_until_each_has_made_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspects_run_isolated_until_each_generated_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run, steps = start_run(), []
     lay_out = run.context.runner.lay_out
 
@@ -123,7 +123,7 @@ def test_suspects_run_isolated_until_each_has_made_a_token(monkeypatch: pytest.M
     run.assert_exact()
 
 
-def test_failures_between_tokens_never_add_up_to_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_separated_by_tokens_never_cause_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(1)
     for _ in range(NUM_TOKENS - 1):
         for _ in range(FAILURES_BEFORE_REFUSAL - 1):
@@ -137,7 +137,7 @@ def test_failures_between_tokens_never_add_up_to_a_refusal(monkeypatch: pytest.M
     run.assert_exact()
 
 
-def test_an_interrupt_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(1)
 
     def interrupt(*_: Any) -> None:
@@ -157,7 +157,7 @@ def test_an_interrupt_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("call", range(1, 9))
-def test_text_that_cannot_be_made_loses_no_token_and_no_report(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_detokenization_loses_no_token_or_report(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
     assert finish_through_errors(run) == 1
@@ -168,9 +168,7 @@ def test_text_that_cannot_be_made_loses_no_token_and_no_report(call: int, monkey
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 @pytest.mark.parametrize("kv_blocks", [12, 200])
-def test_an_error_between_two_requests_of_a_report_loses_no_token(
-    call: int, kv_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_between_two_reports_loses_no_token(call: int, kv_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(kv_blocks=kv_blocks)
     # Megatron asks for each request of a step in which one ends, once it has appended the token.
     raise_once(monkeypatch, run.engine, "_check_stop_words_for_request_post_append", call=call)
@@ -180,7 +178,7 @@ def test_an_error_between_two_requests_of_a_report_loses_no_token(
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_report_that_fails_as_a_whole_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_batch_of_reports_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     raise_once(monkeypatch, engine_module, "append_tokens", call=call)
     assert finish_through_errors(run) == 1
@@ -188,7 +186,7 @@ def test_a_report_that_fails_as_a_whole_loses_no_token(call: int, monkeypatch: p
     run.assert_exact()
 
 
-def test_a_request_whose_alternatives_have_no_text_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_with_undecodable_alternatives_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes))
     wanted = greedy(NUM_TOKENS, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2)

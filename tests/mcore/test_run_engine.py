@@ -43,7 +43,7 @@ def assert_served(run: EngineRun, count: int) -> None:
     run.assert_exact()
 
 
-def test_a_request_that_is_added_while_the_engine_idles_is_served() -> None:
+def test_request_added_while_the_engine_idles_is_served() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             for request_id in range(2):  # the engine idles before each
@@ -54,7 +54,7 @@ def test_a_request_that_is_added_while_the_engine_idles_is_served() -> None:
     asyncio.run(serve())
 
 
-def test_requests_that_other_threads_add_are_served_whether_the_engine_idles_or_steps() -> None:
+def test_requests_from_other_threads_are_served_idle_or_stepping() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             first = await asyncio.to_thread(add, run, 0)
@@ -65,7 +65,7 @@ def test_requests_that_other_threads_add_are_served_whether_the_engine_idles_or_
     asyncio.run(serve())
 
 
-def test_a_request_refused_by_an_idle_engine_gets_the_reason() -> None:
+def test_request_refused_by_an_idle_engine_gets_the_reason() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             await note_end(run, run.engine.add_request(0, some_tokens(9), greedy(100_000)))
@@ -74,7 +74,7 @@ def test_a_request_refused_by_an_idle_engine_gets_the_reason() -> None:
     asyncio.run(serve())
 
 
-def test_what_add_request_raises_reaches_the_thread_that_called_it() -> None:
+def test_add_request_raises_in_the_calling_thread() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             future = add(run, 0)
@@ -86,7 +86,7 @@ def test_what_add_request_raises_reaches_the_thread_that_called_it() -> None:
     asyncio.run(serve())
 
 
-def test_requests_of_a_suspended_engine_are_served_once_it_resumes() -> None:
+def test_requests_of_a_suspended_engine_are_served_after_resume() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             run.engine.suspend()
@@ -100,7 +100,7 @@ def test_requests_of_a_suspended_engine_are_served_once_it_resumes() -> None:
     asyncio.run(serve())
 
 
-def test_an_engine_runs_in_one_loop_after_another() -> None:
+def test_engine_runs_in_one_loop_after_another() -> None:
     run = EngineRun.start(tiny_hybrid())
 
     async def serve(request_id: int) -> None:
@@ -176,13 +176,13 @@ USES: dict[str, Callable[[EngineRun], None]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("build", BUILDS)
-def test_an_engine_serves_wherever_it_was_built(build: str, use: str) -> None:
+def test_engine_serves_wherever_it_was_built(build: str, use: str) -> None:
     run = BUILDS[build]()
     USES[use](run)
     assert_served(run, 1)
 
 
-def test_an_engine_that_is_built_in_a_running_loop_serves_there_in_each_way() -> None:
+def test_engine_built_in_a_running_loop_serves_there() -> None:
     async def serve() -> None:
         for use in (generate, step):
             run = await built_in_a_loop()
@@ -199,7 +199,7 @@ def test_an_engine_that_is_built_in_a_running_loop_serves_there_in_each_way() ->
     asyncio.run(serve())
 
 
-def test_an_error_of_a_step_inside_a_running_loop_is_raised_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_error_inside_a_running_loop_is_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail() -> None:
         raise RuntimeError("no room")
 
@@ -212,7 +212,7 @@ def test_an_error_of_a_step_inside_a_running_loop_is_raised_itself(monkeypatch: 
     asyncio.run(serve())
 
 
-def test_stepping_in_a_second_thread_says_what_to_do() -> None:
+def test_stepping_from_a_second_thread_names_the_remedy() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             with pytest.raises(RuntimeError, match=r"run_engine\(\) steps .* wait for the future of add_request\(\)"):

@@ -135,11 +135,11 @@ def test_sampled_tokens_do_not_depend_on(start: Callable[[], EngineRun]) -> None
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_seeds_draw_different_tokens(name: str) -> None:
+def test_different_seeds_sample_different_tokens(name: str) -> None:
     assert tokens_alone(name, seed=7) != tokens_alone(name, seed=8)
 
 
-def test_requests_without_a_seed_draw_differently_but_repeatably() -> None:
+def test_requests_without_a_seed_sample_differently_but_repeatably() -> None:
     replies = []
     for _ in range(2):
         run = start_run(prefix_caching=False)

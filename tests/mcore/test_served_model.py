@@ -28,9 +28,7 @@ def model_with_fp32_residuals(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("ranks", [OneRank(), FirstOfTwoStages()])
-def test_fp32_residuals_that_a_layer_or_stage_would_hand_on_as_bf16_are_refused(
-    ranks: OneRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp32_residuals_passed_on_as_bf16_are_refused(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_fp32_residuals(torch.bfloat16, monkeypatch)
     message = r"fp32_residual_connection is True, and layers and stages hand torch\.bfloat16 on"
     with pytest.raises(ValueError, match=message):
@@ -38,13 +36,13 @@ def test_fp32_residuals_that_a_layer_or_stage_would_hand_on_as_bf16_are_refused(
 
 
 @pytest.mark.parametrize("ranks", [OneRank(), FirstOfTwoStages()])
-def test_fp32_residuals_are_served_where_all_is_fp32(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_residuals_are_served_in_an_fp32_model(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_fp32_residuals(torch.float32, monkeypatch)
     assert check_served(model, ranks, 512).params_dtype is torch.float32
 
 
 @pytest.mark.parametrize(("length", "num_warnings"), [(512, 0), (4096, 0), (4097, 1), (100_000, 1)])
-def test_a_length_beyond_the_model_s_positions_is_served_with_one_warning(
+def test_length_beyond_the_models_positions_is_served_with_one_warning(
     length: int, num_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = {"buffer_size_gb": 0.1, "prefix_caching_mamba_gb": 0.01}

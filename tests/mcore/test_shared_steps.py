@@ -147,7 +147,7 @@ def test_ranks_launch_the_same_steps(
         assert sum(numbers)
 
 
-def test_a_step_that_one_rank_launches_early_is_computed_by_a_rank_that_closes(
+def test_closing_rank_computes_a_step_launched_early_by_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capture_without_cuda(monkeypatch)

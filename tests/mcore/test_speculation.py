@@ -95,7 +95,7 @@ def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
-def test_right_drafts_take_one_step_for_all_of_them(num_drafts: int) -> None:
+def test_right_drafts_are_all_accepted_in_one_step(num_drafts: int) -> None:
     run = start_run(num_drafts)
     run.run(0, prompt_of(0), NUM_TOKENS)
     assert run.tokens(0) == greedy_texts()[0][13 : 13 + NUM_TOKENS]
@@ -110,7 +110,7 @@ def test_right_drafts_take_one_step_for_all_of_them(num_drafts: int) -> None:
 @pytest.mark.parametrize("num_drafts", [0, 1, 4, 7])
 @pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 11, 12, 19, 40])
-def test_request_that_crosses_n_boundaries_makes_n_align_copies(
+def test_crossing_n_boundaries_makes_n_align_copies(
     num_drafts: int, accuracy: float, num_tokens: int, align_copies: list[int]
 ) -> None:
     run = start_run(num_drafts, accuracy=accuracy, decode_checkpoints="all")
@@ -136,7 +136,7 @@ def test_drafts_rejected_before_a_boundary_publish_nothing_there(align_copies: l
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("index", range(2, 16))
-def test_stop_word_inside_accepted_drafts_ends_the_request_and_hides_what_follows(index: int, length: int) -> None:
+def test_stop_word_inside_accepted_drafts_ends_the_request(index: int, length: int) -> None:
     text = greedy_texts()[0]
     word = text[13 + index : 13 + index + length]
     run = start_run(7, decode_checkpoints="all")
@@ -188,7 +188,7 @@ def test_every_kept_token_has_its_log_prob(accuracy: float, keeps_all_logits: bo
 @pytest.mark.parametrize("accuracy", [pytest.param(0.0, marks=pytest.mark.long), 0.8, 1.0])
 @pytest.mark.parametrize("changes", [{}, CHANGES], ids=["plain", "changed"])
 @pytest.mark.parametrize("top_k", [1, 30])
-def test_sampled_tokens_are_those_without_drafts(
+def test_sampled_tokens_equal_those_without_drafts(
     num_drafts: int, accuracy: float, changes: dict[str, Any], top_k: int
 ) -> None:
     sampling = SamplingParams(temperature=1.1, top_k=top_k, top_p=0.95, num_tokens_to_generate=30, termination_id=-1)
@@ -224,7 +224,7 @@ class HiddenStateDrafter(NoisyDrafter):
         return super().propose(requests)
 
 
-def test_drafter_gets_the_hidden_state_that_the_newest_token_was_chosen_by() -> None:
+def test_drafter_gets_the_hidden_state_of_the_newest_token() -> None:
     subject = tiny_hybrid()
     drafter = HiddenStateDrafter(greedy_texts(), accuracy=0.8, vocab_size=96)
     config = cache_config(subject.sizes, block_size_tokens=BLOCK, num_speculative_tokens=3, max_tokens=16)
@@ -239,7 +239,7 @@ def test_drafter_gets_the_hidden_state_that_the_newest_token_was_chosen_by() -> 
     run.assert_exact()
 
 
-def test_drafter_of_other_hidden_states_is_refused() -> None:
+def test_drafter_for_other_hidden_states_is_refused() -> None:
     subject = tiny_hybrid(hidden_size=48)
     drafter = HiddenStateDrafter({}, accuracy=1.0, vocab_size=96)
     config = cache_config(subject.sizes, num_speculative_tokens=3)
@@ -255,7 +255,7 @@ def test_drafter_of_other_hidden_states_is_refused() -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2, 5, 9, 14])
-def test_an_alternative_without_text_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undecodable_alternative_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(3)
     wish = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
     run.add(0, prompt_of(0), greedy(20, **wish))
@@ -272,7 +272,7 @@ def test_an_alternative_without_text_loses_no_token(call: int, monkeypatch: pyte
 # Memory.
 
 
-def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_paused_with_a_window_continues_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved: list[int] = []
     resolve = WindowStorage.resolve
 
@@ -292,7 +292,7 @@ def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch
     assert len(set(resolved)) > 2, resolved
 
 
-def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_request_resumes_at_its_decode_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(3, accuracy=0.9)
     run.add(0, prompt_of(0), NUM_TOKENS)
     for _ in range(12):
@@ -309,7 +309,7 @@ def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: py
 
 
 @pytest.mark.parametrize(("checkpoints", "num_left"), [("rolling", 1), ("all", 5), ("none", 0)])
-def test_a_request_leaves_the_configured_decode_checkpoints(checkpoints: str, num_left: int) -> None:
+def test_request_keeps_the_configured_decode_checkpoints(checkpoints: str, num_left: int) -> None:
     run = start_run(3, accuracy=0.8, decode_checkpoints=checkpoints)
     run.run(0, prompt_of(0), NUM_TOKENS)
     prompt_states = 1  # the last boundary of 13 tokens
@@ -317,7 +317,7 @@ def test_a_request_leaves_the_configured_decode_checkpoints(checkpoints: str, nu
     run.assert_exact()
 
 
-def test_checkpoint_that_another_request_matched_is_not_retired() -> None:
+def test_checkpoint_matched_by_another_request_is_not_retired() -> None:
     run = start_run(0)
     run.add(0, prompt_of(0), NUM_TOKENS)
     while run.counters.decode_states_published < 2:
@@ -333,7 +333,7 @@ def test_checkpoint_that_another_request_matched_is_not_retired() -> None:
 
 
 @pytest.mark.parametrize("accuracy", [0.7, 1.0])
-def test_state_stored_from_a_live_window_is_the_state_of_the_last_kept_token(accuracy: float) -> None:
+def test_stored_window_state_is_that_of_the_last_kept_token(accuracy: float) -> None:
     run, plain = start_run(4, accuracy=accuracy), start_run(0)
     for engine in (run, plain):
         engine.add(0, prompt_of(0), NUM_TOKENS)
@@ -370,7 +370,7 @@ def test_number_of_drafts_out_of_range_is_refused(num_drafts: Any, needed: str) 
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_more_drafts_than_the_budget_has_slots_for_are_refused(prefix_caching: bool) -> None:
+def test_drafts_beyond_the_budgets_slots_are_refused(prefix_caching: bool) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, prefix_caching=prefix_caching, num_speculative_tokens=1)
     config = replace(with_one_budget(config, subject.shape, 0), num_speculative_tokens=8)
@@ -386,7 +386,7 @@ def test_drafter_without_drafts_is_refused() -> None:
         EngineRun.start(subject, cache_config(subject.sizes), drafter=drafter)
 
 
-def test_drafter_that_fails_once_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_drafter_error_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(3)
     for request_id in range(3):
         run.add(request_id, prompt_of(request_id), NUM_TOKENS)
@@ -398,7 +398,7 @@ def test_drafter_that_fails_once_costs_no_token(monkeypatch: pytest.MonkeyPatch)
     run.assert_exact()
 
 
-def test_drafter_that_fails_forgets_the_requests_it_was_asked_for_before_it_is_asked_again(
+def test_failed_drafter_forgets_its_requests_before_the_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = start_run(3)
@@ -423,7 +423,7 @@ class ForgetsWithDifficulty(NoisyDrafter):
         raise KeyError(request_id)
 
 
-def test_drafter_that_cannot_forget_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_drafter_that_cannot_forget_affects_no_request(caplog: pytest.LogCaptureFixture) -> None:
     subject = tiny_hybrid()
     drafter = ForgetsWithDifficulty(greedy_texts(), accuracy=0.8, vocab_size=96)
     config = cache_config(subject.sizes, block_size_tokens=BLOCK, num_speculative_tokens=3, kv_blocks=12)
@@ -466,14 +466,14 @@ def test_drafter_that_always_fails_costs_only_its_drafts(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookupDrafter, object()])
-def test_what_is_no_drafter_is_refused(drafter: Any) -> None:
+def test_invalid_drafter_is_refused(drafter: Any) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, num_speculative_tokens=3)
     with pytest.raises(TypeError, match=r"drafter is .*must be an object with propose\(\) and forget\(\)"):
         EngineRun.start(subject, config, drafter=drafter)
 
 
-def test_drafts_leave_the_slots_that_checkpoints_take() -> None:
+def test_drafts_leave_slots_for_checkpoints() -> None:
     run = start_run(4, cached_states=16, max_requests=4)
     for request_id in range(4):
         run.add(request_id, prompt_of(request_id), NUM_TOKENS)

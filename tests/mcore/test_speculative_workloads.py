@@ -110,7 +110,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
 )
-def test_tokens_are_the_oracles_whatever_is_drafted(
+def test_tokens_match_the_oracle_with_any_drafts(
     name: str, form: str, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     flavour, models = FLAVOURS[name], MODEL_FORMS[form]

@@ -26,7 +26,7 @@ def matrices_of(model: Any) -> int:
     return sum(weight.numel() for name, weight in named.items() if name.startswith("decoder."))
 
 
-def test_a_dense_model_reads_all_its_weights() -> None:
+def test_dense_model_reads_all_its_weights() -> None:
     subject = tiny_hybrid()
     reads, sizes = reads_of(subject), subject.sizes
     output = subject.model.vocab_size * sizes.hidden_size
@@ -35,7 +35,7 @@ def test_a_dense_model_reads_all_its_weights() -> None:
     assert reads.num_layers == len(subject.model.decoder.layer_type_list)
 
 
-def test_a_model_with_experts_reads_those_that_its_tokens_choose() -> None:
+def test_model_with_experts_reads_only_chosen_experts() -> None:
     subject = tiny_hybrid(**next(iter(MODEL_FORMS["experts"])))
     reads, config = reads_of(subject), subject.model.config
     stacked = [weight for name, weight in subject.model.named_parameters() if ".experts.linear_fc" in name]
@@ -72,7 +72,7 @@ class SaysHowLong(NoisyDrafter):
         return 0.001 * num_drafts
 
 
-def test_drafters_that_take_no_time_are_watched_and_draft_models_waited_for() -> None:
+def test_fast_drafters_run_in_shadow_and_draft_models_are_awaited() -> None:
     subject = tiny_hybrid()
     vocab = subject.sizes.vocab_size
     drafters = {

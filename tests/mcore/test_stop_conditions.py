@@ -86,9 +86,7 @@ def _fail_a_step(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("interrupt", [_suspend, _fail_a_step])
 @pytest.mark.parametrize("already_generated", [0, 1, 2])
-def test_stop_word_counts_tokens_from_before_an_interruption(
-    interrupt: Callable[[EngineRun], None], already_generated: int
-) -> None:
+def test_stop_word_spans_an_interruption(interrupt: Callable[[EngineRun], None], already_generated: int) -> None:
     prompt, reply = prompt_and_reply()
     word = reply[10:13]
     end = first_end_of(word, reply)
@@ -101,7 +99,7 @@ def test_stop_word_counts_tokens_from_before_an_interruption(
     assert run.tokens(0) == reply[:end]
 
 
-def test_stop_word_counts_tokens_from_before_an_eviction() -> None:
+def test_stop_word_spans_an_eviction() -> None:
     subject = tiny_hybrid(vocab_size=256)
     prompt, reply = prompt_and_reply()
     rng = random.Random(1)

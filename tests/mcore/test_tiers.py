@@ -105,7 +105,7 @@ def resolve(run: EngineRun) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_copies_begin_for_a_request_that_arrives_at_the_limit(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_starts_for_a_request_waiting_at_the_limit(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps overlap while it waits, and its prefix is there when the request ends."""
     capture_without_cuda(monkeypatch)
     subject = tiny_hybrid()
@@ -136,7 +136,7 @@ def test_copies_begin_for_a_request_that_arrives_at_the_limit(run_ahead: bool, m
 
 
 @subjects
-def test_later_turns_come_back_from_the_host(subject: Hybrid) -> None:
+def test_later_turns_are_restored_from_the_host(subject: Hybrid) -> None:
     run, talks = EngineRun.start(subject, small_device(subject)), Conversations()
     assert talks.turn(run) == [0] * NUM_TEXTS
     for _ in range(2):
@@ -150,14 +150,14 @@ def test_later_turns_come_back_from_the_host(subject: Hybrid) -> None:
     assert counters.host_restores_failed == 0
 
 
-def test_without_the_tier_they_do_not() -> None:
+def test_nothing_is_restored_without_the_tier() -> None:
     config = replace(small_device(tiny_hybrid()), host_cache_gb=None)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
     assert sum(talks.turn(run)) < NUM_TEXTS * PROMPT_LEN / 2
 
 
-def test_tenants_do_not_share_what_is_below() -> None:
+def test_tenants_do_not_share_tiers() -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run, tenant="one")
     resolve(run)
@@ -168,7 +168,7 @@ def test_tenants_do_not_share_what_is_below() -> None:
 
 
 @subjects
-def test_a_suspended_engine_finds_what_its_requests_had_published(subject: Hybrid) -> None:
+def test_suspended_engine_finds_what_it_published(subject: Hybrid) -> None:
     run, talks = EngineRun.start(subject, small_device(subject)), Conversations()
     talks.turn(run)
     run.engine.suspend()
@@ -179,7 +179,7 @@ def test_a_suspended_engine_finds_what_its_requests_had_published(subject: Hybri
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
-def test_a_flush_empties_the_host_too(is_suspended: bool) -> None:
+def test_flush_empties_the_host(is_suspended: bool) -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     if is_suspended:
@@ -190,7 +190,7 @@ def test_a_flush_empties_the_host_too(is_suspended: bool) -> None:
     run.assert_exact()
 
 
-def test_a_cancelled_request_releases_its_restore() -> None:
+def test_cancelled_request_releases_its_restore() -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     resolve(run)
@@ -205,7 +205,7 @@ def test_a_cancelled_request_releases_its_restore() -> None:
 
 
 @subjects
-def test_a_restarted_engine_finds_what_was_on_disk(tmp_path: Path, subject: Hybrid) -> None:
+def test_restarted_engine_restores_from_disk(tmp_path: Path, subject: Hybrid) -> None:
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)
@@ -222,7 +222,7 @@ def test_a_restarted_engine_finds_what_was_on_disk(tmp_path: Path, subject: Hybr
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])
-def test_ends_of_prompts_are_on_disk_where_requests_start_from_them(is_repeated: bool, tmp_path: Path) -> None:
+def test_prompt_ends_that_requests_resume_from_are_on_disk(is_repeated: bool, tmp_path: Path) -> None:
     limits = {"max_sequence_length": 256, "max_requests": 2}
     roomy = with_one_budget(cache_config(tiny_hybrid().sizes, **limits), tiny_hybrid().shape, 40)
     config = on_disk(with_host_tier(roomy, tiny_hybrid().shape, 200), tmp_path)
@@ -243,7 +243,7 @@ def test_ends_of_prompts_are_on_disk_where_requests_start_from_them(is_repeated:
     run.assert_exact()
 
 
-def test_a_flush_holds_for_the_next_engine_too(tmp_path: Path) -> None:
+def test_flush_holds_for_the_next_engine(tmp_path: Path) -> None:
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
@@ -258,7 +258,7 @@ def test_a_flush_holds_for_the_next_engine_too(tmp_path: Path) -> None:
     run.assert_exact()
 
 
-def test_a_flush_for_new_weights_holds_for_the_old_ones_too(tmp_path: Path) -> None:
+def test_flush_for_new_weights_holds_for_the_old_ones(tmp_path: Path) -> None:
     subject = tiny_hybrid()
     model = random_hybrid_model(subject.sizes)
     config = on_disk(small_device(subject), tmp_path)
@@ -274,7 +274,7 @@ def test_a_flush_for_new_weights_holds_for_the_old_ones_too(tmp_path: Path) -> N
     run.assert_exact()
 
 
-def test_a_flush_that_cannot_be_written_empties_memory_and_leaves_the_disk_alone(
+def test_failed_disk_flush_empties_memory_and_leaves_the_disk_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -295,7 +295,7 @@ def test_a_flush_that_cannot_be_written_empties_memory_and_leaves_the_disk_alone
     run.assert_exact()
 
 
-def test_an_engine_that_is_not_closed_leaves_no_thread() -> None:
+def test_unclosed_engine_leaves_no_thread() -> None:
     def num_lanes() -> int:
         gc.collect()
         return sum(thread.name in {lane.value for lane in Lane} for thread in threading.enumerate())
@@ -332,7 +332,7 @@ def test_other_settings_of_the_same_weights_find_nothing(tmp_path: Path) -> None
     assert talks.turn(run) == [0] * NUM_TEXTS
 
 
-def test_a_text_heals_after_one_of_its_files_was_bad(tmp_path: Path) -> None:
+def test_text_is_stored_again_after_a_corrupt_file(tmp_path: Path) -> None:
     """Nothing is written after an entry that cannot be read any more."""
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
@@ -350,7 +350,7 @@ def test_a_text_heals_after_one_of_its_files_was_bad(tmp_path: Path) -> None:
     run.assert_exact()
 
 
-def test_a_burst_comes_to_the_disk_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_burst_reaches_the_disk_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_moves, "MOST_STORES", 1)
     run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
     Conversations().turn(run)
@@ -360,7 +360,7 @@ def test_a_burst_comes_to_the_disk_in_its_turn(tmp_path: Path, monkeypatch: pyte
     assert len(list(tmp_path.rglob("*.boundary"))) == counters.states_written_to_disk
 
 
-def test_an_idle_engine_lands_what_its_requests_have_left(tmp_path: Path) -> None:
+def test_idle_engine_lands_copies_of_finished_requests(tmp_path: Path) -> None:
     run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
     run.run(0, some_tokens(PROMPT_LEN, seed=0), 10)
     assert run.engine.has_idle_copies
@@ -380,7 +380,7 @@ def test_an_idle_engine_lands_what_its_requests_have_left(tmp_path: Path) -> Non
         lambda path: path.unlink(),
     ],
 )
-def test_a_file_that_was_spoilt_is_a_miss_and_is_gone(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+def test_corrupt_file_is_a_miss_and_is_removed(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
@@ -400,7 +400,7 @@ def test_a_file_that_was_spoilt_is_a_miss_and_is_gone(tmp_path: Path, spoil: Cal
     run.assert_exact()
 
 
-def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_costs_only_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
@@ -418,7 +418,7 @@ def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: py
 
 @subjects
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_quantized_states_come_back_from_the_host_and_from_disk_as_they_were(
+def test_quantized_states_are_restored_exactly_from_host_and_disk(
     tmp_path: Path, subject: Hybrid, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow_every_cached_form(monkeypatch)
@@ -442,7 +442,7 @@ def test_quantized_states_come_back_from_the_host_and_from_disk_as_they_were(
 
 
 @pytest.mark.parametrize("first_dtype", ["live", "int8"])
-def test_states_of_another_form_are_not_found_on_disk(first_dtype: str, tmp_path: Path) -> None:
+def test_states_of_another_format_are_not_found_on_disk(first_dtype: str, tmp_path: Path) -> None:
     forms = [first_dtype, *({"live", "int8"} - {first_dtype})]
     for dtype in forms:
         config = on_disk(small_device(tiny_hybrid(), cached_state_dtype=dtype), tmp_path)
@@ -484,7 +484,7 @@ time.sleep(600)
 """
 
 
-def test_after_a_kill_the_next_engine_finds_each_conversation(tmp_path: Path) -> None:
+def test_engine_after_a_kill_finds_each_conversation(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _SERVED, str(tmp_path)],
         cwd=REPOSITORY,
@@ -512,7 +512,7 @@ def test_after_a_kill_the_next_engine_finds_each_conversation(tmp_path: Path) ->
         ({"disk_cache_gb": 1e-6, "disk_cache_dir": "x"}, "one entry takes .* bytes: set --disk-cache-gb to "),
     ],
 )
-def test_sizes_that_cannot_work_are_refused_in_one_line(
+def test_impossible_sizes_are_refused_in_one_line(
     tmp_path: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -530,19 +530,19 @@ def test_sizes_that_cannot_work_are_refused_in_one_line(
         ({"cache_gb": 1.0, "host_cache_gb": 1.0, "disk_cache_gb": 3.0}, "which needs --disk-cache-dir"),
     ],
 )
-def test_tiers_without_what_is_above_them_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_tier_without_the_one_above_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CacheConfig(**settings)
 
 
-def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_unusable_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(CacheError, match=f"cannot use --disk-cache-dir {file}: "):
         EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), file))
 
 
-def test_a_failed_step_does_not_clear_restored_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_does_not_clear_restored_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restored KV is written to memory of former states, which steps clear before they may read it."""
     subject = tiny_hybrid()
     limits = cache_config(subject.sizes, max_sequence_length=160, max_requests=2)
@@ -561,7 +561,7 @@ def test_a_failed_step_does_not_clear_restored_blocks(monkeypatch: pytest.Monkey
     run.assert_exact()
 
 
-def test_a_restore_that_an_error_leaves_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_that_failed_for_lack_of_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     resolve(run)

@@ -153,7 +153,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_the_random_workloads_find_a_defect(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_defect_fails_the_random_workloads(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, plant = DEFECTS[defect]
     work = make()
     plant(monkeypatch, work)
@@ -162,9 +162,7 @@ def test_the_random_workloads_find_a_defect(defect: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("make", [restored_workload, disk_workload, quantized_workload, drafted_workload])
-def test_the_same_workloads_pass_without_a_defect(
-    make: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workloads_without_the_defect_pass(make: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = run_checked(make(), monkeypatch)
     assert seen["prompt_tokens_skipped"] and (make is not restored_workload or seen["prompt_tokens_from_host"])
     assert make is not disk_workload or seen["prompt_tokens_from_disk"]
@@ -182,7 +180,7 @@ def run_checked(work: Workload, patch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
-def test_a_mixer_computes_whole_sequences_as_the_oracle_does(layer: int) -> None:
+def test_mixer_computes_whole_sequences_like_the_oracle(layer: int) -> None:
     subject = tiny_hybrid(**TOY_MODELS[0])
     block = subject.model.decoder.layers[layer]
     hidden = torch.randn(20, 2, subject.sizes.hidden_size, generator=torch.Generator().manual_seed(layer))
@@ -195,7 +193,7 @@ def test_a_mixer_computes_whole_sequences_as_the_oracle_does(layer: int) -> None
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("sizes", [tiny_sizes(**model) for model in TOY_MODELS], ids=lambda sizes: sizes.pattern)
-def test_slots_have_the_bytes_of_the_tensors_of_both_groups(sizes: ToyHybridConfig, num_drafts: int) -> None:
+def test_slots_have_the_bytes_of_both_groups(sizes: ToyHybridConfig, num_drafts: int) -> None:
     shape = hybrid(sizes).shape
     config = cache_config(sizes, num_speculative_tokens=num_drafts).resolved()
     assert shape.state_layout(config).slot_bytes == toy_state_bytes(sizes, num_drafts)
@@ -204,7 +202,7 @@ def test_slots_have_the_bytes_of_the_tensors_of_both_groups(sizes: ToyHybridConf
         assert layout.slot_bytes == toy_state_bytes(sizes, is_quantized=True)
 
 
-def test_states_that_cannot_be_replayed_are_kept_in_windows() -> None:
+def test_states_without_replay_are_kept_in_windows() -> None:
     subject = tiny_hybrid(**TOY_MODELS[0])
     config = cache_config(subject.sizes, draft_states="auto", num_speculative_tokens=4, max_requests=64)
     assert subject.shape.resolved(config).draft_states == "window"

@@ -128,7 +128,7 @@ OTHERS_REHEARSED = [
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "num_drafts", "draft_states"), REHEARSED + OTHERS_REHEARSED)
-def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: int, draft_states: str) -> None:
+def test_warmup_launches_everything_that_steps_launch(name: str, num_drafts: int, draft_states: str) -> None:
     sizes = MODELS[name]
     with recorded_launches(on_hopper="hopper" in name) as record:
         run = start_run(sizes, num_drafts, draft_states=draft_states)
@@ -148,7 +148,7 @@ def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: 
 
 
 @needs_compiler
-def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
+def test_warmup_launches_everything_that_a_draft_model_launches() -> None:
     sizes = MODELS["bf16-odd"]
     with recorded_launches(on_hopper=False) as record:
         drafter = DraftModelDrafter(hybrid(MODELS["bf16"]).model, cache_config(sizes, max_requests=NUM_ROWS))
@@ -169,9 +169,7 @@ def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 24, 64, 128, 300])
 @pytest.mark.parametrize("max_requests", [1, 2, 3, 5, 16, 33, 100, 256])
-def test_rehearsed_numbers_of_requests_bring_every_form_of_the_scan(
-    num_heads: int, max_requests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warmup_covers_every_scan_variant(num_heads: int, max_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
     x, B = torch.empty(1, num_heads, 64), torch.empty(1, 1, 64)
     tokens = SSMTokens(x, x[..., 0], B, B)
@@ -189,7 +187,7 @@ def cache_snapshot(run: EngineRun) -> CacheSnapshot:
 
 @pytest.mark.parametrize("settings", [{}, {"max_requests": 1, "max_tokens": 1}, {"block_size_tokens": 8}])
 @pytest.mark.parametrize("num_drafts", [0, 1, 7])
-def test_rehearsal_changes_nothing(num_drafts: int, settings: dict[str, int]) -> None:
+def test_warmup_changes_nothing(num_drafts: int, settings: dict[str, int]) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, **settings)
     run = EngineRun.start(subject, config)
@@ -223,7 +221,7 @@ def test_rehearsal_changes_nothing(num_drafts: int, settings: dict[str, int]) ->
 
 
 @pytest.mark.parametrize("max_requests", [1, 3])
-def test_rehearsal_of_steps_that_no_single_request_fills(max_requests: int) -> None:
+def test_warmup_covers_steps_larger_than_one_request(max_requests: int) -> None:
     run = start_run(MODELS["bf16-experts"], 0, max_requests=max_requests, max_tokens=512, max_sequence_length=96)
     rehearse_engine(run)
     run.run(0, some_tokens(90), 5)
@@ -231,7 +229,7 @@ def test_rehearsal_of_steps_that_no_single_request_fills(max_requests: int) -> N
 
 
 @pytest.mark.parametrize("max_length", [92, 96])
-def test_no_request_of_a_rehearsal_is_longer_than_the_model_reads(max_length: int) -> None:
+def test_no_warmup_request_exceeds_the_models_length(max_length: int) -> None:
     sizes = tiny_sizes(**SMALL, pattern="ME*", use_rope=True, max_sequence_length=max_length)
     run = start_run(sizes, 0, max_sequence_length=max_length)
     rehearse_engine(run)
@@ -242,7 +240,7 @@ def test_no_request_of_a_rehearsal_is_longer_than_the_model_reads(max_length: in
 @needs_compiler
 @pytest.mark.parametrize("pattern", ["M-M*-M-M*-", "ME*"])
 @pytest.mark.parametrize(("num_drafts", "form"), [(0, "window"), (3, "window"), (3, "replay")])
-def test_a_rehearsal_without_launches_changes_nothing(pattern: str, num_drafts: int, form: str) -> None:
+def test_warmup_without_launches_changes_nothing(pattern: str, num_drafts: int, form: str) -> None:
     """Its kernels compute nothing, as while they are compiled ahead."""
     run = start_run(tiny_sizes(**SMALL, pattern=pattern), num_drafts, draft_states=form)
     with recorded_launches(on_hopper=False) as record:
@@ -253,7 +251,7 @@ def test_a_rehearsal_without_launches_changes_nothing(pattern: str, num_drafts: 
 
 
 @needs_compiler
-def test_the_order_of_a_shared_expert_comes_from_no_kernel() -> None:
+def test_shared_experts_order_needs_no_kernel() -> None:
     _order_of_one.cache_clear()
     with recorded_launches(on_hopper=True) as record:
         for num_tokens in (1, 300, 1000):
@@ -290,7 +288,7 @@ def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypa
 
 
 @pytest.mark.parametrize("has_draft_model", [False, True])
-def test_an_engine_works_where_kernels_cannot_be_compiled_ahead(
+def test_engine_works_if_kernels_cannot_be_compiled_ahead(
     has_draft_model: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -315,7 +313,7 @@ def test_an_engine_works_where_kernels_cannot_be_compiled_ahead(
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_tokens_and_counts_are_those_of_a_run_without_rehearsals(num_drafts: int) -> None:
+def test_tokens_and_counts_equal_those_without_warmup(num_drafts: int) -> None:
     outcomes = []
     for rehearses in (False, True):
         subject = tiny_hybrid()
@@ -332,7 +330,7 @@ def test_tokens_and_counts_are_those_of_a_run_without_rehearsals(num_drafts: int
     assert outcomes[0] == outcomes[1]
 
 
-def test_a_failed_rehearsal_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_warmup_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     run = EngineRun.start(tiny_hybrid())
 
     def fail(*_: object) -> None:
@@ -355,7 +353,7 @@ def test_warmup_on_a_cpu_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @given(st.data())
-def test_no_rehearsed_step_has_more_requests_or_tokens_than_there_is_room_for(data: st.DataObject) -> None:
+def test_warmup_steps_respect_request_and_token_limits(data: st.DataObject) -> None:
     max_requests, max_tokens = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 600))
     limits = StepLimits(
         max_tokens=max_tokens,
@@ -373,7 +371,7 @@ def test_no_rehearsed_step_has_more_requests_or_tokens_than_there_is_room_for(da
     assert {1, most} <= {len(requests) for requests in prefilling}
 
 
-def test_rehearsal_of_a_draft_model_changes_nothing() -> None:
+def test_warmup_of_a_draft_model_changes_nothing() -> None:
     subject = tiny_hybrid()
     drafter = DraftModelDrafter(subject.model, cache_config(subject.sizes))
     run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=3), drafter=drafter)

@@ -91,7 +91,7 @@ def test_known_blocks_without_a_state_are_shared_and_skip_nothing() -> None:
     assert match(pools, 20) == PrefixMatch(tuple(blocks), 0)
 
 
-def test_state_at_the_end_of_the_prompt_leaves_nothing_to_compute_and_is_not_used() -> None:
+def test_state_at_the_prompt_end_leaves_nothing_to_compute_and_is_not_used() -> None:
     pools = Pools()
     blocks = pools.cache(3, states_at=(0, 2))
     assert match(pools, 12) == PrefixMatch(tuple(blocks), 4)
@@ -105,7 +105,7 @@ def test_prompt_that_may_not_skip_still_shares_its_blocks() -> None:
 
 
 @given(st.integers(0, 6), st.sets(st.integers(0, 5)), st.integers(1, 30), st.booleans())
-def test_match_is_the_deepest_state_inside_the_blocks_and_the_prompt(
+def test_match_is_the_deepest_state_within_known_blocks_and_the_prompt(
     num_cached: int, states: set[int], prompt_len: int, may_skip: bool
 ) -> None:
     pools = Pools()
@@ -120,13 +120,13 @@ def test_match_is_the_deepest_state_inside_the_blocks_and_the_prompt(
     assert len(found.blocks) == min(num_cached, prompt_len // BLOCK)
 
 
-def test_plan_adds_the_blocks_that_the_match_lacks_and_ends_with_the_prompt() -> None:
+def test_plan_adds_missing_blocks_up_to_the_prompt_end() -> None:
     pools = Pools()
     blocks = pools.cache(2, states_at=(1,))
     assert pools.plan(18) == AdmissionPlan(PrefixMatch(tuple(blocks), 8), 3, 18)
 
 
-def test_budget_counts_only_what_is_computed() -> None:
+def test_budget_counts_only_computed_tokens() -> None:
     pools = Pools()
     pools.cache(3, states_at=(2,))
     plan = pools.plan(17, budget=5)
@@ -139,12 +139,12 @@ def test_first_chunk_ends_on_the_last_boundary_in_the_budget(align: bool, chunk_
     assert isinstance(plan, AdmissionPlan) and plan.chunk_end == chunk_end
 
 
-def test_plan_has_the_blocks_of_the_whole_prompt_however_small_the_budget() -> None:
+def test_plan_has_the_whole_prompts_blocks_for_any_budget() -> None:
     plan = Pools().plan(30, budget=1)
     assert isinstance(plan, AdmissionPlan) and (plan.num_new_blocks, plan.chunk_end) == (8, 1)
 
 
-def test_used_up_budget_is_a_refusal() -> None:
+def test_exhausted_budget_is_a_refusal() -> None:
     assert Pools().plan(5, budget=0) is Refusal.NO_TOKENS
 
 
@@ -174,21 +174,21 @@ def test_reservations_that_fill_the_slot_pool_are_a_refusal() -> None:
     assert pools.plan(4) is Refusal.NO_SLOT
 
 
-def test_source_of_the_match_is_not_the_request_s_own_slot_while_another_comes_free() -> None:
+def test_source_state_is_not_evicted_if_another_slot_can_be_freed() -> None:
     pools = Pools(num_slots=2)
     pools.cache(1, states_at=(0,))
     pools.slots.reserve()
     assert pools.plan(6) is Refusal.NO_SLOT
 
 
-def test_source_of_the_match_gives_way_where_no_other_slot_comes_free() -> None:
+def test_source_state_becomes_the_live_slot_if_no_other_can_be_freed() -> None:
     pools = Pools(num_slots=2)
     blocks = pools.cache(1, states_at=(0,))
     pools.slots.take_live()
     assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
 
 
-def test_source_that_another_request_pins_takes_no_slot_away() -> None:
+def test_source_pinned_by_another_request_takes_no_slot() -> None:
     pools = Pools(num_slots=2)
     blocks = pools.cache(1, states_at=(0,))
     pools.kv.acquire(blocks)
@@ -201,25 +201,25 @@ def shared_memory(num_slabs: int) -> Pools:
     return Pools(space=SlabSpace(num_slabs, blocks_per_slab=2, slots_per_slab=1))
 
 
-def test_blocks_and_slot_of_a_plan_do_not_count_on_the_same_slab() -> None:
+def test_blocks_and_slot_of_a_plan_do_not_share_a_slab() -> None:
     assert isinstance(shared_memory(3).plan(16), AdmissionPlan)
     assert shared_memory(3).plan(17) is Refusal.NO_BLOCKS
     assert shared_memory(0).plan(1) is Refusal.NO_SLOT
 
 
-def test_source_of_the_match_leaves_its_slab_to_the_request_s_slot() -> None:
+def test_source_state_gives_its_slab_to_the_requests_slot() -> None:
     pools = shared_memory(2)
     blocks = pools.cache(1, states_at=(0,))
     assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
 
 
-def test_source_of_the_match_leaves_its_slab_to_the_request_s_blocks() -> None:
+def test_source_state_gives_its_slab_to_the_requests_blocks() -> None:
     pools = shared_memory(4)
     blocks = pools.cache(2, states_at=(1,))
     assert pools.plan(17) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 3, 17)
 
 
-def test_source_of_the_match_stays_for_a_request_that_waits_for_a_request_to_end() -> None:
+def test_source_state_is_kept_while_its_request_waits_for_another() -> None:
     pools = shared_memory(5)
     pools.cache(2, states_at=(1,))
     slot = pools.slots.take_live()
@@ -232,7 +232,7 @@ def test_source_of_the_match_stays_for_a_request_that_waits_for_a_request_to_end
     ("reserved_key", "prompt_len", "waits"),
     [(1, 9, False), (2, 9, True), (2, 8, False), (3, 13, True), (3, 12, False), (77, 13, False)],
 )
-def test_request_waits_for_a_reserved_boundary_between_its_skip_and_its_last_token(
+def test_request_waits_for_a_reserved_boundary_within_its_prompt(
     reserved_key: int, prompt_len: int, waits: bool
 ) -> None:
     pools = Pools()

@@ -24,26 +24,26 @@ def test_known_steps_move_the_known_columns(arguments: tuple[int, int, int, int,
     assert plan_align_copy(*arguments, BLOCK) == copy
 
 
-def test_nothing_accepted_counts_as_one() -> None:
+def test_zero_accepted_counts_as_one() -> None:
     assert plan_align_copy(15, 1, 0, 0, 5, BLOCK) == plan_align_copy(15, 1, 0, 1, 5, BLOCK)
 
 
-def test_copy_without_shift_to_another_column_moves_bytes() -> None:
+def test_copy_to_another_column_without_shift_moves_bytes() -> None:
     assert plan_align_copy(15, 1, 0, 1, 5, BLOCK) == AlignCopy(5, 0, 0, True, 1)
 
 
-def test_conv_window_moves_even_where_the_ssm_state_is_in_place() -> None:
+def test_conv_window_moves_even_if_the_ssm_state_is_in_place() -> None:
     copy = plan_align_copy(60, 3, 0, 3, 2, BLOCK)
     assert copy is not None
     assert copy.source_column == copy.destination_column and copy.moves_bytes
 
 
-def test_position_zero_is_no_boundary() -> None:
+def test_position_zero_is_not_a_boundary() -> None:
     assert plan_align_copy(0, 0, 0, 1, 0, BLOCK) is None
     assert plan_align_copy(0, 1, 3, 1, 0, BLOCK) is None
 
 
-def test_arguments_are_not_checked_against_one_another() -> None:
+def test_arguments_are_not_checked_against_each_other() -> None:
     assert plan_align_copy(60, 3, 0, 20, 2, BLOCK) == AlignCopy(19, 17, 4, True, 20)
 
 

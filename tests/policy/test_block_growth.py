@@ -50,7 +50,7 @@ def test_full_request_grows_by_one_block() -> None:
     cache.check_integrity(requests)
 
 
-def test_request_in_mid_prefill_holds_its_blocks_already() -> None:
+def test_prefilling_request_already_holds_its_blocks() -> None:
     cache = small_cache()
     request = admit(cache, new_spec(0, [1] * 8), budget=4)
     run_step(cache, [request])
@@ -59,7 +59,7 @@ def test_request_in_mid_prefill_holds_its_blocks_already() -> None:
     assert len(request.block_ids) == 2
 
 
-def test_cached_blocks_are_evicted_before_anybody_pauses() -> None:
+def test_cached_blocks_are_evicted_before_any_request_pauses() -> None:
     cache = small_cache(num_blocks=3)
     cache.release(prefill(cache, new_spec(9, [9] * 8)))
     (request,) = full_requests(cache, 1)
@@ -68,7 +68,7 @@ def test_cached_blocks_are_evicted_before_anybody_pauses() -> None:
     assert len(request.block_ids) == 2
 
 
-def test_younger_request_pauses_when_one_block_is_left() -> None:
+def test_younger_request_pauses_if_one_block_is_left() -> None:
     cache = small_cache(num_blocks=3)
     old, young = full_requests(cache, 1, 1)
     assert grow_requests([young, old], cache, PLENTY) == GrowthOutcome(paused=(young,))
@@ -76,7 +76,7 @@ def test_younger_request_pauses_when_one_block_is_left() -> None:
     cache.check_integrity([old, young])
 
 
-def test_paused_request_is_named_once_and_resumes_when_there_is_room() -> None:
+def test_paused_request_is_reported_once_and_resumes_when_there_is_room() -> None:
     cache = small_cache(num_blocks=3)
     old, young = full_requests(cache, 1, 1)
     grow_requests([old, young], cache, PLENTY)
@@ -99,7 +99,7 @@ def test_older_paused_request_resumes_before_a_younger_request_grows() -> None:
     cache.check_integrity([busy, old, young])
 
 
-def test_youngest_request_is_evicted_when_none_could_go_on() -> None:
+def test_youngest_request_is_evicted_if_none_could_continue() -> None:
     cache = small_cache(num_blocks=3)
     requests = full_requests(cache, 1, 1, 1)
     outcome = grow_requests(requests, cache, PLENTY)
@@ -118,7 +118,7 @@ def test_requests_that_may_not_stay_paused_are_evicted_youngest_first() -> None:
     cache.check_integrity([busy, *requests[:2]])
 
 
-def test_evicting_one_of_two_requests_that_share_a_block_frees_nothing() -> None:
+def test_evicting_one_owner_of_a_shared_block_frees_nothing() -> None:
     cache = small_cache(num_blocks=2)
     busy = prefill(cache, new_spec(9, [9]))
     twins = full_twins(cache, 2, first_id=0)
@@ -129,7 +129,7 @@ def test_evicting_one_of_two_requests_that_share_a_block_frees_nothing() -> None
     cache.check_integrity([busy])
 
 
-def test_evicted_request_gives_everything_back_and_stays_findable() -> None:
+def test_evicted_request_releases_everything_and_stays_findable() -> None:
     cache = small_cache(num_blocks=4)
     old, young = full_requests(cache, 2, 2)
     assert grow_requests([old, young], cache, 0).evicted == (young,)
@@ -158,7 +158,7 @@ def test_older_request_takes_the_slab_of_the_younger_ones_slot() -> None:
 
 
 @pytest.mark.parametrize("shape", [SlabShape(3, 2), SlabShape(1, 2), SlabShape(2, 1)])
-def test_lone_request_grows_though_each_of_its_states_is_alone_in_a_slab(shape: SlabShape) -> None:
+def test_lone_request_grows_by_evicting_states_alone_in_their_slabs(shape: SlabShape) -> None:
     max_blocks, num_drafts = 6, BLOCK - 1
     num_slabs = shape.slabs_of_request(max_blocks, 2 + num_drafts)
     cache = small_cache(slabs=(num_slabs, shape.blocks_per_slab, shape.slots_per_slab), checkpoints="none")
@@ -182,7 +182,7 @@ def test_lone_request_grows_though_each_of_its_states_is_alone_in_a_slab(shape: 
     cache.check_integrity([request])
 
 
-def test_lone_request_that_fills_the_pool_is_an_error_that_changes_nothing() -> None:
+def test_lone_request_filling_the_pool_is_an_error_that_changes_nothing() -> None:
     cache = small_cache(num_blocks=2)
     (request,) = full_requests(cache, 2)
     before = frozen(cache)

@@ -22,7 +22,7 @@ def test_fewer_tokens_than_a_block_have_no_key(num_tokens: int) -> None:
     assert block_keys(ROOT, np.full(num_tokens, 7), 16) == []
 
 
-def test_a_partial_block_is_never_hashed() -> None:
+def test_partial_block_is_never_hashed() -> None:
     chain = BlockKeyChain(ROOT, 4)
     chain.extend([1, 2, 3, 4, 5, 6, 7])
     assert len(chain.keys) == 1
@@ -30,13 +30,13 @@ def test_a_partial_block_is_never_hashed() -> None:
     assert chain.keys == block_keys(ROOT, [1, 2, 3, 4, 5, 6, 7, 8], 4)
 
 
-def test_the_first_token_changes_every_key() -> None:
+def test_first_token_changes_every_key() -> None:
     tokens = list(range(64))
     changed = [1000, *tokens[1:]]
     assert not set(block_keys(ROOT, tokens, 16)) & set(block_keys(ROOT, changed, 16))
 
 
-def test_a_later_token_leaves_earlier_keys_alone() -> None:
+def test_later_token_leaves_earlier_keys_unchanged() -> None:
     tokens = list(range(64))
     changed = [*tokens[:32], 1000, *tokens[33:]]
     before, after = block_keys(ROOT, tokens, 16), block_keys(ROOT, changed, 16)
@@ -55,14 +55,14 @@ def test_changes_that_cancel_in_a_polynomial_hash_do_not_collide() -> None:
     assert len(keys) == 32
 
 
-def test_a_key_is_the_whole_digest_of_the_previous_key_and_the_tokens() -> None:
+def test_key_is_the_full_digest_of_previous_key_and_tokens() -> None:
     first = sha256(ROOT + np.array([1, -2], dtype="<i4").tobytes()).digest()
     second = sha256(first + np.array([3, 4], dtype="<i4").tobytes()).digest()
     assert block_keys(ROOT, [1, -2, 3, 4, 5], 2) == [int.from_bytes(first, "big"), int.from_bytes(second, "big")]
 
 
 @given(st.lists(INT32, max_size=40), st.integers(1, 7), st.data())
-def test_keys_do_not_depend_on_how_the_tokens_arrive(tokens: list[int], block_size: int, data: st.DataObject) -> None:
+def test_keys_do_not_depend_on_how_tokens_arrive(tokens: list[int], block_size: int, data: st.DataObject) -> None:
     pieces = BlockKeyChain(ROOT, block_size)
     start = 0
     while start < len(tokens):
@@ -78,13 +78,13 @@ def test_keys_do_not_depend_on_how_the_tokens_arrive(tokens: list[int], block_si
     assert pieces.num_tokens == one_by_one.num_tokens == len(tokens)
 
 
-def test_a_strided_array_hashes_as_its_values() -> None:
+def test_strided_array_hashes_like_its_values() -> None:
     tokens = np.arange(64)
     assert block_keys(ROOT, tokens[::2], 8) == block_keys(ROOT, tokens[::2].tolist(), 8)
 
 
 @pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 2**40])
-def test_a_token_outside_32_bits_is_refused_and_changes_nothing(token: int) -> None:
+def test_token_outside_32_bits_is_refused_and_changes_nothing(token: int) -> None:
     chain = BlockKeyChain(ROOT, 2)
     chain.extend([1])
     for tokens in ([token, 2, 3], np.array([token, 2, 3])):
@@ -95,13 +95,13 @@ def test_a_token_outside_32_bits_is_refused_and_changes_nothing(token: int) -> N
     assert chain.keys == block_keys(ROOT, [1, 2], 2)
 
 
-def test_what_is_no_vector_of_integers_is_refused() -> None:
+def test_tokens_must_be_a_vector_of_integers() -> None:
     for tokens in ([1.5, 2.0], np.array([1.5, 2.0]), np.zeros((2, 2), dtype=np.int64)):
         with pytest.raises(ValueError, match="integer"):
             block_keys(ROOT, tokens, 1)  # type: ignore[arg-type]
 
 
-def test_every_field_of_the_salt_separates() -> None:
+def test_every_field_of_the_salt_changes_the_root() -> None:
     salts = [
         CacheSalt("model", "weights", 0),
         CacheSalt("other", "weights", 0),
@@ -116,12 +116,12 @@ def test_every_field_of_the_salt_separates() -> None:
     assert {len(salt.root()) for salt in salts} == {32}
 
 
-def test_the_salt_gives_the_same_root_in_every_process() -> None:
+def test_salt_gives_the_same_root_in_every_process() -> None:
     # A literal, since a hash seeded for each process would still agree with itself here.
     assert CacheSalt("model", "weights-1", 0).root().hex() == ROOT_HEX
 
 
-def test_a_bad_root_or_block_size_is_refused() -> None:
+def test_bad_root_or_block_size_is_refused() -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         BlockKeyChain(b"short", 16)
     with pytest.raises(ValueError, match="block size"):

@@ -22,7 +22,7 @@ def chunk_ends(prompt_len: int, budget: int, block_size: int, *, align: bool) ->
     return ends[1:]
 
 
-def test_prompt_one_past_a_block_reserves_that_block() -> None:
+def test_prompt_one_token_past_a_block_reserves_that_block() -> None:
     assert whole_prompt(64, 65) == [64]
 
 
@@ -30,7 +30,7 @@ def test_prompt_shorter_than_a_block_reserves_nothing() -> None:
     assert whole_prompt(64, 63) == []
 
 
-def test_resumed_prompt_reserves_its_last_boundary_only() -> None:
+def test_resumed_prompt_reserves_only_its_last_boundary() -> None:
     rule = BoundaryRule(256)
     boundaries = select_boundaries(rule, prompt_len=832, start=512, end=832, kv_match_end=512)
     assert [(p - 512, (p - 1) // 256) for p in boundaries] == [(256, 2)]
@@ -40,11 +40,11 @@ def test_aligned_prompt_also_reserves_the_boundary_before_its_end() -> None:
     assert whole_prompt(64, 192) == [128, 192]
 
 
-def test_aligned_prompt_of_one_block_reserves_no_position_zero() -> None:
+def test_aligned_prompt_of_one_block_does_not_reserve_position_zero() -> None:
     assert whole_prompt(64, 64) == [64]
 
 
-def test_end_of_the_kv_match_is_reserved_when_computed_anew() -> None:
+def test_end_of_the_kv_match_is_reserved_when_computed_again() -> None:
     assert whole_prompt(64, 300, kv_match_end=128) == [128, 256]
 
 
@@ -82,7 +82,7 @@ def test_chunk_without_a_boundary_in_its_budget_takes_the_whole_budget() -> None
     assert chunk_ends(100, 30, 64, align=True) == [30, 60, 64, 94, 100]
 
 
-def test_rest_that_fits_the_budget_is_not_cut() -> None:
+def test_remainder_within_the_budget_is_not_cut() -> None:
     assert prefill_chunk_end(start=64, prompt_len=164, budget=100, block_size=64, align=True) == 164
 
 
@@ -127,7 +127,7 @@ def test_chunks_advance_within_the_budget_and_end_with_the_prompt(
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 40))
-def test_aligned_chunk_passes_no_boundary_it_could_have_ended_on(prompt_len: int, budget: int, block_size: int) -> None:
+def test_aligned_chunk_ends_on_the_last_boundary_in_reach(prompt_len: int, budget: int, block_size: int) -> None:
     ends = chunk_ends(prompt_len, budget, block_size, align=True)
     for start, end in zip([0, *ends], ends, strict=False):
         reachable = [p for p in range(start + 1, start + budget + 1) if p % block_size == 0]
@@ -143,7 +143,7 @@ def test_rule_refuses_sizes_below_one(block_size: int, stride: int | None) -> No
 @pytest.mark.parametrize(
     ("start", "end", "match"), [(5, 4, 0), (-1, 4, 0), (0, 11, 0), (0, 4, 3), (0, 4, 12), (0, 4, -4)]
 )
-def test_selection_refuses_positions_that_cannot_be(start: int, end: int, match: int) -> None:
+def test_selection_refuses_impossible_positions(start: int, end: int, match: int) -> None:
     with pytest.raises(ValueError, match="got"):
         select_boundaries(BoundaryRule(4), prompt_len=10, start=start, end=end, kv_match_end=match)
 

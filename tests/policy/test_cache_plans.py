@@ -34,7 +34,7 @@ def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
     assert frozen(cache) == before
 
 
-def test_plan_after_a_flush_refreshes_stale_keys_and_nothing_else(new_cache: NewCache) -> None:
+def test_plan_after_a_flush_only_refreshes_stale_keys(new_cache: NewCache) -> None:
     cache = new_cache()
     candidate = candidate_of(cache, new_spec(0, [*A, *B, 9]))
     cache.flush()
@@ -71,7 +71,7 @@ def remove_the_free_slots(cache: PrefixCache) -> None:
     [remove_the_state, remove_the_blocks, remove_the_free_blocks, remove_every_key, remove_the_free_slots],
     ids=lambda remove: remove.__name__,
 )
-def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(new_cache: NewCache, remove: object) -> None:
+def test_stale_plan_is_refused_and_changes_nothing(new_cache: NewCache, remove: object) -> None:
     cache = new_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     candidate = candidate_of(cache, new_spec(1, [*A, *B, 8]))
@@ -84,7 +84,7 @@ def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(new_cache: New
     assert frozen(cache) == before
 
 
-def test_plan_whose_blocks_hold_another_prefix_by_now_is_refused() -> None:
+def test_plan_whose_blocks_now_hold_another_prefix_is_refused() -> None:
     cache = small_cache(num_blocks=4)
     serve(cache, new_spec(0, [*A, *B, 9]))
     candidate = candidate_of(cache, new_spec(1, [*A, *B, 8]))
@@ -98,7 +98,7 @@ def test_plan_whose_blocks_hold_another_prefix_by_now_is_refused() -> None:
     assert frozen(cache) == before
 
 
-def test_growing_without_a_block_changes_nothing() -> None:
+def test_growth_without_a_free_block_changes_nothing() -> None:
     cache = small_cache(num_blocks=2)
     request = prefill(cache, new_spec(0, [*A, *B]))
     before = frozen(cache)

@@ -32,7 +32,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
     ("part", "method"),
     [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch_path"), ("slots", "release_live"), ("kv", "release")],
 )
-def test_release_that_fails_half_way_can_be_repeated(
+def test_half_failed_release_can_be_repeated(
     new_cache: NewCache, part: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = new_cache()
@@ -68,7 +68,7 @@ def test_abort_returns_reservations_and_pins_and_publishes_nothing(new_cache: Ne
     cache.check_integrity([request])
 
 
-def test_release_in_the_middle_of_a_step_returns_everything(new_cache: NewCache) -> None:
+def test_release_within_a_step_returns_everything(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
     serve(cache, new_spec(0, [*A, 9]))
     request = admit(cache, new_spec(1, [*A, *B, *C, 9]))
@@ -80,7 +80,7 @@ def test_release_in_the_middle_of_a_step_returns_everything(new_cache: NewCache)
     assert (cache.kv.num_cached, cache.kv.num_available) == (1, cache.kv.num_blocks)
 
 
-def test_what_a_finished_request_published_stays_until_evicted() -> None:
+def test_published_blocks_of_a_finished_request_stay_until_evicted() -> None:
     cache = small_cache(num_blocks=4)
     serve(cache, new_spec(0, [*A, *B, 9]))
     serve(cache, new_spec(1, [*C, 9]))
@@ -98,7 +98,7 @@ def test_state_leaves_with_its_block() -> None:
     assert cache.slots.count_by_owner()["free"] == 8
 
 
-def test_matched_prefix_is_not_evicted_for_the_request_that_matched_it() -> None:
+def test_matched_prefix_is_not_evicted_by_its_own_admission() -> None:
     cache = small_cache(num_blocks=4)
     serve(cache, new_spec(0, [*A, *B, 9]))
     serve(cache, new_spec(1, [*D, 9]))
@@ -109,7 +109,7 @@ def test_matched_prefix_is_not_evicted_for_the_request_that_matched_it() -> None
     cache.check_integrity([request])
 
 
-def test_states_of_a_request_that_just_ended_outlive_older_ones() -> None:
+def test_states_of_a_just_finished_request_outlive_older_ones() -> None:
     cache = small_cache(num_slots=4)
     first = prefill(cache, new_spec(0, [*A, 9]))
     cache.release(prefill(cache, new_spec(1, [*B, 9])))
@@ -140,7 +140,7 @@ def test_age_counts_admissions_and_survives_a_readmission(new_cache: NewCache) -
     assert cache.admit(again, plan).age == 0
 
 
-def test_counters_say_what_was_matched_and_what_was_skipped(new_cache: NewCache) -> None:
+def test_counters_report_matched_and_skipped_tokens(new_cache: NewCache) -> None:
     cache = new_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     serve(cache, new_spec(1, [*A, *B, 9]), [1, 2])
@@ -154,7 +154,7 @@ def test_counters_say_what_was_matched_and_what_was_skipped(new_cache: NewCache)
 # Memory that KV blocks and states share.
 
 
-def test_states_make_room_for_blocks_and_blocks_for_states() -> None:
+def test_states_and_blocks_evict_each_other_for_room() -> None:
     cache = small_cache(slabs=(4, 2, 1))
     space = cache.pools.space
     assert isinstance(space, SlabSpace)
@@ -170,7 +170,7 @@ def test_states_make_room_for_blocks_and_blocks_for_states() -> None:
     cache.check_integrity(requests)
 
 
-def test_slab_with_a_block_of_a_running_request_is_not_taken_for_a_state() -> None:
+def test_slab_with_a_running_requests_block_is_not_taken_for_a_state() -> None:
     cache = small_cache(slabs=(3, 2, 1))
     request = prefill(cache, new_spec(0, [*A, *B, *C]))
     assert outcome(cache, [9]) is Refusal.NO_SLOT
@@ -178,7 +178,7 @@ def test_slab_with_a_block_of_a_running_request_is_not_taken_for_a_state() -> No
     assert planned(cache, new_spec(1, [9])).num_new_blocks == 1
 
 
-def test_release_from_shared_memory_that_fails_half_way_keeps_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_failed_release_from_shared_memory_keeps_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache(slabs=(20, 4, 2))
     first, second, third = [prefill(cache, new_spec(number, [number])) for number in range(3)]
     cache.release(first)  # its slab has room, and a lower number than the third's

@@ -74,9 +74,7 @@ def test_request_resumed_on_a_cut_has_the_chunks_of_an_uninterrupted_one(
 
 
 @given(ROWS, st.integers(1, 12))
-def test_every_position_finds_the_chunk_that_ends_there_or_none(
-    requests: list[tuple[int, int]], chunk_size: int
-) -> None:
+def test_every_position_finds_the_chunk_ending_there_or_none(requests: list[tuple[int, int]], chunk_size: int) -> None:
     plan = plan_demands(requests, chunk_size)
     found = {end: index for index, end in enumerate(plan.cu_chunks[1:])}
     for position in range(-1, plan.cu_chunks[-1] + 2):
@@ -91,8 +89,6 @@ def test_every_position_finds_the_chunk_that_ends_there_or_none(
     ("num_computed", "query_starts", "chunk_size"),
     [([0], [0, 4], 0), ([0], [0], 4), ([0], [0, 4, 8], 4), ([-1], [0, 4], 4), ([0], [1, 4], 4), ([0, 0], [0, 4, 3], 4)],
 )
-def test_plan_refuses_requests_that_cannot_be(
-    num_computed: list[int], query_starts: list[int], chunk_size: int
-) -> None:
+def test_plan_refuses_impossible_requests(num_computed: list[int], query_starts: list[int], chunk_size: int) -> None:
     with pytest.raises(ValueError, match=r"need|must"):
         plan_chunks(num_computed, query_starts, chunk_size)

@@ -32,7 +32,7 @@ def test_equal_decisions_have_equal_fingerprints_of_62_bits() -> None:
         (DecisionKind.SCHEDULE, 1, (0, 8, 0)),
     ],
 )
-def test_whatever_differs_changes_the_fingerprint_and_is_named(last: Entry) -> None:
+def test_any_difference_changes_the_fingerprint_and_is_named(last: Entry) -> None:
     one, other = log_of(COMMON), log_of([COMMON[0], last])
     assert one.fingerprint() != other.fingerprint()
     reported = first_difference([one.recent(), other.recent()])
@@ -40,14 +40,14 @@ def test_whatever_differs_changes_the_fingerprint_and_is_named(last: Entry) -> N
     assert str(Decision(1, *last)) in reported
 
 
-def test_a_step_is_part_of_what_was_decided() -> None:
+def test_step_is_part_of_the_decision() -> None:
     late = DecisionLog()
     late.step = 3
     late.note(*COMMON[0][:2], *COMMON[0][2])
     assert late.fingerprint() != log_of(COMMON[:1]).fingerprint()
 
 
-def test_a_rank_that_decided_less_has_nothing_there() -> None:
+def test_missing_decision_of_a_rank_is_reported_as_nothing() -> None:
     reported = first_difference([log_of(COMMON).recent(), log_of(COMMON[:1]).recent()])
     assert reported.endswith("rank 1: nothing")
 
@@ -60,5 +60,5 @@ def test_memory_is_bounded_and_old_differences_are_reported_as_old() -> None:
     assert "no longer remembered" in first_difference([one.recent(), other.recent()])
 
 
-def test_decisions_about_the_pools_say_so() -> None:
+def test_pool_decisions_are_labeled() -> None:
     assert str(Decision(4, DecisionKind.EVICT, -1, (1, 2))).startswith("step 4, pools, evictions")

@@ -47,9 +47,7 @@ def turn_after(request: RunningRequest) -> list[int]:
     ("checkpoints", "positions"), [("rolling", [BLOCK, 4 * BLOCK]), ("all", [4, 8, 12, 16]), ("none", [BLOCK])]
 )
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_decoding_leaves_the_checkpoints_that_are_configured(
-    checkpoints: str, positions: list[int], num_drafts: int
-) -> None:
+def test_decoding_keeps_the_configured_checkpoints(checkpoints: str, positions: list[int], num_drafts: int) -> None:
     cache = small_cache(checkpoints=checkpoints, max_requests=1)  # type: ignore[arg-type]
     request = prefill(cache, new_spec(0, A), first_token=5)
     while request.computed < 4 * BLOCK:
@@ -83,7 +81,7 @@ def test_checkpoint_is_not_retired_before_the_next_one_is_published() -> None:
     assert positions_with_a_state(cache, request) == [2 * BLOCK]
 
 
-def test_checkpoint_that_another_request_starts_from_is_not_retired() -> None:
+def test_checkpoint_used_by_another_request_is_not_retired() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5])
@@ -94,7 +92,7 @@ def test_checkpoint_that_another_request_starts_from_is_not_retired() -> None:
     cache.check_integrity([request, other])
 
 
-def test_checkpoint_that_ends_another_request_s_prompt_is_not_retired() -> None:
+def test_checkpoint_at_another_requests_prompt_end_is_not_retired() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5])
@@ -105,14 +103,14 @@ def test_checkpoint_that_ends_another_request_s_prompt_is_not_retired() -> None:
     cache.check_integrity([request, other])
 
 
-def test_state_of_the_prompt_is_no_checkpoint_and_is_not_retired() -> None:
+def test_prompt_state_is_not_a_checkpoint_and_is_not_retired() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [*A, *B, 3]), first_token=4)
     decode(cache, request, reply_of(3))
     assert positions_with_a_state(cache, request) == [2 * BLOCK, 5 * BLOCK]
 
 
-def test_checkpoint_that_another_request_left_is_not_retired() -> None:
+def test_checkpoint_left_by_another_request_is_not_retired() -> None:
     cache = small_cache()
     first = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, first, [5, 6])
@@ -123,7 +121,7 @@ def test_checkpoint_that_another_request_left_is_not_retired() -> None:
     assert cache.counters.decode_states_published == 2
 
 
-def test_checkpoint_that_two_requests_came_to_is_not_retired() -> None:
+def test_checkpoint_reached_by_two_requests_is_not_retired() -> None:
     cache = small_cache()
     requests = [prefill(cache, new_spec(index, [1, 2, 3]), first_token=4) for index in range(2)]
     for request in requests:
@@ -134,7 +132,7 @@ def test_checkpoint_that_two_requests_came_to_is_not_retired() -> None:
     cache.check_integrity(requests)
 
 
-def test_without_a_slot_the_old_checkpoint_stays_and_the_skip_is_counted() -> None:
+def test_without_a_free_slot_the_old_checkpoint_stays_and_the_skip_is_counted() -> None:
     cache = small_cache(num_slots=3)
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5])
@@ -146,7 +144,7 @@ def test_without_a_slot_the_old_checkpoint_stays_and_the_skip_is_counted() -> No
     assert (cache.counters.states_skipped_no_room, cache.counters.decode_states_published) == (1, 1)
 
 
-def test_boundary_is_reserved_in_the_steps_that_can_reach_it_only() -> None:
+def test_boundary_is_reserved_only_in_steps_that_can_reach_it() -> None:
     cache = small_cache(block_size=8)
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     reserved = []
@@ -158,7 +156,7 @@ def test_boundary_is_reserved_in_the_steps_that_can_reach_it_only() -> None:
 
 
 @pytest.mark.parametrize("num_kept", range(1, 5))
-def test_nothing_past_the_kept_tokens_is_ever_findable(num_kept: int) -> None:
+def test_nothing_after_the_kept_tokens_is_findable(num_kept: int) -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1]), first_token=2)
     verify(cache, request, [3, 4, 5], [3, 4, 5, 6][:num_kept])
@@ -171,7 +169,7 @@ def test_nothing_past_the_kept_tokens_is_ever_findable(num_kept: int) -> None:
     cache.check_integrity([request])
 
 
-def test_drafts_grow_the_request_by_the_block_that_they_need() -> None:
+def test_drafts_grow_the_request_by_the_block_they_need() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     cache.schedule_decode(request)
@@ -182,7 +180,7 @@ def test_drafts_grow_the_request_by_the_block_that_they_need() -> None:
     cache.check_integrity([request])
 
 
-def test_drafts_that_find_no_block_are_left_out() -> None:
+def test_drafts_without_a_block_are_left_out() -> None:
     cache = small_cache(num_blocks=1)
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     cache.schedule_decode(request, [4, 5, 6])
@@ -190,7 +188,7 @@ def test_drafts_that_find_no_block_are_left_out() -> None:
     cache.check_integrity([request])
 
 
-def test_aborted_drafts_leave_the_request_where_it_was() -> None:
+def test_aborted_drafts_leave_the_request_unchanged() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     verify(cache, request, [4, 5], [4, 9])
@@ -204,7 +202,7 @@ def test_aborted_drafts_leave_the_request_where_it_was() -> None:
     assert (request.cursor.accepted, request.cursor.draft_slots) == (1, [])
 
 
-def test_request_that_restarts_takes_no_column_along() -> None:
+def test_restarted_request_keeps_no_draft_column() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     verify(cache, request, [4, 5], [4, 5, 6])
@@ -243,7 +241,7 @@ def test_drafts_are_counted_by_position() -> None:
     assert counters.decode_tokens_computed == 4 + 2 + 1
 
 
-def test_flush_in_mid_decode_publishes_no_checkpoint() -> None:
+def test_flush_during_decode_publishes_no_checkpoint() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     cache.schedule_decode(request)
@@ -258,7 +256,7 @@ def test_flush_in_mid_decode_publishes_no_checkpoint() -> None:
 # Slots: live ones first.
 
 
-def test_live_request_takes_the_only_other_slot_from_the_state_it_would_start_from() -> None:
+def test_live_request_takes_the_last_slot_from_its_source_state() -> None:
     cache = small_cache(num_slots=2)
     serve(cache, new_spec(0, [*A, *B, 9]))
     other = prefill(cache, new_spec(1, [5]))
@@ -280,7 +278,7 @@ def test_request_waits_for_a_slot_only_while_one_is_reserved() -> None:
 
 
 @pytest.mark.parametrize("max_requests", [1, 2, 3])
-def test_one_slot_more_than_requests_is_enough_for_any_of_them(max_requests: int) -> None:
+def test_one_slot_more_than_requests_suffices(max_requests: int) -> None:
     cache = small_cache(num_slots=max_requests + 1, num_blocks=32)
     for turn in range(3):
         requests = []
@@ -294,7 +292,7 @@ def test_one_slot_more_than_requests_is_enough_for_any_of_them(max_requests: int
     assert cache.slots.count_by_owner()["live"] == 0
 
 
-def test_cache_goes_on_when_no_slot_is_left_for_a_boundary() -> None:
+def test_cache_continues_without_a_free_slot_for_a_boundary() -> None:
     cache = small_cache(num_slots=1)
     request = prefill(cache, new_spec(0, [*A, *B, 9]))
     assert cache.counters.states_skipped_no_room == 1

@@ -50,14 +50,14 @@ def priority(last_used: int, weight: Weight, now: int, likelihood: Callable[[int
     return likelihood(weight.kind) * weight.gain / (now - last_used + FULL_PRIORITY_AGE)
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     order = EvictionOrder()
     push_uses(order, 40, 10, 30, 20)
     assert take_all(order) == [1, 3, 2, 0]
 
 
 @pytest.mark.parametrize(("age", "first"), [(4, 0), (7, 1)])
-def test_ages_count_from_some_uses_on(age: int, first: int) -> None:
+def test_ages_have_a_constant_offset(age: int, first: int) -> None:
     # 1 / 12 against 1.5 / (12 + age)
     order = EvictionOrder()
     order.push(0, NOW, 1, Weight(gain=1.0))
@@ -73,14 +73,14 @@ def test_equal_priorities_evict_the_deeper_then_the_lower_id() -> None:
 
 
 @pytest.mark.parametrize(("times_more", "first"), [(2, 1), (4, 0)])
-def test_a_state_that_saves_more_outlives_one_that_is_younger_by_less(times_more: float, first: int) -> None:
+def test_larger_gain_outweighs_a_small_age_difference(times_more: float, first: int) -> None:
     order = EvictionOrder()
     order.push(0, NOW, 1, Weight(gain=1.0))
     order.push(1, NOW - 2 * FULL_PRIORITY_AGE, 1, Weight(gain=times_more))  # three times the denominator
     assert order.first(NOW, equally) == first
 
 
-def test_a_state_of_a_kind_that_is_hit_more_often_outlives_another() -> None:
+def test_state_of_a_kind_with_more_hits_lasts_longer() -> None:
     order = EvictionOrder()
     for kind in range(2):
         order.push(kind, NOW, 1, Weight(kind))
@@ -88,7 +88,7 @@ def test_a_state_of_a_kind_that_is_hit_more_often_outlives_another() -> None:
     assert order.first(NOW, lambda kind: [0.2, 0.1][kind]) == 1
 
 
-def test_the_first_of_a_kind_is_found_among_its_kind() -> None:
+def test_first_of_a_kind_is_found_within_its_kind() -> None:
     order = EvictionOrder()
     for entry_id in range(4):
         order.push(entry_id, entry_id, 1, Weight(entry_id // 2))
@@ -97,7 +97,7 @@ def test_the_first_of_a_kind_is_found_among_its_kind() -> None:
         order.first(NOW, equally, {2})
 
 
-def test_a_held_state_counts_as_just_used_and_certain_to_be_hit() -> None:
+def test_held_state_counts_as_just_used_and_certain_to_be_hit() -> None:
     order = EvictionOrder()
     order.push(0, 0, 1, Weight(kind=1, is_held=True))
     order.push(1, NOW - 1, 1, Weight())
@@ -106,21 +106,21 @@ def test_a_held_state_counts_as_just_used_and_certain_to_be_hit() -> None:
     assert take_all(order, likelihood=lambda kind: [1.0, 0.01][kind]) == [3, 1, 0, 2]
 
 
-def test_time_changes_which_of_two_goes_first() -> None:
+def test_passing_time_changes_which_state_is_first() -> None:
     order = EvictionOrder()
     order.push(0, 0, 1, Weight(gain=3.0))
     order.push(1, 50, 1, Weight(gain=1.5))
     assert [order.first(now, equally) for now in (50, 1000)] == [0, 1]
 
 
-def test_a_state_without_a_gain_goes_first_however_young() -> None:
+def test_state_without_a_gain_is_evicted_first_at_any_age() -> None:
     order = EvictionOrder()
     order.push(0, 0, 1, Weight(gain=1e-9))
     order.push(1, NOW, 1, Weight(gain=0.0))
     assert take_all(order) == [1, 0]
 
 
-def test_pushing_again_replaces_entry_and_weight() -> None:
+def test_second_push_replaces_entry_and_weight() -> None:
     order = EvictionOrder()
     push_uses(order, 1, 2)
     order.push(0, 3, 1, Weight(1, 2.0))
@@ -129,7 +129,7 @@ def test_pushing_again_replaces_entry_and_weight() -> None:
     assert take_all(order) == [1, 0]
 
 
-def test_an_entry_discarded_and_pushed_again_is_found_once() -> None:
+def test_entry_discarded_and_pushed_again_is_found_once() -> None:
     order = EvictionOrder()
     for _ in range(3):
         push_uses(order, 1)
@@ -139,14 +139,14 @@ def test_an_entry_discarded_and_pushed_again_is_found_once() -> None:
     assert 0 not in order
 
 
-def test_looking_for_the_first_takes_nothing() -> None:
+def test_reading_the_first_removes_nothing() -> None:
     order = EvictionOrder()
     push_uses(order, 2, 1)
     assert [order.first(NOW, equally) for _ in range(3)] == [1, 1, 1]
     assert len(order) == 2
 
 
-def test_an_empty_order_has_no_first() -> None:
+def test_empty_order_has_no_first() -> None:
     order = EvictionOrder()
     push_uses(order, 1)
     order.discard(0)
@@ -165,7 +165,7 @@ def test_clear_removes_every_entry() -> None:
 
 
 @pytest.mark.parametrize("gain", [float("nan"), -1.0])
-def test_a_gain_that_cannot_be_ordered_is_refused(gain: float) -> None:
+def test_incomparable_gain_is_refused(gain: float) -> None:
     order = EvictionOrder()
     push_uses(order, 1)
     with pytest.raises(ValueError, match="gain of at least 0"):
@@ -175,7 +175,7 @@ def test_a_gain_that_cannot_be_ordered_is_refused(gain: float) -> None:
 
 
 @pytest.mark.parametrize("direction", [1, -1])
-def test_stale_items_stay_bounded_by_the_live_ones(direction: int) -> None:
+def test_stale_items_are_bounded_by_the_live_ones(direction: int) -> None:
     order = EvictionOrder()
     for time in range(5_000):
         order.push(time % 10, direction * time, 1, Weight(time % 3, 1.0 + time % 7))
@@ -185,7 +185,7 @@ def test_stale_items_stay_bounded_by_the_live_ones(direction: int) -> None:
     assert num_items(order) <= 64
 
 
-def test_queues_that_fell_empty_are_forgotten() -> None:
+def test_empty_queues_are_forgotten() -> None:
     order = EvictionOrder()
     for entry_id in range(30):
         order.push(entry_id, 0, 1, Weight(gain=2.0**entry_id))
@@ -196,7 +196,7 @@ def test_queues_that_fell_empty_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("num_entries", [600, 6_000])
-def test_the_order_survives_compaction(num_entries: int) -> None:
+def test_order_survives_compaction(num_entries: int) -> None:
     times = list(range(num_entries))
     random.Random(0).shuffle(times)
     order = EvictionOrder()
@@ -221,7 +221,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
-def test_the_first_has_least_priority_within_half_an_octave(
+def test_first_has_least_priority_within_half_an_octave(
     steps: list[tuple[str, int, Push]], likelihoods: tuple[float, float, float]
 ) -> None:
     order = EvictionOrder()
@@ -248,7 +248,7 @@ def test_the_first_has_least_priority_within_half_an_octave(
 
 
 @given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
-def test_the_first_has_least_priority_for_power_of_two_gains(
+def test_first_has_least_priority_for_power_of_two_gains(
     steps: list[tuple[str, int, Push]], likelihoods: tuple[float, float, float]
 ) -> None:
     order = EvictionOrder()

@@ -66,7 +66,7 @@ def other(number: int) -> list[int]:
     return [number] * (2 * BLOCK + 1)
 
 
-def test_every_rule_of_the_settings_exists() -> None:
+def test_every_configurable_rule_exists() -> None:
     assert {CacheConfig(eviction=name).eviction for name in EVICTION_RULES} == {"cost", "lru"}
 
 
@@ -102,12 +102,12 @@ def test_more_tokens_give_a_state_more_priority(lost: int, more: int) -> None:
 
 
 @given(LOST)
-def test_an_end_saves_its_tokens_for_the_bytes_of_state_and_kv(lost: int) -> None:
+def test_end_saves_its_tokens_for_the_bytes_of_state_and_kv(lost: int) -> None:
     assert RecomputeCost(STATE_LEN).weigh(end(lost)).gain == pytest.approx(lost / (STATE_LEN + lost))
 
 
 @given(LOST)
-def test_a_state_inside_known_text_saves_its_tokens_for_its_own_bytes(lost: int) -> None:
+def test_state_inside_known_text_saves_its_tokens_for_its_own_bytes(lost: int) -> None:
     rule = RecomputeCost(STATE_LEN)
     for entry_of in (inside, prompt_end, branch):
         assert rule.weigh(entry_of(lost)).gain == pytest.approx(lost / STATE_LEN)
@@ -132,14 +132,14 @@ def test_priority_grows_with_likelihood_per_byte(lost: int) -> None:
         CachedEntry(8, 8, num_branch_hits=1, num_continuations=0, is_end=False),
     ],
 )
-def test_texts_or_hits_that_part_at_a_state_make_it_a_branch(entry: CachedEntry) -> None:
+def test_diverging_texts_or_hits_make_a_state_a_branch(entry: CachedEntry) -> None:
     kind_of = partial(_kind, RecomputeCost(STATE_LEN))
     assert kind_of(entry) not in {kind_of(end(8)), kind_of(inside(8))}
     as_end = kind_of(entry._replace(is_end=True))
     assert as_end in ENDS and (as_end == kind_of(end(8))) == (not entry.num_branch_hits)
 
 
-def test_the_end_of_a_prompt_is_a_kind_only_inside_a_text_that_does_not_part_there() -> None:
+def test_prompt_end_is_a_kind_only_within_an_unbranched_text() -> None:
     kind_of = partial(_kind, RecomputeCost(STATE_LEN))
     assert kind_of(prompt_end(8)) not in {kind_of(end(8)), kind_of(inside(8)), kind_of(branch(8))}
     for entry in (end(8), branch(8), branch(8, 1)):
@@ -170,7 +170,7 @@ def teach(rule: EvictionRule, entry: CachedEntry, num_states: int, num_hits: int
 
 @pytest.mark.parametrize("entry", [end(8), inside(8), prompt_end(8), branch(8), branch(8, 1), branch(8, 3)])
 @pytest.mark.parametrize("percent", [0, 5, 50, 100])
-def test_the_likelihood_of_a_kind_is_learned_and_that_of_others_is_not(entry: CachedEntry, percent: int) -> None:
+def test_likelihood_is_learned_per_kind(entry: CachedEntry, percent: int) -> None:
     rule, untaught = RecomputeCost(STATE_LEN), RecomputeCost(STATE_LEN)
     kind = _kind(rule, entry)
     teach(rule, entry, 1000, 10 * percent)
@@ -181,14 +181,14 @@ def test_the_likelihood_of_a_kind_is_learned_and_that_of_others_is_not(entry: Ca
     assert all(rule.likelihood(known) == untaught.likelihood(known) for known in others)
 
 
-def test_a_few_states_move_a_likelihood_by_little() -> None:
+def test_few_states_change_a_likelihood_little() -> None:
     rule = RecomputeCost(STATE_LEN)
     before = rule.likelihood(_kind(rule, end(8)))
     teach(rule, end(8), 1, 0)
     assert 0.75 * before < rule.likelihood(_kind(rule, end(8))) < before
 
 
-def test_a_load_that_has_changed_is_learned_anew() -> None:
+def test_changed_load_is_learned_again() -> None:
     rule = RecomputeCost(STATE_LEN)
     teach(rule, end(8), 20_000, 20_000)
     teach(rule, end(8), 3_000, 0)
@@ -263,7 +263,7 @@ def held_path(rule: EvictionRule) -> tuple[CachePools, Sequence[BlockId]]:
     return pools, path
 
 
-def test_a_state_counts_once_until_it_is_hit_or_becomes_of_another_kind() -> None:
+def test_state_counts_once_until_it_is_hit_or_changes_kind() -> None:
     rule = Recorder()
     pool, path = pool_of_two_states(rule)
     assert rule.states == [0, 1]
@@ -275,7 +275,7 @@ def test_a_state_counts_once_until_it_is_hit_or_becomes_of_another_kind() -> Non
     assert (rule.states, rule.hits) == ([0, 1, 0], [0])
 
 
-def test_a_hit_counts_once_for_each_time_that_its_state_was_counted() -> None:
+def test_hit_counts_once_per_count_of_its_state() -> None:
     rule = Recorder()
     pool, path = pool_of_two_states(rule)
     for _ in range(3):
@@ -283,7 +283,7 @@ def test_a_hit_counts_once_for_each_time_that_its_state_was_counted() -> None:
     assert rule.hits == [1]
 
 
-def test_a_state_that_became_an_end_and_was_never_hit_counts_as_an_end() -> None:
+def test_state_that_became_an_end_without_hits_counts_as_an_end() -> None:
     rule = EndRecorder()
     pools, path = held_path(rule)
     pools.slots.touch_path(path)
@@ -294,7 +294,7 @@ def test_a_state_that_became_an_end_and_was_never_hit_counts_as_an_end() -> None
     assert rule.states == [ENDS[0], ENDS.stop, ENDS[0]]
 
 
-def test_a_request_parts_from_text_only_where_text_follows() -> None:
+def test_request_branches_only_where_text_follows() -> None:
     rule = BranchRecorder()
     pools, path = held_path(rule)
     for block in path:
@@ -307,7 +307,7 @@ def test_a_request_parts_from_text_only_where_text_follows() -> None:
 # Together.
 
 
-def test_cost_keeps_a_shared_prefix_that_lru_loses_to_prompts_that_never_come_back() -> None:
+def test_cost_rule_keeps_a_shared_prefix_that_lru_loses_to_one_off_prompts() -> None:
     prefix, skipped = [1] * (4 * BLOCK), {}
     for eviction in ("lru", "cost"):
         cache = small_cache(num_blocks=64, num_slots=5, eviction=eviction)
@@ -319,7 +319,7 @@ def test_cost_keeps_a_shared_prefix_that_lru_loses_to_prompts_that_never_come_ba
     assert skipped == {"lru": 0, "cost": len(prefix)}
 
 
-def test_the_end_of_a_conversation_outlives_its_earlier_turns() -> None:
+def test_end_of_a_conversation_outlives_its_earlier_turns() -> None:
     cache = small_cache(num_blocks=64, num_slots=5, eviction="cost")
     text = [1] * (2 * BLOCK)
     for turn in range(4):
@@ -332,7 +332,7 @@ def test_the_end_of_a_conversation_outlives_its_earlier_turns() -> None:
     assert serve(cache, new_spec(999, [*text, 2])) == 8 * BLOCK
 
 
-def test_the_newest_prompt_has_one_end_which_the_state_before_takes_over() -> None:
+def test_only_the_newest_prompt_has_an_end_and_dropping_it_moves_it_back() -> None:
     pool, path = SlotPool(3, OnlyPromptEnds()), [BlockId(block) for block in range(3)]
     for block in path:
         pool.publish(pool.reserve()[0], block, block + 1, BlockId(block - 1) if block else None)
@@ -345,7 +345,7 @@ def test_the_newest_prompt_has_one_end_which_the_state_before_takes_over() -> No
     assert [pool.priority_of(block) > 0 for block in (path[0], path[2])] == [True, False]
 
 
-def test_time_passes_with_requests_and_not_with_the_states_that_one_writes() -> None:
+def test_time_advances_per_request_not_per_written_state() -> None:
     pool = SlotPool(4)
     for block in range(4):
         pool.publish(pool.reserve()[0], BlockId(block), block + 1)

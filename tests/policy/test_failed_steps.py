@@ -18,29 +18,29 @@ def failed(*steps: list[int]) -> FailedSteps:
     return failures
 
 
-def test_nothing_is_counted_at_first() -> None:
+def test_initial_count_is_zero() -> None:
     assert not FailedSteps() and FailedSteps().next_isolated() is None
 
 
-def test_a_request_is_refused_after_so_many_failed_steps_and_no_earlier() -> None:
+def test_request_is_refused_after_the_limit_of_failed_steps_and_not_before() -> None:
     failures = FailedSteps()
     refused = [failures.count([1]) for _ in range(FAILURES_BEFORE_REFUSAL)]
     assert refused == [[]] * (FAILURES_BEFORE_REFUSAL - 1) + [[1]]
 
 
-def test_the_requests_of_a_step_are_counted_apart() -> None:
+def test_requests_of_a_step_are_counted_separately() -> None:
     failures = failed(*[[1]] * (FAILURES_BEFORE_REFUSAL - 1))
     assert failures.count([2, 1, 3]) == [1]
     assert failures.count(iter([2, 3])) == []
 
 
-def test_a_request_is_isolated_after_so_many_failed_steps_and_no_earlier() -> None:
+def test_request_is_isolated_after_the_limit_of_failed_steps_and_not_before() -> None:
     steps = [[1, 2]] * FAILURES_BEFORE_ISOLATION
     assert failed(*steps[1:]).next_isolated() is None
     assert failed(*steps).next_isolated() == 1
 
 
-def test_one_request_stays_isolated_until_it_is_forgotten() -> None:
+def test_one_request_stays_isolated_until_forgotten() -> None:
     failures = failed(*[[1, 2]] * FAILURES_BEFORE_ISOLATION)
     failures.count([2])
     assert failures.next_isolated() == 1
@@ -50,7 +50,7 @@ def test_one_request_stays_isolated_until_it_is_forgotten() -> None:
     assert failures.next_isolated() is None and not failures
 
 
-def test_a_forgotten_request_starts_anew() -> None:
+def test_forgotten_request_starts_over() -> None:
     failures = failed(*[[1]] * (FAILURES_BEFORE_REFUSAL - 1))
     failures.forget(1)
     assert failures.count([1]) == [] and failures.next_isolated() is None
@@ -69,6 +69,6 @@ def test_clear_forgets_every_request(num_steps: int) -> None:
     assert not failures and failures.next_isolated() is None
 
 
-def test_a_refusal_says_how_often_steps_failed_and_with_what() -> None:
+def test_refusal_names_the_number_of_failed_steps_and_the_error() -> None:
     reason = refusal_reason(ValueError("broken"))
     assert str(FAILURES_BEFORE_REFUSAL) in reason and "ValueError('broken')" in reason

@@ -331,7 +331,9 @@ TestHostTier.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 @pytest.mark.parametrize("slabs", SIZES)
-def test_long_load_meets_every_end_of_a_copy_and_hits_what_came_back(slabs: tuple[Slabs | None, Slabs | None]) -> None:
+def test_long_load_covers_every_copy_outcome_and_hits_restored_entries(
+    slabs: tuple[Slabs | None, Slabs | None],
+) -> None:
     load, rng = TieredWorkload(slabs, "cost"), random.Random(str(slabs))
     for turn in range(3000):
         if rng.random() < 0.1:

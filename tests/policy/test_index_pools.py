@@ -24,7 +24,7 @@ def test_lowest_indices_are_taken_first_and_the_last_released_again() -> None:
     assert indices.take(3) == [0, 2, 3]
 
 
-def test_only_what_is_not_fixed_is_available() -> None:
+def test_only_unfixed_indices_are_available() -> None:
     indices = FixedIndexPool(4)
     first, second = indices.take(2)
     assert (indices.num_free, indices.num_available) == (2, 2)
@@ -36,7 +36,7 @@ def test_only_what_is_not_fixed_is_available() -> None:
     assert (indices.num_free, indices.num_available) == (3, 3)
 
 
-def test_blocks_and_slots_of_a_split_space_do_not_count_on_each_other() -> None:
+def test_blocks_and_slots_of_a_split_space_are_independent() -> None:
     space = SplitSpace(3, 2)
     (block,), (slot,) = space.blocks.take(1), space.slots.take(1)
     assert space.fits(2, 1) and not space.fits(3, 1) and not space.fits(2, 2)
@@ -47,7 +47,7 @@ def test_blocks_and_slots_of_a_split_space_do_not_count_on_each_other() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(-1, 1), (1, -1)])
-def test_a_negative_number_of_indices_is_refused(num_blocks: int, num_slots: int) -> None:
+def test_negative_count_is_refused(num_blocks: int, num_slots: int) -> None:
     with pytest.raises(ValueError, match="need num_blocks >= 0"):
         SplitSpace(num_blocks, num_slots)
 

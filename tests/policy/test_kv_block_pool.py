@@ -68,7 +68,7 @@ def snapshot(pools: CachePools) -> tuple[object, ...]:
     return states, kv.count_by_kind(), kv.num_available, slots.count_by_owner(), slots.num_evicted
 
 
-def test_a_new_pool_is_free() -> None:
+def test_new_pool_is_free() -> None:
     kv = new_pools(10).kv
     assert (kv.num_free, kv.num_cached, kv.num_referenced, kv.num_available) == (10, 0, 0, 10)
     kv.check_integrity()
@@ -80,7 +80,7 @@ def test_sizes_out_of_range_are_refused(indices: int, block_size: int) -> None:
         KVBlockPool(indices, new_pools(1).slots, block_size=block_size)
 
 
-def test_allocate_hands_out_distinct_blocks_with_one_reference() -> None:
+def test_allocate_returns_distinct_blocks_with_one_reference() -> None:
     kv = new_pools(10).kv
     blocks = kv.allocate(9)
     assert sorted(blocks) == list(range(9))
@@ -88,7 +88,7 @@ def test_allocate_hands_out_distinct_blocks_with_one_reference() -> None:
     assert (kv.num_free, kv.num_referenced) == (1, 9)
 
 
-def test_a_failed_allocation_changes_nothing_and_says_what_to_raise() -> None:
+def test_failed_allocation_changes_nothing_and_names_the_remedy() -> None:
     pools = new_pools(4)
     pools.kv.allocate(2)
     cache(pools, [1])
@@ -109,14 +109,14 @@ def test_ten_identical_prompts_share_the_blocks_of_the_first() -> None:
     assert [pools.kv.num_refs(block) for block in first] == [10, 10, 10]
 
 
-def test_a_divergent_third_block_shares_two() -> None:
+def test_prompt_with_a_different_third_block_shares_two() -> None:
     pools = new_pools(10)
     first, second = hold(pools, [1, 2, 3]), hold(pools, [1, 2, 4])
     assert second[:2] == first[:2] and second[2] != first[2]
     assert pools.kv.num_referenced == 4
 
 
-def test_a_broken_chain_matches_only_what_precedes_the_break() -> None:
+def test_broken_chain_matches_only_blocks_before_the_gap() -> None:
     pools = new_pools(10)
     blocks = cache(pools, [1, 2, 3])
     keys = keys_of([1, 2, 3])
@@ -124,7 +124,7 @@ def test_a_broken_chain_matches_only_what_precedes_the_break() -> None:
     assert pools.kv.longest_match([BlockKey(77), *keys]) == []
 
 
-def test_a_match_mutates_nothing() -> None:
+def test_match_never_mutates() -> None:
     pools = new_pools(2)
     (old,) = cache(pools, [1])
     cache(pools, [2])
@@ -136,14 +136,14 @@ def test_a_match_mutates_nothing() -> None:
     assert pools.kv.allocate(1) == [old]
 
 
-def test_an_unregistered_block_is_never_found() -> None:
+def test_unregistered_block_is_never_found() -> None:
     pools = new_pools(3)
     blocks = pools.kv.allocate(2)
     pools.kv.register(blocks[0], BlockKey(1), None)
     assert pools.kv.longest_match(keys_of([1, 2])) == blocks[:1]
 
 
-def test_the_last_release_caches_what_a_state_can_resume() -> None:
+def test_last_release_caches_what_a_state_can_resume() -> None:
     pools = new_pools(5)
     blocks = hold(pools, [1, 2, 3])
     pools.slots.publish(pools.slots.reserve()[0], blocks[1])
@@ -163,7 +163,7 @@ def test_blocks_without_a_state_leave_nothing_findable() -> None:
     pools.kv.check_integrity()
 
 
-def test_a_block_released_by_every_owner_in_one_call_is_freed_once() -> None:
+def test_block_released_by_every_owner_in_one_call_is_freed_once() -> None:
     kv = new_pools(3).kv
     (block,) = kv.allocate(1)
     kv.acquire([block])
@@ -173,7 +173,7 @@ def test_a_block_released_by_every_owner_in_one_call_is_freed_once() -> None:
     assert len(set(kv.allocate(3))) == 3
 
 
-def test_releasing_once_too_often_is_an_error_that_changes_nothing() -> None:
+def test_extra_release_is_an_error_that_changes_nothing() -> None:
     pools = new_pools(4)
     kept, lost = hold(pools, [1]), pools.kv.allocate(1)
     pools.kv.release(lost)
@@ -194,7 +194,7 @@ def test_acquiring_a_free_block_is_an_error_that_changes_nothing() -> None:
     assert snapshot(pools) == before
 
 
-def test_a_padding_id_never_reaches_the_last_block() -> None:
+def test_padding_id_never_reaches_the_last_block() -> None:
     kv = new_pools(2).kv
     blocks = kv.allocate(2)
     for block in (-1, 2):
@@ -206,7 +206,7 @@ def test_a_padding_id_never_reaches_the_last_block() -> None:
     assert [kv.num_refs(block) for block in blocks] == [1, 1]
 
 
-def test_a_block_leaves_with_its_last_state_and_not_before() -> None:
+def test_block_leaves_exactly_with_its_last_state() -> None:
     pools = new_pools(3)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.drop(parent)
@@ -217,7 +217,7 @@ def test_a_block_leaves_with_its_last_state_and_not_before() -> None:
     pools.kv.check_integrity()
 
 
-def test_only_what_follows_the_last_state_leaves() -> None:
+def test_only_blocks_after_the_last_state_leave() -> None:
     pools = new_pools(4)
     blocks = cache(pools, [1, 2, 3, 4], states_at=(1, 3))
     pools.slots.drop(blocks[3])
@@ -226,7 +226,7 @@ def test_only_what_follows_the_last_state_leaves() -> None:
     assert pools.kv.num_free == 4
 
 
-def test_prune_stops_at_what_a_request_holds_or_a_state_ends_and_counts_what_left() -> None:
+def test_prune_stops_at_held_or_resumable_blocks_and_counts_the_rest() -> None:
     pools = new_pools(5)
     blocks = cache(pools, [1, 2, 3, 4, 5], states_at=(0, 4))
     pools.slots.attach(NoTexts())  # so that nothing is pruned as the state is dropped
@@ -241,7 +241,7 @@ def test_prune_stops_at_what_a_request_holds_or_a_state_ends_and_counts_what_lef
     pools.kv.check_integrity()
 
 
-def test_a_parent_survives_until_both_children_went() -> None:
+def test_parent_survives_until_both_children_leave() -> None:
     pools = new_pools(3)
     parent, left = cache(pools, [1, 2])
     right = cache(pools, [1, 3])[1]
@@ -254,7 +254,7 @@ def test_a_parent_survives_until_both_children_went() -> None:
     assert (pools.slots.num_evicted, pools.slots.num_blocks_evicted) == (2, 3)
 
 
-def test_a_younger_leaf_goes_before_the_older_state_of_its_parent() -> None:
+def test_younger_leaf_is_evicted_before_its_parents_older_state() -> None:
     pools = new_pools(2)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.touch_path([leaf])
@@ -266,7 +266,7 @@ def test_a_younger_leaf_goes_before_the_older_state_of_its_parent() -> None:
 @pytest.mark.parametrize(
     ("space", "num_evicted"), [(SplitSpace(2, 2), 1), (SlabSpace(2, 2, 2), 2)], ids=["split", "slabs"]
 )
-def test_a_state_that_no_block_leaves_with_stays_unless_its_memory_helps(space: CacheSpace, num_evicted: int) -> None:
+def test_state_that_frees_no_block_stays_unless_its_memory_helps(space: CacheSpace, num_evicted: int) -> None:
     pools = CachePools.over(deepcopy(space), LeastRecentlyUsed(), block_size=1)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.touch_path([parent])
@@ -277,7 +277,7 @@ def test_a_state_that_no_block_leaves_with_stays_unless_its_memory_helps(space: 
     pools.kv.check_integrity()
 
 
-def test_a_state_becomes_the_end_of_its_text_when_what_follows_has_left() -> None:
+def test_state_becomes_the_end_of_its_text_when_later_blocks_leave() -> None:
     pools = new_pools(2)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.drop(leaf)
@@ -285,7 +285,7 @@ def test_a_state_becomes_the_end_of_its_text_when_what_follows_has_left() -> Non
     assert sorted(pools.kv.allocate(2)) == [parent, leaf]
 
 
-def test_a_parent_of_a_referenced_block_is_never_evicted() -> None:
+def test_parent_of_a_referenced_block_is_never_evicted() -> None:
     pools = new_pools(3)
     blocks = hold(pools, [1, 2])
     pools.kv.allocate(1)
@@ -294,7 +294,7 @@ def test_a_parent_of_a_referenced_block_is_never_evicted() -> None:
     assert pools.kv.longest_match(keys_of([1, 2])) == blocks
 
 
-def test_the_least_recently_used_blocks_go_first() -> None:
+def test_least_recently_used_blocks_are_evicted_first() -> None:
     pools = new_pools(4)
     blocks = [cache(pools, [token])[0] for token in (1, 2, 3, 4)]
     for number in (1, 3, 2, 0):
@@ -316,7 +316,7 @@ def test_acquired_blocks_are_not_available() -> None:
     assert pools.kv.longest_match(keys_of([1, 2])) == shared
 
 
-def test_a_second_block_for_a_key_gives_way_to_the_first() -> None:
+def test_second_block_for_a_key_yields_to_the_first() -> None:
     pools = new_pools(4)
     (known,) = hold(pools, [1])
     (twin,) = pools.kv.allocate(1)
@@ -326,7 +326,7 @@ def test_a_second_block_for_a_key_gives_way_to_the_first() -> None:
     pools.kv.check_integrity()
 
 
-def test_a_cached_block_is_adopted_and_can_then_not_be_evicted() -> None:
+def test_adopted_cached_block_cannot_be_evicted() -> None:
     pools = new_pools(2)
     (known,) = cache(pools, [1])
     (twin,) = pools.kv.allocate(1)
@@ -347,7 +347,7 @@ def test_only_the_callers_reference_moves_to_the_known_block() -> None:
     assert (pools.kv.num_refs(known), pools.kv.num_refs(twin)) == (2, 1)
 
 
-def test_registering_twice_under_one_key_changes_nothing() -> None:
+def test_second_registration_under_one_key_changes_nothing() -> None:
     pools = new_pools(4)
     parent, block = hold(pools, [1, 2])
     before = snapshot(pools)
@@ -356,7 +356,7 @@ def test_registering_twice_under_one_key_changes_nothing() -> None:
     pools.kv.check_integrity()
 
 
-def test_a_wrong_registration_is_an_error_that_changes_nothing() -> None:
+def test_wrong_registration_is_an_error_that_changes_nothing() -> None:
     pools = new_pools(8)
     kv = pools.kv
     parent, block = hold(pools, [1, 2])
@@ -393,7 +393,7 @@ def test_parents_and_depths_follow_the_chain() -> None:
     assert [pools.kv.is_end(block) for block in blocks] == [False, False, True]
 
 
-def test_flush_forgets_every_key_and_takes_no_block_from_its_holder() -> None:
+def test_flush_forgets_every_key_and_takes_no_held_block() -> None:
     pools = new_pools(6)
     held = hold(pools, [1, 2])
     cache(pools, [1, 3, 4])
@@ -408,7 +408,7 @@ def test_flush_forgets_every_key_and_takes_no_block_from_its_holder() -> None:
     assert len(set(pools.kv.allocate(6))) == 6
 
 
-def test_flush_forgets_states_that_follow_each_other_and_have_been_counted() -> None:
+def test_flush_forgets_counted_states_of_a_chain() -> None:
     pools = new_pools(4)
     blocks = hold(pools, [1, 2])
     for block in blocks:
@@ -422,7 +422,7 @@ def test_flush_forgets_states_that_follow_each_other_and_have_been_counted() -> 
     assert (pools.kv.num_free, pools.slots.num_free) == (4, 20)
 
 
-def test_a_request_cannot_publish_across_a_flush() -> None:
+def test_request_cannot_publish_across_a_flush() -> None:
     pools = new_pools(6)
     held = hold(pools, [1])
     (new,) = pools.kv.allocate(1)
@@ -439,7 +439,7 @@ def test_check_integrity_finds_a_child_held_without_its_parent() -> None:
         pools.kv.check_integrity()
 
 
-def test_check_integrity_finds_a_cached_block_that_no_state_can_resume() -> None:
+def test_check_integrity_finds_a_cached_block_without_a_resuming_state() -> None:
     pools = new_pools(4)
     blocks = cache(pools, [1, 2])
     pools.slots.slot_by_block.clear()

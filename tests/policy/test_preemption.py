@@ -67,16 +67,16 @@ def plan_or_skip(requests: list[RequestDemand], num_available: int, paused_capac
 ANY_CASE = given(request_demands(), st.integers(0, 5), st.integers(0, 12))
 
 
-def test_no_request_changes_when_none_needs_a_block() -> None:
+def test_no_request_changes_if_none_needs_a_block() -> None:
     assert plan_preemption([content(0), content(1, prefilling=True)], 0, 0) == PreemptionPlan((), (), ())
 
 
-def test_oldest_requests_get_the_blocks_that_are_left() -> None:
+def test_oldest_requests_get_the_remaining_blocks() -> None:
     requests = [demand(3), demand(1), demand(2)]
     assert plan_preemption(requests, 2, 10) == PreemptionPlan((1, 2), (3,), ())
 
 
-def test_older_paused_request_resumes_before_a_younger_request_goes_on() -> None:
+def test_older_paused_request_resumes_before_a_younger_one_continues() -> None:
     assert plan_preemption([demand(2), demand(1, paused=True)], 1, 10) == PreemptionPlan((1,), (2,), ())
 
 
@@ -85,11 +85,11 @@ def test_equal_ages_are_ordered_by_request() -> None:
     assert plan_preemption(requests, 1, 10) == PreemptionPlan((0,), (1, 2), ())
 
 
-def test_youngest_leaves_when_no_request_would_be_active() -> None:
+def test_youngest_is_evicted_if_no_request_would_be_active() -> None:
     assert plan_preemption([demand(0), demand(1), demand(2)], 0, 100) == PreemptionPlan((0, 1), (), (2,))
 
 
-def test_blocks_that_another_request_holds_are_not_freed() -> None:
+def test_blocks_held_by_another_request_are_not_freed() -> None:
     requests = [demand(0, num_own=1), demand(1, num_own=1), demand(2, num_own=0, shared=own(0, 1))]
     assert plan_preemption(requests, 0, 100) == PreemptionPlan((0,), (), (2, 1))
 
@@ -101,12 +101,12 @@ def test_blocks_shared_only_by_evicted_requests_are_freed() -> None:
     assert plan_preemption(paused, 0, 0) == PreemptionPlan((1,), (), (3, 2))
 
 
-def test_blocks_shared_with_a_request_that_needs_none_stay() -> None:
+def test_blocks_shared_with_a_satisfied_request_stay() -> None:
     requests = [content(0, shared=SHARED), demand(1, num_own=0, shared=SHARED)]
     assert plan_preemption(requests, 0, 0) == PreemptionPlan((), (), (1,))
 
 
-def test_youngest_leaves_when_the_paused_hold_too_much() -> None:
+def test_youngest_is_evicted_if_paused_requests_hold_too_much() -> None:
     requests = [
         content(0, shared=SHARED),
         demand(1, num_own=0, shared=SHARED),
@@ -116,7 +116,7 @@ def test_youngest_leaves_when_the_paused_hold_too_much() -> None:
     assert plan_preemption(requests, 0, 2) == PreemptionPlan((), (1,), (2,))
 
 
-def test_a_block_of_several_paused_requests_counts_once() -> None:
+def test_block_of_several_paused_requests_counts_once() -> None:
     requests = [content(0, shared=SHARED), *(demand(request, num_own=0, shared=SHARED) for request in (1, 2, 3))]
     assert plan_preemption(requests, 0, 2) == PreemptionPlan((), (1, 2, 3), ())
 
@@ -130,19 +130,21 @@ def test_lone_request_without_a_block_names_the_setting() -> None:
         plan_preemption([demand(0)], 0, 100)
 
 
-def test_lone_request_with_a_block_goes_on_whatever_it_holds() -> None:
+def test_lone_request_with_a_block_continues_whatever_it_holds() -> None:
     assert plan_preemption([demand(0, num_own=9)], 1, 0) == PreemptionPlan((0,), (), ())
 
 
 @ANY_CASE
-def test_each_needy_request_meets_one_fate(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_each_needy_request_has_exactly_one_outcome(
+    requests: list[RequestDemand], num_available: int, capacity: int
+) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     needy = [request.index for request in requests if request.needs_block]
     assert sorted(plan.grants + plan.paused + plan.evicted) == sorted(needy)
 
 
 @ANY_CASE
-def test_grants_never_exceed_what_is_available(
+def test_grants_never_exceed_the_available_blocks(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -158,7 +160,7 @@ def test_no_block_is_left_while_a_request_is_paused(
 
 
 @ANY_CASE
-def test_granted_requests_are_older_than_paused_and_paused_older_than_evicted(
+def test_granted_paused_and_evicted_requests_are_ordered_by_age(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -190,7 +192,7 @@ def test_paused_requests_fit_their_capacity(requests: list[RequestDemand], num_a
 
 
 @ANY_CASE
-def test_nothing_is_evicted_without_need(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_nothing_is_evicted_needlessly(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     waiting = by_seniority([request for request in requests if request.needs_block])[num_available:]
     has_active = len(waiting) < len(requests)
@@ -199,7 +201,7 @@ def test_nothing_is_evicted_without_need(requests: list[RequestDemand], num_avai
 
 
 @ANY_CASE
-def test_capacity_error_means_that_no_eviction_could_help(
+def test_capacity_error_means_no_eviction_could_help(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     try:
@@ -218,7 +220,7 @@ def test_plan_does_not_depend_on_the_order_of_requests(
 
 
 @pytest.mark.parametrize(("needs_block", "paused", "prefilling"), [(False, True, False), (True, False, True)])
-def test_request_refuses_a_state_that_cannot_be(needs_block: bool, paused: bool, prefilling: bool) -> None:
+def test_request_refuses_an_impossible_state(needs_block: bool, paused: bool, prefilling: bool) -> None:
     with pytest.raises(ValueError, match="request 0"):
         RequestDemand(0, 0, needs_block, (1, 2), paused, prefilling)
 
@@ -226,8 +228,6 @@ def test_request_refuses_a_state_that_cannot_be(needs_block: bool, paused: bool,
 @pytest.mark.parametrize(
     ("requests", "num_available", "capacity"), [([], -1, 0), ([], 0, -1), ([content(0), content(0)], 1, 1)]
 )
-def test_plan_refuses_arguments_that_cannot_be(
-    requests: list[RequestDemand], num_available: int, capacity: int
-) -> None:
+def test_plan_refuses_impossible_arguments(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
     with pytest.raises(ValueError, match=r"must|once"):
         plan_preemption(requests, num_available, capacity)

@@ -27,7 +27,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 # What is skipped.
 
 
-def test_repeat_computes_only_what_follows_its_last_boundary(new_cache: NewCache) -> None:
+def test_repeat_computes_only_tokens_after_its_last_boundary(new_cache: NewCache) -> None:
     cache = new_cache()
     prompt = [*A, *B, *C, *D, 5, 6, 7]
     assert [serve(cache, new_spec(index, prompt)) for index in range(3)] == [0, 16, 16]
@@ -60,7 +60,7 @@ def test_three_known_blocks_and_a_state_at_the_first_skip_one(new_cache: NewCach
     assert (plan.match.blocks, plan.match.skip_tokens) == (tuple(request.block_ids[:3]), BLOCK)
 
 
-def test_nothing_is_skipped_without_a_state_however_much_kv_is_known(new_cache: NewCache) -> None:
+def test_nothing_is_skipped_without_a_state_whatever_kv_is_known(new_cache: NewCache) -> None:
     cache = new_cache()
     request = prefill(cache, new_spec(0, [*A, *B, 9]))
     drop_states(cache)
@@ -70,7 +70,7 @@ def test_nothing_is_skipped_without_a_state_however_much_kv_is_known(new_cache: 
     assert second.block_ids[:2] == request.block_ids[:2] and second.num_shared_blocks == 2
 
 
-def test_request_of_known_blocks_without_a_state_reserves_where_its_match_ends(new_cache: NewCache) -> None:
+def test_request_without_a_state_reserves_the_end_of_its_match(new_cache: NewCache) -> None:
     cache = new_cache()
     prefill(cache, new_spec(0, [*A, *B, *C, 9]))
     request = admit(cache, new_spec(1, [*A, *D, *D, 9]))
@@ -85,7 +85,7 @@ def test_third_request_of_a_branch_skips_to_the_branching_point(new_cache: NewCa
     assert serve(cache, new_spec(2, [*A, *D, 9])) == BLOCK
 
 
-def test_blocks_of_a_running_reply_are_shared_with_a_request_for_the_same_text(new_cache: NewCache) -> None:
+def test_blocks_of_a_running_reply_are_shared_with_equal_prompts(new_cache: NewCache) -> None:
     cache = new_cache(checkpoints="none")
     request = prefill(cache, new_spec(0, [*A, 5, 6]), first_token=7)
     decode(cache, request, [8, *B, 9])
@@ -98,7 +98,7 @@ def test_blocks_of_a_running_reply_are_shared_with_a_request_for_the_same_text(n
     assert 3 * BLOCK in [state.position for state in request.reserved]
 
 
-def test_blocks_of_a_reply_leave_with_their_request_unless_a_state_can_resume_them(new_cache: NewCache) -> None:
+def test_reply_blocks_without_a_state_leave_with_their_request(new_cache: NewCache) -> None:
     matched = {}
     for checkpoints in ("none", "rolling"):
         cache = new_cache(checkpoints=checkpoints)
@@ -108,7 +108,7 @@ def test_blocks_of_a_reply_leave_with_their_request_unless_a_state_can_resume_th
     assert matched == {"none": (1, BLOCK), "rolling": (3, 3 * BLOCK)}
 
 
-def test_boundary_that_has_a_state_is_not_reserved_again(new_cache: NewCache) -> None:
+def test_boundary_with_a_state_is_not_reserved_again(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
     serve(cache, new_spec(0, [*A, *B, *C]))
     request = admit(cache, new_spec(1, [*A, *B, *C]))
@@ -117,7 +117,7 @@ def test_boundary_that_has_a_state_is_not_reserved_again(new_cache: NewCache) ->
     assert [state.position for state in again.reserved] == [4 * BLOCK]
 
 
-def test_request_that_wants_prompt_log_probs_skips_nothing_but_publishes(new_cache: NewCache) -> None:
+def test_request_for_prompt_log_probs_skips_nothing_but_publishes(new_cache: NewCache) -> None:
     cache = new_cache()
     assert serve(cache, new_spec(0, [*A, *B, 9], may_skip=False)) == 0
     assert serve(cache, new_spec(1, [*A, *B, 9], may_skip=False)) == 0
@@ -207,7 +207,7 @@ def test_request_admitted_before_a_flush_publishes_nothing_after_it(new_cache: N
     assert (cache.slots.num_reserved, cached_states(cache)) == (0, [])
 
 
-def test_flush_frees_the_state_that_a_request_starts_from_once_the_request_has_read_it(new_cache: NewCache) -> None:
+def test_flush_frees_a_source_state_once_it_was_read(new_cache: NewCache) -> None:
     cache = new_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     request = admit(cache, new_spec(1, [*A, *B, 8]))
@@ -221,7 +221,7 @@ def test_flush_frees_the_state_that_a_request_starts_from_once_the_request_has_r
     cache.check_integrity([request])
 
 
-def test_requests_that_ran_before_a_flush_are_cached_again_when_prefilled_again(new_cache: NewCache) -> None:
+def test_requests_from_before_a_flush_are_cached_when_prefilled_again(new_cache: NewCache) -> None:
     cache = new_cache()
     request = prefill(cache, new_spec(0, [*A, *B, 9]))
     cache.flush()
@@ -232,7 +232,7 @@ def test_requests_that_ran_before_a_flush_are_cached_again_when_prefilled_again(
 # Identical content in one step.
 
 
-def test_requests_of_equal_prompts_in_one_step_leave_one_block_for_each_key(new_cache: NewCache) -> None:
+def test_equal_prompts_in_one_step_leave_one_block_per_key(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [admit(cache, new_spec(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
     own = [list(request.block_ids) for request in requests]
@@ -248,7 +248,7 @@ def test_requests_of_equal_prompts_in_one_step_leave_one_block_for_each_key(new_
     assert (cache.kv.num_cached, cache.kv.num_referenced) == (2, 0)
 
 
-def test_requests_of_equal_replies_leave_one_block_for_each_key(new_cache: NewCache) -> None:
+def test_equal_replies_leave_one_block_per_key(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [prefill(cache, new_spec(index, [*A, 9]), first_token=5) for index in range(2)]
     for token in (6, 7, 8, 8, 8, 8):

@@ -24,7 +24,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 # Waiting for a prefix.
 
 
-def test_request_waits_for_a_prefix_that_this_step_computes() -> None:
+def test_request_waits_for_a_prefix_computed_in_this_step() -> None:
     cache = small_cache()
     request = admit(cache, new_spec(0, [*A, *B, 9]))
     assert outcome(cache, [*A, *B, 8]) is Refusal.WAITS_FOR_PREFIX
@@ -40,13 +40,13 @@ def test_request_that_cannot_use_the_reserved_boundary_does_not_wait(prompt: lis
 
 
 @pytest.mark.parametrize("settings", [{"tenant": "blue"}, {"may_skip": False}])
-def test_request_that_may_not_use_the_reserved_boundary_does_not_wait(settings: dict[str, object]) -> None:
+def test_request_not_allowed_to_skip_does_not_wait(settings: dict[str, object]) -> None:
     cache = small_cache()
     admit(cache, new_spec(0, [*A, *B, 9]))
     assert not isinstance(outcome(cache, [*A, *B, 9], **settings), Refusal)
 
 
-def test_request_does_not_wait_for_a_boundary_that_found_no_slot() -> None:
+def test_request_does_not_wait_for_a_boundary_without_a_slot() -> None:
     cache = small_cache(num_slots=2)
     other = prefill(cache, new_spec(0, [5]))
     request = admit(cache, new_spec(1, [*A, *B, 9]))
@@ -66,7 +66,7 @@ def test_request_does_not_wait_for_an_owner_that_will_not_publish(leave: str) ->
     assert not isinstance(outcome(cache, [*A, *B, 9]), Refusal)
 
 
-def test_request_does_not_wait_for_a_boundary_past_its_own_prompt() -> None:
+def test_request_does_not_wait_for_a_boundary_past_its_prompt() -> None:
     cache = small_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     admit(cache, new_spec(1, [*A, *B, *C, 9]))
@@ -87,7 +87,7 @@ def test_partial_block_is_never_registered() -> None:
     assert (request.computed, cache.kv.key_of(request.block_ids[1])) != (8, None)
 
 
-def test_key_never_covers_a_token_that_is_sampled_but_not_computed() -> None:
+def test_key_never_covers_a_sampled_but_uncomputed_token() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [*A, 5, 6, 7]), first_token=8)
     assert request.length == 2 * BLOCK
@@ -114,7 +114,7 @@ def test_chunks_of_any_size_leave_the_same_keys_as_one_chunk(budget: int, align:
     assert [cache.kv.key_of(block) for block in request.block_ids] == keys
 
 
-def test_chunk_that_ends_inside_a_block_publishes_the_boundary_before_it_only() -> None:
+def test_chunk_ending_inside_a_block_publishes_only_the_boundary_before() -> None:
     cache = small_cache(align=False)
     request = admit(cache, new_spec(0, [*A, *B, 9]), budget=6)
     run_step(cache, [request])
@@ -122,7 +122,7 @@ def test_chunk_that_ends_inside_a_block_publishes_the_boundary_before_it_only() 
     assert len(planned(cache, new_spec(1, [*A, *B, 9])).match.blocks) == 1
 
 
-def test_shared_blocks_stay_as_they_are_while_a_request_recomputes_them() -> None:
+def test_shared_blocks_are_not_rewritten_when_recomputed() -> None:
     cache = small_cache()
     first = prefill(cache, new_spec(0, [*A, *B, *C, 9]))
     drop_states(cache)

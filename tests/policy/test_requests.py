@@ -48,7 +48,7 @@ def test_termination_token_ends_a_request() -> None:
     assert ends_with(request, 7) and not ends_with(request, 6)
 
 
-def test_token_that_reaches_the_length_limit_ends_a_request() -> None:
+def test_token_at_the_length_limit_ends_a_request() -> None:
     assert not ends_with(running_request([1, 2], [3], max_len=5), 4)
     assert ends_with(running_request([1, 2], [3, 4], max_len=5), 4)
     assert ends_with(running_request([1, 2], [], max_len=3), 4)
@@ -64,7 +64,7 @@ def test_stop_word_of_one_token_ends_a_request() -> None:
     assert not stops(((5,),), [5], 4)
 
 
-def test_stop_word_ends_a_request_with_its_last_token_only() -> None:
+def test_stop_word_ends_a_request_only_with_its_last_token() -> None:
     word = ((3, 4, 5),)
     assert stops(word, [1, 3, 4], 5)
     assert not stops(word, [1, 3], 4)
@@ -72,7 +72,7 @@ def test_stop_word_ends_a_request_with_its_last_token_only() -> None:
     assert not stops(word, [3, 1, 4], 5)
 
 
-def test_stop_word_longer_than_what_is_generated_does_not_match() -> None:
+def test_stop_word_longer_than_the_reply_does_not_match() -> None:
     assert not stops(((3, 4, 5),), [], 5)
     assert not stops(((3, 4, 5),), [4], 5)
     assert stops(((3, 4, 5),), [3, 4], 5)
@@ -83,7 +83,7 @@ def test_stop_word_is_not_completed_by_prompt_tokens() -> None:
 
 
 @pytest.mark.parametrize("num_replayed", range(4))
-def test_interrupted_request_stops_where_an_uninterrupted_one_does(num_replayed: int) -> None:
+def test_interrupted_request_stops_like_an_uninterrupted_one(num_replayed: int) -> None:
     prompt, reply, word = [7, 5], [5, 6, 8], (5, 6, 8, 9)
     spec = RequestSpec(
         0,
@@ -109,7 +109,7 @@ def test_any_of_several_stop_words_ends_a_request() -> None:
     st.integers(0, 2),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=3),
 )
-def test_stop_words_are_a_suffix_of_what_is_generated(generated: list[int], token: int, words: list[list[int]]) -> None:
+def test_stop_words_match_only_the_end_of_the_reply(generated: list[int], token: int, words: list[list[int]]) -> None:
     text = "".join(map(str, [*generated, token]))
     expected = any(text.endswith("".join(map(str, word))) for word in words)
     assert stops(tuple(map(tuple, words)), generated, token) == expected
@@ -125,7 +125,7 @@ def drafted(request: RunningRequest, num_drafts: int) -> RunningRequest:
     return request
 
 
-def test_all_accepted_tokens_are_kept_where_none_ends_the_request() -> None:
+def test_all_accepted_tokens_are_kept_if_none_ends_the_request() -> None:
     request = drafted(running_request([1], [2]), 4)
     assert request.keep([3, 4, 5]) == KeptTokens((3, 4, 5), ends=False)
 
@@ -151,12 +151,12 @@ def test_no_token_is_kept_after_a_stop_word(word: tuple[int, ...], num_kept: int
     assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[:num_kept], ends=True)
 
 
-def test_stop_word_that_only_rejected_drafts_complete_ends_nothing() -> None:
+def test_stop_word_completed_only_by_rejected_drafts_ends_nothing() -> None:
     request = drafted(running_request([9], [7], sampling=SamplingSettings(stop_words=((7, 1, 2),))), 4)
     assert request.keep([1]) == KeptTokens((1,), ends=False)
 
 
-def test_request_in_mid_prefill_keeps_nothing() -> None:
+def test_prefilling_request_keeps_no_token() -> None:
     request = running_request([1, 2, 3], [], sampling=SamplingSettings(termination_id=4))
     request.computed, request.scheduled = 0, 2
     assert request.keep([4]) == KeptTokens((), ends=False)
@@ -172,7 +172,7 @@ SMALL_TOKENS = st.integers(0, 2)
     st.integers(-1, 3),
     st.integers(1, 16),
 )
-def test_kept_tokens_are_those_of_as_many_steps_of_one_token(
+def test_kept_tokens_equal_those_of_single_token_steps(
     generated: list[int], emitted: list[int], words: list[list[int]], end_token: int, room: int
 ) -> None:
     settings = SamplingSettings(termination_id=end_token, stop_words=tuple(map(tuple, words)))
@@ -188,7 +188,7 @@ def test_kept_tokens_are_those_of_as_many_steps_of_one_token(
     assert request.keep(emitted) == KeptTokens(tuple(kept), ends=step.ends)
 
 
-def test_inputs_are_the_last_known_token_and_the_drafts_or_a_part_of_the_prompt() -> None:
+def test_inputs_are_the_last_token_with_drafts_or_a_prompt_slice() -> None:
     request = drafted(running_request([1, 2, 3], [4, 5]), 0)
     request.drafts, request.scheduled = (6, 7), 3
     assert list(request.inputs) == [5, 6, 7]
@@ -208,7 +208,7 @@ def test_tokens_slice_prompt_and_reply_as_one_sequence(
     assert list(running_request(prompt, generated).tokens(start, end)) == whole[start:end]
 
 
-def test_tokens_reach_across_the_seam_of_prompt_and_reply() -> None:
+def test_tokens_span_the_end_of_the_prompt() -> None:
     request = running_request([1, 2, 3], [4, 5])
     assert list(request.tokens(2, 4)) == [3, 4]
     assert list(request.tokens(0, 5)) == [1, 2, 3, 4, 5]
@@ -217,7 +217,7 @@ def test_tokens_reach_across_the_seam_of_prompt_and_reply() -> None:
     assert list(request.tokens(3, 3)) == []
 
 
-def test_request_samples_only_when_its_last_known_token_is_computed() -> None:
+def test_request_samples_only_once_its_last_token_is_computed() -> None:
     request = running_request([1, 2, 3], [])
     request.computed, request.scheduled = 0, 2
     assert not request.samples_this_step and request.is_prefilling
@@ -251,18 +251,18 @@ def test_greedy_requests_need_no_random_number(settings: SamplingSettings, is_gr
         (LogProbSettings(skip_prompt=True), True),
     ],
 )
-def test_only_prompt_log_probs_keep_a_request_from_skipping(settings: LogProbSettings, may_skip: bool) -> None:
+def test_only_prompt_log_probs_prevent_skipping(settings: LogProbSettings, may_skip: bool) -> None:
     spec = RequestSpec(0, np.array([1]), 5, SamplingSettings(), log_probs=settings)
     assert spec.may_skip == may_skip
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
-def test_live_state_lies_in_the_column_that_was_accepted_last(accepted: int) -> None:
+def test_live_state_is_in_the_last_accepted_column(accepted: int) -> None:
     request = running_request([1], [])
     request.cursor.draft_slots, request.cursor.accepted = [SlotId(5), SlotId(3), SlotId(8)], accepted
     assert request.cursor.state_slot == [0, 5, 3, 8][accepted - 1]
 
 
-def test_requests_of_equal_content_are_not_the_same_request() -> None:
+def test_requests_of_equal_content_are_distinct() -> None:
     requests = [running_request([1, 2], []), running_request([1, 2], [])]
     assert requests.index(requests[1]) == 1 and requests[0].spec != requests[1].spec

@@ -43,7 +43,7 @@ class RunningRequestsMachine(RuleBasedStateMachine):
         """Run a step as an engine does: continue prompts, decode, drop requests that end, and grow the others."""
         for request in self.requests.prefilling:
             if not request.scheduled and self.requests.prompt_budget > 0:
-                self.requests.continue_prefill(request, self.requests.prompt_budget)
+                self.requests.cache.continue_prefill(request, self.requests.prompt_budget)
         for request in self.requests.decoding:
             self.requests.cache.schedule_decode(request)
         run_step(self.requests.cache, [request for request in self.requests if request.scheduled])
@@ -98,7 +98,7 @@ def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Ref
     return requests.admit(candidate_of(requests.cache, new_spec(request_id, [request_id] * 4)), requests.budget)
 
 
-def test_prompts_keep_their_limit_in_steps_that_decode() -> None:
+def test_prompt_limit_applies_in_steps_that_decode() -> None:
     requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_mixed_prompt_tokens=8)
     first = requests.admit(candidate_of(requests.cache, new_spec(0, [1] * 20)), requests.prompt_budget)
     assert isinstance(first, RunningRequest) and first.scheduled == 20  # no request decodes yet
@@ -109,7 +109,7 @@ def test_prompts_keep_their_limit_in_steps_that_decode() -> None:
     assert requests.prompt_budget == 0 < requests.budget
 
 
-def test_no_request_is_admitted_beyond_the_most_and_one_that_leaves_makes_room() -> None:
+def test_admission_stops_at_the_limit_until_a_request_leaves() -> None:
     requests = running(2)
     assert admitted(requests, 2) is Refusal.TOO_MANY_REQUESTS
     assert requests.counts == RequestCounts(requests=2, paused=0, prefilling=2, tokens=8)
@@ -118,7 +118,7 @@ def test_no_request_is_admitted_beyond_the_most_and_one_that_leaves_makes_room()
     assert [request.request_id for request in requests] == [1, 2]
 
 
-def test_only_requests_that_wait_for_a_prefix_count_as_deferred() -> None:
+def test_only_requests_waiting_for_a_prefix_count_as_deferred() -> None:
     requests = RunningRequests(small_cache(), max_requests=8, max_tokens=ENOUGH)
     counters, prompt = requests.cache.counters, [1] * 9
     assert isinstance(requests.admit(candidate_of(requests.cache, new_spec(0, prompt)), ENOUGH), RunningRequest)
@@ -128,7 +128,7 @@ def test_only_requests_that_wait_for_a_prefix_count_as_deferred() -> None:
     assert counters.admissions_deferred == 1 and len(requests) == 1
 
 
-def test_a_release_that_raises_leaves_its_request_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_release_keeps_its_request_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = running(4)
     first, second, third, fourth = requests
     release = requests.cache.release

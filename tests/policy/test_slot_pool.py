@@ -33,7 +33,7 @@ def snapshot(pool: SlotPool) -> tuple[object, ...]:
     return owners, cached_blocks(pool), pool.num_available, pool.num_evicted, pool.count_by_owner()
 
 
-def test_a_new_pool_is_free_and_hands_out_low_numbers_first() -> None:
+def test_new_pool_is_free_and_allocates_low_numbers_first() -> None:
     pool = SlotPool(3)
     assert pool.count_by_owner() == {"free": 3, "live": 0, "reserved": 0, "cached": 0, "draft": 0}
     assert [pool.take_live(), *pool.reserve(2)] == [0, 1, 2]
@@ -46,7 +46,7 @@ def test_three_blocks_have_three_slots() -> None:
     assert pool.count_by_owner()["cached"] == 3
 
 
-def test_a_block_has_at_most_one_slot() -> None:
+def test_block_has_at_most_one_slot() -> None:
     pool = SlotPool(5)
     (slot,) = cache(pool, 0)
     (second,) = pool.reserve()
@@ -58,7 +58,7 @@ def test_a_block_has_at_most_one_slot() -> None:
     assert pool.count_by_owner()["cached"] == 1
 
 
-def test_the_least_recently_used_states_go_first() -> None:
+def test_least_recently_used_states_are_evicted_first() -> None:
     pool = SlotPool(4)
     cache(pool, 0, 1, 2, 3)
     for block in (1, 3, 2, 0):
@@ -86,7 +86,7 @@ def test_touching_a_block_without_a_state_does_nothing() -> None:
     pool.check_integrity()
 
 
-def test_of_states_used_together_the_deeper_goes_first() -> None:
+def test_among_equally_recent_states_the_deeper_is_evicted_first() -> None:
     pool = SlotPool(2)
     for block, num_tokens in enumerate([256, 512]):
         (slot,) = pool.reserve()
@@ -96,7 +96,7 @@ def test_of_states_used_together_the_deeper_goes_first() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_with_room_for_one_state_one_is_kept_and_the_rest_is_refused_whole() -> None:
+def test_reservation_beyond_the_room_is_refused_and_changes_nothing() -> None:
     pool = SlotPool(2)
     pool.take_live()
     before = snapshot(pool)
@@ -107,7 +107,7 @@ def test_with_room_for_one_state_one_is_kept_and_the_rest_is_refused_whole() -> 
     assert cached_blocks(pool) == [0]
 
 
-def test_a_live_request_takes_the_slot_of_a_cached_state() -> None:
+def test_live_request_takes_the_slot_of_a_cached_state() -> None:
     pool = SlotPool(2)
     cache(pool, 0, 1)
     pool.take_live()
@@ -150,7 +150,7 @@ def test_only_a_rolling_checkpoint_is_retired() -> None:
 
 
 @pytest.mark.parametrize("how", ["pin", "keep"])
-def test_a_checkpoint_that_another_request_uses_is_not_retired(how: str) -> None:
+def test_checkpoint_used_by_another_request_is_not_retired(how: str) -> None:
     pool = SlotPool(3)
     cache(pool, 0)
     pool.mark_rolling(BlockId(0))
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_another_request_uses_is_not_retired(how: str) -> None
 
 
 @pytest.mark.parametrize("leave", ["drop", "flush", "retire", "evict"])
-def test_a_mark_leaves_with_its_state(leave: str) -> None:
+def test_checkpoint_mark_leaves_with_its_state(leave: str) -> None:
     pool = SlotPool(1)
     cache(pool, 0)
     pool.mark_rolling(BlockId(0))
@@ -179,7 +179,7 @@ def test_a_mark_leaves_with_its_state(leave: str) -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_a_block_without_a_state_is_never_marked() -> None:
+def test_block_without_a_state_is_never_marked() -> None:
     pool = SlotPool(1)
     pool.mark_rolling(BlockId(0))
     pool.check_integrity()
@@ -188,7 +188,7 @@ def test_a_block_without_a_state_is_never_marked() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_a_reserved_slot_that_is_not_reached_becomes_free() -> None:
+def test_unreached_reserved_slot_becomes_free() -> None:
     pool = SlotPool(2)
     (slot,) = pool.reserve()
     assert pool.num_reserved == 1
@@ -212,7 +212,7 @@ def test_only_the_owner_releases_a_slot() -> None:
     assert snapshot(pool) == before
 
 
-def test_a_padding_slot_never_reaches_the_last_slot() -> None:
+def test_padding_slot_never_reaches_the_last_slot() -> None:
     pool = SlotPool(1)
     pool.take_live()
     for slot in (-1, 1):
@@ -221,7 +221,7 @@ def test_a_padding_slot_never_reaches_the_last_slot() -> None:
     assert pool.count_by_owner()["live"] == 1
 
 
-def test_a_pinned_state_is_never_evicted() -> None:
+def test_pinned_state_is_never_evicted() -> None:
     pool = SlotPool(2)
     cache(pool, 0, 1)
     pool.pin(BlockId(0))
@@ -239,7 +239,7 @@ def test_a_pinned_state_is_never_evicted() -> None:
     assert cached_blocks(pool) == []
 
 
-def test_a_pin_without_a_state_and_an_unpin_without_a_pin_are_errors() -> None:
+def test_pin_without_a_state_and_unpin_without_a_pin_are_errors() -> None:
     pool = SlotPool(2)
     cache(pool, 0)
     with pytest.raises(CacheIntegrityError, match="none at block 5"):
@@ -248,7 +248,7 @@ def test_a_pin_without_a_state_and_an_unpin_without_a_pin_are_errors() -> None:
         pool.unpin(BlockId(0))
 
 
-def test_drop_frees_a_state_and_forgives_a_block_without_one() -> None:
+def test_drop_frees_a_state_and_accepts_a_block_without_one() -> None:
     pool = SlotPool(2)
     (slot,) = cache(pool, 0)
     pool.drop(BlockId(0))
@@ -268,7 +268,7 @@ def test_dropping_a_pinned_state_is_an_error() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_flush_hides_every_state_at_once_and_frees_a_pinned_one_at_its_last_unpin() -> None:
+def test_flush_hides_every_state_and_frees_pinned_ones_at_their_last_unpin() -> None:
     pool = SlotPool(3)
     pinned, _ = cache(pool, 0, 1)
     pool.pin(BlockId(0))
@@ -286,7 +286,7 @@ def test_flush_hides_every_state_at_once_and_frees_a_pinned_one_at_its_last_unpi
     pool.check_integrity()
 
 
-def test_a_state_published_over_a_flushed_pinned_one_survives_its_unpin() -> None:
+def test_state_published_over_a_flushed_pinned_one_survives_its_unpin() -> None:
     pool = SlotPool(3)
     (orphan,) = cache(pool, 0)
     pool.pin(BlockId(0))
@@ -299,7 +299,7 @@ def test_a_state_published_over_a_flushed_pinned_one_survives_its_unpin() -> Non
     assert pool.num_available == 3
 
 
-def test_flush_leaves_live_and_reserved_slots_alone() -> None:
+def test_flush_keeps_live_and_reserved_slots() -> None:
     pool = SlotPool(3)
     live, (reserved,) = pool.take_live(), pool.reserve()
     pool.flush()
@@ -316,7 +316,7 @@ def pools_with_a_state(num_blocks: int, num_slots: int) -> tuple[CachePools, Blo
     return pools, block
 
 
-def test_a_block_leaves_with_its_state() -> None:
+def test_block_leaves_with_its_state() -> None:
     pools, block = pools_with_a_state(1, 2)
     pools.kv.release([block])
     assert (pools.kv.num_cached, pools.kv.num_available) == (1, 1)
@@ -327,7 +327,7 @@ def test_a_block_leaves_with_its_state() -> None:
     pools.slots.check_integrity()
 
 
-def test_a_block_that_a_request_holds_stays_when_its_state_is_evicted() -> None:
+def test_held_block_stays_when_its_state_is_evicted() -> None:
     pools, block = pools_with_a_state(1, 1)
     pools.slots.take_live()
     assert pools.kv.find(BlockKey(1)) == block
@@ -337,7 +337,7 @@ def test_a_block_that_a_request_holds_stays_when_its_state_is_evicted() -> None:
     pools.kv.check_integrity()
 
 
-def test_a_flush_of_both_pools_survives_a_pinned_state() -> None:
+def test_flush_of_both_pools_survives_a_pinned_state() -> None:
     pools, block = pools_with_a_state(2, 2)
     pools.slots.pin(block)
     pools.slots.flush()

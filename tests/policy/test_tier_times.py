@@ -12,13 +12,13 @@ def least_with(other: Sequence[int]):  # type: ignore[no-untyped-def]
     return lambda mine: [min(pair) for pair in zip(mine, other, strict=True)]
 
 
-def test_until_every_rank_has_measured_copies_take_nothing() -> None:
+def test_copies_take_no_time_until_every_rank_has_measured() -> None:
     mine = CopyTimes(5, 50, 9, 7, 70)
     assert AgreedTimes(lambda: None, list).now() == COPIES_TAKE_NOTHING
     assert AgreedTimes(lambda: mine, least_with([0, 0, 0, 0, 0])).now() == COPIES_TAKE_NOTHING
 
 
-def test_the_slowest_copies_and_the_fastest_prefill_count() -> None:
+def test_slowest_copies_and_fastest_prefill_count() -> None:
     times = AgreedTimes(lambda: CopyTimes(5, 50, 9, 7, 70), least_with([8, -6, -40, -8, -60]))
     assert times.now() == CopyTimes(6, 50, 8, 8, 70)
 
@@ -36,7 +36,7 @@ def test_agreed_times_stay_without_another_exchange() -> None:
     assert times.now() == first and len(calls) == 1
 
 
-def test_measured_times_are_the_best_seen_of_what_is_large_enough() -> None:
+def test_measured_times_are_the_best_of_large_enough_samples() -> None:
     measured = MeasuredTimes()
     assert measured.times(1000, 5000) is None
     measured.note_copy(Lane.TO_HOST, MEBIBYTE, 1e-6)  # too small to say anything

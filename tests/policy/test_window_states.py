@@ -45,7 +45,7 @@ def test_request_gets_a_column_for_each_draft() -> None:
 
 @pytest.mark.parametrize("max_requests", range(1, 7))
 @pytest.mark.parametrize("num_cached", [0, 2])
-def test_drafts_leave_a_slot_to_each_request_that_may_still_come(max_requests: int, num_cached: int) -> None:
+def test_drafts_leave_a_slot_for_each_request_still_to_come(max_requests: int, num_cached: int) -> None:
     slots = SlotPool(7)
     cache_states(slots, num_cached)
     windows, requests = WindowStates(slots, max_requests, keeps_checkpoints=False), [live_request(slots)]
@@ -57,7 +57,7 @@ def test_drafts_leave_a_slot_to_each_request_that_may_still_come(max_requests: i
     slots.check_integrity()
 
 
-def test_drafts_evict_cached_states_but_not_those_that_are_about_to_be_read() -> None:
+def test_drafts_evict_cached_states_but_not_those_about_to_be_read() -> None:
     slots = SlotPool(4)
     cache_states(slots, 3)
     slots.pin(BlockId(0))
@@ -66,7 +66,7 @@ def test_drafts_evict_cached_states_but_not_those_that_are_about_to_be_read() ->
     assert slots.cached_blocks() == [0]
 
 
-def test_window_is_widened_by_what_it_lacks_and_never_narrowed() -> None:
+def test_window_grows_by_missing_columns_and_never_shrinks() -> None:
     slots = SlotPool(9)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 2)
@@ -77,7 +77,7 @@ def test_window_is_widened_by_what_it_lacks_and_never_narrowed() -> None:
     assert num_drafts(slots) == 5
 
 
-def test_request_keeps_the_columns_it_has_where_there_is_no_room_for_more() -> None:
+def test_request_keeps_its_columns_if_there_is_no_room_for_more() -> None:
     slots = SlotPool(4)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 2)
@@ -87,7 +87,7 @@ def test_request_keeps_the_columns_it_has_where_there_is_no_room_for_more() -> N
     assert windows.widen(request.cursor, 8) == 3
 
 
-def test_more_requests_than_were_announced_get_no_slots_that_are_not_there() -> None:
+def test_unannounced_requests_get_no_draft_slots() -> None:
     slots = SlotPool(4)
     requests = [live_request(slots) for _ in range(3)]
     windows = WindowStates(slots, 1, keeps_checkpoints=False)
@@ -97,7 +97,7 @@ def test_more_requests_than_were_announced_get_no_slots_that_are_not_there() -> 
 
 
 @pytest.mark.parametrize("accepted", range(1, 6))
-def test_columns_up_to_the_accepted_one_survive_and_the_others_are_free(accepted: int) -> None:
+def test_columns_up_to_the_accepted_one_survive_and_others_are_free(accepted: int) -> None:
     slots = SlotPool(9)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 4)
@@ -122,7 +122,7 @@ def test_window_stays_whole_while_nothing_is_trimmed() -> None:
     assert len(request.cursor.draft_slots) == 4
 
 
-def test_release_returns_every_column_but_the_live_slot() -> None:
+def test_release_returns_every_column_except_the_live_slot() -> None:
     slots = SlotPool(9)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 4)

@@ -31,7 +31,7 @@ def layer_states(device: str, num_slots: int = 8) -> LayerStates:
     return StatePool([group], state_tensors(SlotLayout.of([group], DRAFTS), num_slots, device)).layer(0)
 
 
-def test_prompt_then_drafts_is_one_prompt(device: str) -> None:
+def test_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
     """Tokens of a prompt and tokens that are drafted next give what the whole prompt gives."""
     torch.manual_seed(0)
     length, drafted = 21, 1 + DRAFTS

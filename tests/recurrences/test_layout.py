@@ -22,7 +22,7 @@ SHAPES = {"8B": (24, 10240, (128, 128, 64)), "Nemotron 3 Nano": (23, 6144, (64, 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("live", "least"), [(torch.float32, 3.6), (torch.bfloat16, 1.85)])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_quantized_states_of_published_models_are_so_much_smaller(
+def test_quantization_shrinks_states_of_published_models_as_stated(
     name: str, live: torch.dtype, least: float, form: str
 ) -> None:
     """Conv windows and scales count, in a packed layout with contiguous slots."""

@@ -110,13 +110,13 @@ def test_block_without_a_state_has_slot_minus_one() -> None:
     assert own.has_state(7)
 
 
-def test_tensor_block_ids_are_block_ids() -> None:
+def test_block_ids_may_be_tensors() -> None:
     own = allocator()
     slots = own.allocate_slots_batch(torch.tensor([7, 8], dtype=torch.int32))  # type: ignore[arg-type]
     assert [own.get_slot(block) for block in torch.tensor([7, 8])] == slots
 
 
-def test_least_recently_used_states_make_room() -> None:
+def test_least_recently_used_states_are_evicted() -> None:
     own = allocator(max_slots=4)
     own.allocate_slots_batch([0, 1, 2, 3])
     for block in (1, 3, 2, 0):
@@ -145,7 +145,7 @@ def test_call_for_too_many_slots_changes_nothing(blocks: list[int]) -> None:
     own.slots.check_integrity()
 
 
-def test_call_for_too_many_slots_leaves_the_order_of_eviction() -> None:
+def test_call_for_too_many_slots_keeps_the_eviction_order() -> None:
     own = allocator(max_slots=3)
     own.allocate_slots_batch([0, 1, 2])
     with pytest.raises(CacheCapacityError):
@@ -189,7 +189,7 @@ def test_only_positive_hashes_of_blocks_with_a_state_are_registered() -> None:
     assert [own.hash_of(block) for block in (1, 2, 3, 4)] == [None, None, 2**255, None]
 
 
-def test_evicted_block_has_no_hash_and_does_not_get_the_old_one_back() -> None:
+def test_evicted_block_has_no_hash_and_does_not_regain_it() -> None:
     own = allocator(max_slots=1)
     own.allocate_slots_batch([1])
     own.register_block_hashes_batch([1], [77])
@@ -213,7 +213,7 @@ def test_reset_drops_states_hashes_and_stored_boundaries() -> None:
 # Copies.
 
 
-def test_state_stored_from_tensors_is_restored_bit_by_bit() -> None:
+def test_state_stored_from_tensors_is_restored_bit_for_bit() -> None:
     own = allocator()
     own.allocate_slots_batch([6, 7])
     pool, live = own.state_pool, own.context
@@ -232,7 +232,7 @@ def test_state_stored_from_tensors_is_restored_bit_by_bit() -> None:
     assert not pool.tensor("ssm")[:, own.get_slot(6)].any()
 
 
-def test_live_states_come_back_bit_by_bit() -> None:
+def test_live_states_are_restored_bit_for_bit() -> None:
     own = allocator()
     slots = own.allocate_slots_batch([7, 8])
     live = own.context
@@ -257,7 +257,7 @@ def test_one_state_may_be_restored_to_several_requests() -> None:
         assert torch.equal(own.context.mamba_ssm_states[:, LIVE_SLOTS[request]], expected)
 
 
-def test_restoring_without_a_state_says_so_and_changes_nothing() -> None:
+def test_restoring_without_a_state_returns_false_and_changes_nothing() -> None:
     own = allocator()
     before = own.context.mamba_ssm_states.clone(), own.context.mamba_conv_states.clone()
     assert own.restore_to_live(0, 7) is False
@@ -299,7 +299,7 @@ def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
     assert not own.state_pool.tensor("ssm").any() and not own.state_pool.tensor("conv").any()
 
 
-def test_tensors_of_slots_and_requests_name_what_lists_do() -> None:
+def test_slots_and_requests_may_be_tensors_or_lists() -> None:
     own = allocator()
     slots = torch.tensor(own.allocate_slots_batch([7, 8]), dtype=torch.int32)
     own.store_from_live_batch(slots, torch.tensor([2, 0]))  # type: ignore[arg-type]
@@ -324,7 +324,7 @@ def test_prompt_of_one_block_and_a_token_reserves_its_boundary() -> None:
     assert stored(own) == ([[64]], [1])
 
 
-def test_offsets_count_from_the_chunk_and_name_the_block_that_ends_there() -> None:
+def test_offsets_count_from_the_chunk_and_name_the_ending_block() -> None:
     own = allocator(block_size=256)
     store_offsets(own, 1, 832, done=512)
     assert stored(own) == ([[256]], [1])
@@ -332,7 +332,7 @@ def test_offsets_count_from_the_chunk_and_name_the_block_that_ends_there() -> No
     assert [block for block in range(100, 110) if own.has_state(block)] == [102]
 
 
-def test_offsets_count_from_the_first_token_that_is_computed() -> None:
+def test_offsets_count_from_the_first_computed_token() -> None:
     own = allocator()
     store_offsets(own, 0, 300, skip=128, matched=3)
     assert stored(own) == ([[64, 128]], [2])
@@ -340,7 +340,7 @@ def test_offsets_count_from_the_first_token_that_is_computed() -> None:
     assert [block for block in range(8) if own.has_state(block)] == [2, 3]
 
 
-def test_whole_blocks_reserve_the_boundary_before_the_last_too() -> None:
+def test_aligned_prompt_also_reserves_the_boundary_before_the_last() -> None:
     own = allocator()
     store_offsets(own, 0, 256)
     assert stored(own) == ([[192, 256]], [2])
@@ -360,7 +360,7 @@ def test_boundary_with_a_state_is_not_reserved_again() -> None:
     assert own.get_intermediate_gpu_data() == (None, None)
 
 
-def test_gpu_data_has_a_padded_row_for_each_prefill_request_in_order() -> None:
+def test_gpu_data_has_a_padded_row_per_prefill_request_in_order() -> None:
     own = allocator(max_slots=8)
     store_offsets(own, 2, 300, matched=2)
     store_offsets(own, 0, 20)
@@ -374,7 +374,7 @@ def test_gpu_data_has_a_padded_row_for_each_prefill_request_in_order() -> None:
     assert offsets.device == counts.device == own.state_pool.tensor("ssm").device
 
 
-def test_no_request_has_no_gpu_data() -> None:
+def test_empty_batch_has_no_gpu_data() -> None:
     assert allocator().get_intermediate_gpu_data() == (None, None)
 
 
@@ -395,7 +395,7 @@ def test_reserved_state_is_found_only_after_the_commit() -> None:
     assert own.get_intermediate_gpu_data() == (None, None)
 
 
-def test_commit_with_room_for_one_keeps_one_and_the_run_goes_on() -> None:
+def test_commit_with_room_for_one_state_keeps_one() -> None:
     own = allocator(max_slots=1)
     store_offsets(own, 0, 256)
     assert stored(own) == ([[192]], [1])
@@ -416,7 +416,7 @@ def test_requests_that_share_a_block_leave_one_state() -> None:
     assert own.slots.count_by_owner() == {"free": 3, "live": 0, "reserved": 0, "cached": 1, "draft": 0}
 
 
-def test_storing_a_request_s_boundaries_again_returns_the_first_reservations() -> None:
+def test_second_store_of_boundaries_returns_the_first_reservations() -> None:
     own = allocator()
     store_offsets(own, 0, 256)
     store_offsets(own, 0, 65)
@@ -424,7 +424,7 @@ def test_storing_a_request_s_boundaries_again_returns_the_first_reservations() -
     assert own.slots.num_reserved == 1
 
 
-def test_block_that_leaves_before_the_commit_takes_its_reservation_along() -> None:
+def test_block_leaving_before_the_commit_releases_its_reservation() -> None:
     own = allocator()
     store_offsets(own, 0, 256)
     own.on_kv_blocks_deregistered([3], [5])
@@ -447,7 +447,7 @@ class Reservations:
         self.num_commits += 1
 
 
-def test_a_scheduler_s_own_reservations_are_reported_and_committed(device: str) -> None:
+def test_schedulers_own_reservations_are_reported_and_committed(device: str) -> None:
     reservations = Reservations([[64], [], [64, 128]])
     own = sharing_allocator(2, device, BoundaryRule(64), reservations)
     assert stored(own) == ([[64], [], [64, 128]], [1, 0, 2])

@@ -55,7 +55,7 @@ def test_states_are_replayed_where_that_is_faster(
         ({"max_requests": 3, "num_speculative_tokens": 1}, True),
     ],
 )
-def test_few_drafts_of_small_states_have_a_window(
+def test_small_states_with_few_drafts_use_a_window(
     fields: dict[str, Any], replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: True)
@@ -64,7 +64,7 @@ def test_few_drafts_of_small_states_have_a_window(
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize(("cache_gb", "is_lowered"), [(0.4, True), (10.0, True), (40.0, False)])
-def test_rings_are_reserved_for_the_requests_that_one_budget_has_room_for(
+def test_rings_are_reserved_for_the_requests_that_fit_one_budget(
     cache_gb: float, is_lowered: bool, num_drafts: int
 ) -> None:
     """As many as have a state, a ring and a block each: one more has no room, and these have."""
@@ -111,7 +111,7 @@ STAGES = {
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("length", [4096, 65_536])
 @pytest.mark.parametrize("name", STAGES)
-def test_uneven_stages_accept_every_budget_above_the_least(name: str, length: int, num_drafts: int) -> None:
+def test_uneven_stages_accept_every_budget_above_the_minimum(name: str, length: int, num_drafts: int) -> None:
     """And run as many requests as the stage with the least room for them."""
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
@@ -135,7 +135,7 @@ def test_uneven_stages_accept_every_budget_above_the_least(name: str, length: in
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("name", STAGES)
-def test_a_refusal_on_any_stage_names_what_is_enough_on_all(name: str, num_drafts: int) -> None:
+def test_refusal_on_any_stage_names_a_budget_that_suffices_on_all(name: str, num_drafts: int) -> None:
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
     asked = CacheConfig(cache_gb=0.001, num_speculative_tokens=num_drafts, draft_states="replay")
@@ -155,7 +155,7 @@ def test_a_refusal_on_any_stage_names_what_is_enough_on_all(name: str, num_draft
         assert CacheCapacity.of(shape.resolved(enough, lambda unit: units), shape, Stages(units)).num_slabs
 
 
-def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrence_specific_kernel_needs_a_supported_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(tiling, "INTERPRETED", False)
@@ -180,7 +180,7 @@ def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyP
         (200_000_000, {"cuda_graph_prefill_tokens": 8000}, 8000),
     ],
 )
-def test_graphs_hold_as_many_prompt_tokens_as_the_host_takes_longer_to_launch(
+def test_graphs_cover_prompts_whose_launches_outlast_their_compute(
     layer_weights: int, fields: dict[str, Any], tokens: int
 ) -> None:
     shape = replace(DENSE_8B, layer_weights=layer_weights)

@@ -26,7 +26,7 @@ def tensors(slab: SlabShape, device: str) -> tuple[StatePool, Tensor]:
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)
-def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: str) -> None:
+def test_blocks_and_states_of_slabs_do_not_overlap(slab: SlabShape, device: str) -> None:
     pool, kv = tensors(slab, device)
     num_slots, num_blocks = NUM_SLABS * slab.slots_per_slab, NUM_SLABS * slab.blocks_per_slab + 1
     assert pool.tensors[0].shape[1] == num_slots and kv.shape == (2, 2, num_blocks, 4, 2, 8)
@@ -61,7 +61,7 @@ def test_layers_of_a_unit_are_contiguous(slab: SlabShape, device: str) -> None:
     assert all((tensor.data_ptr() - first) % 256 == 0 for tensor in (conv[1, 1], ssm[2, 1], kv[0, 0, 1]))
 
 
-def test_copies_between_slots_of_a_slab_pool_move_only_states(device: str) -> None:
+def test_slot_copies_in_a_slab_pool_move_only_states(device: str) -> None:
     pool, kv = tensors(SHAPES[0], device)
     kv[:, :, 0] = 7  # slab 0
     pool.tensor("conv")[:, 1].normal_()
@@ -72,7 +72,7 @@ def test_copies_between_slots_of_a_slab_pool_move_only_states(device: str) -> No
     assert pool.tensor("ssm")[:, 2].any() and (kv[:, :, 0] == 7).all()
 
 
-def test_stage_without_a_kind_of_layer_has_views_without_layers(device: str) -> None:
+def test_stage_without_a_layer_type_has_views_without_layers(device: str) -> None:
     no_states = SlotLayout.of([window_and_matrix(0, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)])
     unit = UnitBytes(0, UNIT.block, UNIT.token_row)
     parts, kv = slab_tensors(no_states, BLOCKS, SHAPES[0], unit, NUM_SLABS, device)
@@ -83,7 +83,7 @@ def test_stage_without_a_kind_of_layer_has_views_without_layers(device: str) -> 
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
-def test_states_lie_a_multiple_of_a_head_s_rows_apart(head_dim: int) -> None:
+def test_state_stride_is_a_multiple_of_a_heads_rows(head_dim: int) -> None:
     """A kernel that sees the pool as a matrix with rows of a head's channels finds each state at a row's start."""
     states = SlotLayout.of([window_and_matrix(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)])
     unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)

@@ -36,7 +36,7 @@ def parts_of(states: StoredStates) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("slab", [SlabShape.fitting([UNIT]), SlabShape(2, 3), SlabShape(1, 1)], ids=str)
-def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: str) -> None:
+def test_blocks_and_states_of_slabs_do_not_overlap(slab: SlabShape, device: str) -> None:
     parts, kv = slab_tensors(LAYOUT, BLOCKS, slab, UNIT, 3, device)
     pool = StatePool([GROUP], state_tensors(LIVE, 1, device), parts).cached
     num_slots = pool.parts[0].shape[1]
@@ -62,7 +62,7 @@ def allocator_over(device: str) -> StateSlotAllocator:
     return StateSlotAllocator(context(device=device), pool_of(4, device), slots, BoundaryRule(64), NoReservations())
 
 
-def test_states_are_stored_quantized_and_restored_as_their_product(device: str) -> None:
+def test_states_are_stored_quantized_and_restored_dequantized(device: str) -> None:
     own = allocator_over(device)
     live, (conv, values_of, scales_of) = own.context, parts_of(own.state_pool.cached)
     slots = own.allocate_slots_batch([7, 8])

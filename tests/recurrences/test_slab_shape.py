@@ -20,7 +20,7 @@ NANO = UnitBytes(49_000_000, 256 * 6 * 1024, 512)
         (UnitBytes(MIB, 4 * MIB, 512), SlabShape(1, 4)),  # states smaller than blocks
     ],
 )
-def test_slab_is_the_smallest_that_loses_little(unit: UnitBytes, shape: SlabShape) -> None:
+def test_slab_is_the_smallest_that_wastes_little(unit: UnitBytes, shape: SlabShape) -> None:
     found = SlabShape.fitting([unit])
     print(f"{unit}: {found}, loses {found.loss([unit]):.4f}")
     assert found == shape and found.loss([unit]) <= 0.03
@@ -38,7 +38,7 @@ def test_units_are_aligned_and_large_enough(state: int, block: int, row: int) ->
 
 
 @given(st.floats(1 / 200, 200), st.integers(MIB, 64 * MIB))
-def test_one_rank_loses_at_most_3_percent_in_slabs_of_16_of_the_larger_unit(ratio: float, smaller: int) -> None:
+def test_one_rank_wastes_at_most_3_percent_in_slabs_of_16_larger_units(ratio: float, smaller: int) -> None:
     larger = int(smaller * max(ratio, 1 / ratio))
     unit = UnitBytes(*((larger, smaller) if ratio >= 1 else (smaller, larger)), 512)
     shape = SlabShape.fitting([unit])
@@ -48,14 +48,14 @@ def test_one_rank_loses_at_most_3_percent_in_slabs_of_16_of_the_larger_unit(rati
 
 @pytest.mark.parametrize("shape", [SlabShape(31, 1), SlabShape(5, 4), SlabShape(1, 4)])
 @pytest.mark.parametrize("num_states", [1, 2, 5])
-def test_longest_request_is_the_one_that_as_many_slabs_hold(shape: SlabShape, num_states: int) -> None:
+def test_longest_request_is_the_longest_that_fits_the_slabs(shape: SlabShape, num_states: int) -> None:
     for num_slabs in range(12):
         longest = shape.blocks_of_request(num_slabs, num_states)
         assert shape.slabs_of_request(longest + 1, num_states) > num_slabs
         assert not longest or shape.slabs_of_request(longest, num_states) <= num_slabs
 
 
-def test_ranks_agree_on_the_least_blocks_a_slab() -> None:
+def test_ranks_agree_on_the_least_blocks_per_slab() -> None:
     # A pipeline stage with more attention layers has larger blocks and the same states.
     heavier = UnitBytes(NANO.state, 2 * NANO.block, NANO.token_row)
     shape = SlabShape.fitting([NANO, heavier])
@@ -65,6 +65,6 @@ def test_ranks_agree_on_the_least_blocks_a_slab() -> None:
 
 
 @pytest.mark.parametrize("unit", [UnitBytes(NANO.state, 0, 0), UnitBytes(0, NANO.block, 512)])
-def test_stage_without_one_kind_takes_the_shape_of_the_others(unit: UnitBytes) -> None:
+def test_stage_without_one_layer_type_takes_the_others_slab_shape(unit: UnitBytes) -> None:
     assert SlabShape.fitting([NANO, unit]) == SlabShape.fitting([NANO])
     assert SlabShape.fitting([NANO]).slab_bytes(unit) > 0

@@ -60,7 +60,7 @@ def test_resolving_a_replayed_state_moves_its_window_out_of_its_buffer(states: l
     assert same_bits(draft_inputs, before)
 
 
-def test_slots_are_copied_over_all_layers_and_types(device: str) -> None:
+def test_slots_are_copied_across_all_layers_and_types(device: str) -> None:
     pool = random_pool(device)
     conv, ssm = (tensor.clone() for tensor in pool.tensors)
     for states in (conv, ssm):
@@ -70,6 +70,6 @@ def test_slots_are_copied_over_all_layers_and_types(device: str) -> None:
     assert same_bits(pool.tensor("conv"), conv) and same_bits(pool.tensor("ssm"), ssm)
 
 
-def test_a_tensor_that_the_states_lack_is_named() -> None:
+def test_missing_state_tensor_is_named() -> None:
     with pytest.raises(ValueError, match=r"no tensor 'keys'; they have \['conv', 'ssm'\]"):
         random_pool("cpu").tensor("keys")

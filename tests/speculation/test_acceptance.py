@@ -12,7 +12,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=40)
 
 
 @given(STEPS, st.floats(0, 1))
-def test_an_estimate_is_a_chance(steps: list[tuple[int, int]], expected: float) -> None:
+def test_estimate_is_a_probability(steps: list[tuple[int, int]], expected: float) -> None:
     found = Acceptance(REQUEST_WINDOW, 2.0)
     assert found.chance(expected) == pytest.approx(expected)
     for drafted, accepted in steps:
@@ -21,7 +21,7 @@ def test_an_estimate_is_a_chance(steps: list[tuple[int, int]], expected: float) 
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.4, 0.7, 0.95])
-def test_an_estimate_comes_near_the_chance_and_follows_it(chance: float) -> None:
+def test_estimate_approaches_and_follows_the_true_probability(chance: float) -> None:
     rng, found, seen = random.Random(0), Acceptance(REQUEST_WINDOW, 2.0), []
     for step in range(3000):
         kept = 0
@@ -38,7 +38,7 @@ def test_an_estimate_comes_near_the_chance_and_follows_it(chance: float) -> None
     assert found.chance(0.5) > 0.5
 
 
-def test_drafts_after_a_wrong_one_count_for_nothing() -> None:
+def test_drafts_after_a_rejected_one_do_not_count() -> None:
     one, many, none = (Acceptance(REQUEST_WINDOW, 2.0) for _ in range(3))
     one.note(1, 0)
     many.note(8, 0)

@@ -19,13 +19,13 @@ def brute_expected(chances: list[float], counts: list[int]) -> float:
 
 
 @given(ROWS)
-def test_expected_tokens_are_a_sum_of_chances(requests: list[tuple[float, int]]) -> None:
+def test_expected_tokens_are_a_sum_of_probabilities(requests: list[tuple[float, int]]) -> None:
     chances, counts = [min(chance, 0.999) for chance, _ in requests], [count for _, count in requests]
     assert expected_tokens(np.array(chances), np.array(counts)) == pytest.approx(brute_expected(chances, counts))
 
 
 @given(ROWS, st.floats(0.1, 10), st.floats(0, 3), st.floats(0, 3))
-def test_counts_keep_their_bounds_and_beat_a_plain_step(
+def test_counts_respect_their_bounds_and_beat_a_plain_step(
     requests: list[tuple[float, int]], plain: float, once: float, each: float
 ) -> None:
     chances, rooms = [chance for chance, _ in requests], [room for _, room in requests]
@@ -38,7 +38,7 @@ def test_counts_keep_their_bounds_and_beat_a_plain_step(
 
 
 @given(ROWS, st.floats(0, 1), st.floats(0, 0.5))
-def test_counts_are_nearly_the_best_of_all(requests: list[tuple[float, int]], once: float, each: float) -> None:
+def test_counts_are_nearly_optimal(requests: list[tuple[float, int]], once: float, each: float) -> None:
     chances, rooms = [chance for chance, _ in requests], [room for _, room in requests]
 
     def rate(counts: list[int]) -> float:
@@ -50,17 +50,17 @@ def test_counts_are_nearly_the_best_of_all(requests: list[tuple[float, int]], on
     assert rate(found) >= 0.93 * best
 
 
-def test_a_row_gets_more_drafts_the_likelier_they_are() -> None:
+def test_likelier_request_gets_more_drafts() -> None:
     counts = best_counts([0.95, 0.6, 0.05], [4, 4, 4], lambda total, most: 1.1 + 0.05 * total, 1.0)
     assert counts[0] == 4 > counts[1] > counts[2] == 0
 
 
-def test_the_drafter_is_paid_for_the_longest_draft() -> None:
+def test_drafter_cost_is_that_of_the_longest_draft() -> None:
     seconds = {0: 1.0, 1: 1.3, 2: 1.6, 3: 9.0, 4: 9.0}
     assert max(best_counts([0.9] * 3, [4] * 3, lambda total, most: seconds[most], 1.0)) == 2
 
 
 @pytest.mark.parametrize("chance", [0.0, 1.0, math.nextafter(1.0, 0.0)])
-def test_certain_chances_are_no_special_case(chance: float) -> None:
+def test_probabilities_of_zero_and_one_are_supported(chance: float) -> None:
     expected = [0] if chance == 0 else [3]
     assert best_counts([chance], [3], lambda total, most: 1.2, 1.0) == expected

@@ -60,14 +60,14 @@ def learn(planner: DraftPlanner, limits: list[DraftLimit]) -> None:
         planner.note_step([wrong, right])
 
 
-def test_drafter_is_asked_once_for_the_rows_that_want_drafts() -> None:
+def test_drafter_is_called_once_for_the_requests_that_want_drafts() -> None:
     drafter = CountingDrafter()
     drafts = planner_of(drafter, 3).plan(limits_of(2, 0, 3, 0))
     assert drafter.calls == [[(1, 2), (3, 3)]]
     assert [draft.tokens for draft in drafts] == [(1, 1), (), (3, 3, 3), ()]
 
 
-def test_drafter_is_left_alone_where_nothing_is_wanted() -> None:
+def test_drafter_is_not_called_if_no_request_wants_drafts() -> None:
     drafter = CountingDrafter()
     planner = planner_of(drafter, 3)
     assert planner.plan([]) == [] and planner.plan(limits_of(0, 0)) == [Draft(), Draft()]
@@ -82,7 +82,7 @@ def test_each_request_learns_from_its_own_steps() -> None:
     assert planner.counts(requests, [8, 8], NO_LIMIT)[1] == 8 > 2 >= planner.counts(requests, [8, 8], NO_LIMIT)[0]
 
 
-def test_a_row_whose_drafts_were_not_asked_for_teaches_nothing() -> None:
+def test_request_without_a_proposal_is_not_learned_from() -> None:
     planner = planner_of(CountingDrafter(), 4)
     limits = limits_of(4, 0)
     requests = [entry.request for entry in limits]
@@ -96,7 +96,7 @@ def test_a_row_whose_drafts_were_not_asked_for_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize("step_fails", [False, True])
-def test_drafting_pauses_when_shadow_drafts_find_nothing(step_fails: bool) -> None:
+def test_drafting_pauses_when_shadow_drafts_match_nothing(step_fails: bool) -> None:
     """Outcomes of the step before, or of a failed one, do not count for this step."""
 
     class OnceOnly(CountingDrafter):
@@ -115,12 +115,12 @@ def test_drafting_pauses_when_shadow_drafts_find_nothing(step_fails: bool) -> No
         assert planner.stays_paused(requests) == stays_paused
 
 
-def test_planning_again_gives_the_same_drafts() -> None:
+def test_second_plan_gives_the_same_drafts() -> None:
     planner = planner_of(CountingDrafter(), 8)
     assert planner.plan(limits_of(8, 3)) == planner.plan(limits_of(8, 3))
 
 
-def test_few_proposed_drafts_are_left_out_if_the_step_is_faster_without() -> None:
+def test_few_proposed_drafts_are_dropped_if_a_plain_step_is_faster() -> None:
     """A captured step pads all requests to the most drafts: five times the tokens for those of one request."""
 
     class OneDraft(CountingDrafter):
@@ -136,13 +136,13 @@ def test_few_proposed_drafts_are_left_out_if_the_step_is_faster_without() -> Non
     assert len(planner.plan(limits_of(*[4] * 200))[0].tokens) == 2
 
 
-def test_a_cut_draft_keeps_the_distributions_of_its_tokens() -> None:
+def test_truncated_draft_keeps_the_distributions_of_its_tokens() -> None:
     draft = Draft((1, 2, 3), torch.eye(3, VOCAB))
     assert draft.first(3) is draft and draft.first(2).tokens == (1, 2)
     assert torch.equal(draft.first(2).distributions, torch.eye(3, VOCAB)[:2])  # type: ignore[arg-type]
 
 
-def test_forgotten_request_starts_anew() -> None:
+def test_forgotten_request_starts_over() -> None:
     drafter = CountingDrafter()
     planner = planner_of(drafter, 8)
     limits = limits_of(4, 4)
@@ -179,7 +179,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("message", BROKEN)
-def test_answer_that_breaks_the_contract_names_the_drafter(message: str) -> None:
+def test_answer_violating_the_contract_names_the_drafter(message: str) -> None:
     with pytest.raises(ValueError, match=f"drafter BrokenDrafter returned {message}"):
         planner_of(BrokenDrafter(BROKEN[message]), 8).plan(limits_of(2))
 
@@ -195,7 +195,7 @@ def test_sizes_below_one_are_refused(max_drafts: int, vocab_size: int) -> None:
         planner_of(CountingDrafter(), max_drafts, vocab_size)
 
 
-def test_a_drafter_of_another_vocabulary_is_refused() -> None:
+def test_drafter_of_another_vocabulary_is_refused() -> None:
     class OwnVocabulary(CountingDrafter):
         vocab_size = VOCAB
 
@@ -204,7 +204,7 @@ def test_a_drafter_of_another_vocabulary_is_refused() -> None:
         planner_of(OwnVocabulary(), 2, 12)
 
 
-def test_no_drafts_answers_every_row_with_an_empty_draft() -> None:
+def test_no_drafts_gives_every_request_an_empty_draft() -> None:
     planner = NoDrafts()
     limits = limits_of(2, 3)
     assert planner.max_drafts == 0 and planner.plan(limits) == [Draft(), Draft()]

@@ -55,7 +55,7 @@ def policy_of(model: str, *, shadows: bool) -> DraftPolicy:
 @shadowed
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
-def test_useless_drafts_cost_2_percent_at_most(model: str, num_requests: int, shadows: bool) -> None:
+def test_useless_drafts_cost_at_most_2_percent(model: str, num_requests: int, shadows: bool) -> None:
     for chance in (0.0, 0.02, 0.05):
         found = gain(model, num_requests, chance, policy_of(model, shadows=shadows))
         print(f"{model}, {num_requests} requests, right {chance:.0%}: {found:.4f} of no drafts")
@@ -66,7 +66,7 @@ def test_useless_drafts_cost_2_percent_at_most(model: str, num_requests: int, sh
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
 @pytest.mark.parametrize("chance", [0.15, 0.3, 0.5, 0.7, 0.9])
-def test_drafts_bring_nearly_what_the_best_fixed_number_brings(
+def test_drafts_gain_nearly_as_much_as_the_best_fixed_count(
     model: str, num_requests: int, chance: float, shadows: bool
 ) -> None:
     fixed = best_fixed(model, num_requests, chance)
@@ -79,7 +79,7 @@ def test_drafts_bring_nearly_what_the_best_fixed_number_brings(
 
 @shadowed
 @pytest.mark.parametrize("model", MODELS)
-def test_one_repetitive_request_drafts_among_others_that_do_not(model: str, shadows: bool) -> None:
+def test_one_repetitive_request_drafts_among_others(model: str, shadows: bool) -> None:
     time, policy = time_of(MODELS[model]), policy_of(model, shadows=shadows)
     found = simulate(policy, time, 8, lambda request_id: 0.97 if request_id % 8 == 0 else 0.03, num_steps=NUM_STEPS)
     plain = plain_steps(time, 8, NUM_STEPS)
@@ -89,7 +89,7 @@ def test_one_repetitive_request_drafts_among_others_that_do_not(model: str, shad
 
 @shadowed
 @pytest.mark.parametrize("offers", [0.0, 0.1])
-def test_a_drafter_that_finds_nothing_costs_hardly_anything(offers: float, shadows: bool) -> None:
+def test_drafter_without_proposals_costs_almost_nothing(offers: float, shadows: bool) -> None:
     time = time_of(MODELS["8b"])
     found = simulate(policy_of("8b", shadows=shadows), time, 1, lambda _id: 0.3, num_steps=NUM_STEPS, offers=offers)
     plain = plain_steps(time, 1, NUM_STEPS)
@@ -97,7 +97,7 @@ def test_a_drafter_that_finds_nothing_costs_hardly_anything(offers: float, shado
     assert found.speed > (0.97 if shadows or not offers else 0.9) * plain.speed
 
 
-def test_a_drafter_that_takes_longer_than_the_model_is_asked_by_probes_only() -> None:
+def test_drafter_slower_than_the_model_runs_only_in_trials() -> None:
     time = time_of(MODELS["8b"])
     policy = DraftPolicy(time, lambda num_requests, most: most * time.seconds(num_requests, 0))
     found = simulate(policy, time, 4, lambda _id: 0.9, num_steps=NUM_STEPS)
@@ -105,7 +105,7 @@ def test_a_drafter_that_takes_longer_than_the_model_is_asked_by_probes_only() ->
     assert NUM_STEPS / LONGEST_PAUSE - 1 <= probes <= NUM_STEPS / LONGEST_PAUSE + 3  # two or three at the start
 
 
-def test_a_drafter_that_is_nearly_always_right_is_tried_long_enough_to_be_known() -> None:
+def test_accurate_drafter_is_tried_until_its_accuracy_is_known() -> None:
     time = time_of(MODELS["8b"])
     policy = DraftPolicy(time, lambda num_requests, most: 0.6 * most * time.seconds(num_requests, 0))
     assert simulate(policy, time, 1, lambda _id: 0.98, num_steps=300).num_drafted > 800
@@ -113,9 +113,7 @@ def test_a_drafter_that_is_nearly_always_right_is_tried_long_enough_to_be_known(
 
 
 @pytest.mark.parametrize("answer", [float("nan"), -1.0, None, "raises"], ids=str)
-def test_a_drafter_that_does_not_say_how_long_it_takes_is_tried_now_and_then(
-    answer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drafter_of_unknown_speed_is_tried_occasionally(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     def seconds(num_requests: int, most: int) -> float:
         if answer == "raises":
             raise RuntimeError("unknown")
@@ -127,7 +125,7 @@ def test_a_drafter_that_does_not_say_how_long_it_takes_is_tried_now_and_then(
     assert len(caplog.messages) == (answer in (None, "raises"))
 
 
-def test_a_draft_model_that_reads_a_prompt_is_asked_until_it_has() -> None:
+def test_draft_model_is_called_until_it_has_read_a_prompt() -> None:
     request = request_of([0])
     for is_patient in (True, False):
         policy = DraftPolicy(time_of(MODELS["8b"]), lambda num_requests, most: 1e-4, is_patient=is_patient)
@@ -138,7 +136,7 @@ def test_a_draft_model_that_reads_a_prompt_is_asked_until_it_has() -> None:
         assert all(asked) == is_patient and all(asked[:PATIENCE])
 
 
-def test_drafts_that_were_foreseen_follow_what_was_known_then() -> None:
+def test_predicted_drafts_use_what_was_known_at_prediction() -> None:
     requests = [request_of([0], request_id=index) for index in range(3)]
 
     def foreseeing() -> DraftPolicy:
@@ -165,7 +163,7 @@ def test_drafts_that_were_foreseen_follow_what_was_known_then() -> None:
     assert landed.counts(requests, [4] * 3, NO_LIMIT) == [0, 0, 0]
 
 
-def test_drafts_that_a_budget_cuts_are_left_out_if_too_few_remain() -> None:
+def test_drafts_cut_by_a_budget_are_dropped_if_too_few_remain() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     requests = [request_of([0], request_id=index) for index in range(128)]
     for request in requests:
@@ -188,19 +186,19 @@ def test_drafting_resumes_once_it_pays(num_requests: int, shadows: bool) -> None
     assert useless.num_drafted < 60 * num_requests and useful.num_drafted > (1200 if shadows else 500) * num_requests
 
 
-def test_experts_shared_by_ranks_are_read_for_the_tokens_of_all() -> None:
+def test_shared_experts_are_read_for_the_tokens_of_all_ranks() -> None:
     alone, shared = time_of(NANO_30B), wider(time_of(NANO_30B), 2)
     assert shared.reads.experts_hit(8) == pytest.approx(alone.reads.experts_hit(16) / 2)
 
 
-def test_nothing_is_decided_for_rows_without_room() -> None:
+def test_nothing_is_decided_for_requests_without_room() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     requests = [request_of([0], request_id=index) for index in range(3)]
     assert policy.counts(requests, [0, 0, 0], NO_LIMIT) == [0, 0, 0] and not policy.stays_paused(requests)
     assert policy.counts(requests, [0, 4, 1], NO_LIMIT) == [0, 4, 1]
 
 
-def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
+def test_pause_holds_for_its_requests_until_it_ends() -> None:
     time = time_of(MODELS["nano"])
     policy = DraftPolicy(time)
     requests = [request_of([0], request_id=index) for index in range(2)]
@@ -225,12 +223,12 @@ def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
 
 
 @pytest.mark.parametrize("policy", [AllDrafts(), DraftPolicy(time_of(NANO_30B))], ids=["all", "adaptive"])
-def test_a_step_without_requests_wants_no_drafts(policy: AllDrafts | DraftPolicy) -> None:
+def test_step_without_requests_wants_no_drafts(policy: AllDrafts | DraftPolicy) -> None:
     """Else an idle rank would have the ranks that share its experts compute steps of full width."""
     assert policy.stays_paused([]) and policy.counts([], [], NO_LIMIT) == []
 
 
-def test_a_forgotten_request_is_new() -> None:
+def test_forgotten_request_is_new() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     request = request_of([0], request_id=5)
     for _ in range(30):

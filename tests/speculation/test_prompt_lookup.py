@@ -56,7 +56,7 @@ def test_draft_follows_the_longest_earlier_match(text: list[int], num_tokens: in
 
 
 @given(TEXTS, st.lists(st.integers(1, 40), max_size=12), st.integers(1, 4))
-def test_growing_text_drafts_as_one_seen_at_once(text: list[int], growth: list[int], min_match: int) -> None:
+def test_growing_text_drafts_like_one_indexed_at_once(text: list[int], growth: list[int], min_match: int) -> None:
     growing = PromptLookupDrafter(min_match)
     request = request_of(text)
     drafted(growing, request)
@@ -65,7 +65,7 @@ def test_growing_text_drafts_as_one_seen_at_once(text: list[int], growth: list[i
         assert drafted(growing, request) == drafted(PromptLookupDrafter(min_match), request)
 
 
-def test_text_of_many_growths_drafts_as_one_seen_at_once() -> None:
+def test_text_grown_many_times_drafts_like_one_indexed_at_once() -> None:
     numbers = np.random.default_rng(0).integers(0, 6, 3000).tolist()
     growing, request = PromptLookupDrafter(4, 32, ALL_CANDIDATES), request_of(numbers[:1])
     for step, token in enumerate(numbers):
@@ -87,13 +87,13 @@ def test_colliding_hashes_change_no_draft(text: list[int], min_match: int, more:
         assert drafted(drafter, request_of(text)) == searched(text, 5, min_match, min_match + more)
 
 
-def test_match_ends_where_the_text_begins() -> None:
+def test_match_may_reach_the_start_of_the_text() -> None:
     # As long as the index's first arrays, where a look before the beginning finds the end, a 2 as wanted.
     others = list(range(100, 100 + prompt_lookup._SMALLEST_CAPACITY - 10))
     assert drafted_for([1, 2, 7, 5, 1, 2, 8, *others, 2, 1, 2], 1) == (8,)
 
 
-def test_copied_region_that_reaches_the_end_is_carried_on() -> None:
+def test_repetition_at_the_end_is_continued() -> None:
     assert drafted_for([9, 1, 2, 3, 1, 2], 7) == (3, 1, 2, 3, 1, 2, 3)
     assert drafted_for([5, 5, 5], 4) == (5, 5, 5, 5)
 
@@ -113,11 +113,11 @@ def test_only_the_most_recent_candidates_are_compared() -> None:
 
 
 @pytest.mark.parametrize("text", [[1], [1, 2], [1, 2, 3, 4], [1, 1]])
-def test_text_whose_end_is_new_gets_no_draft(text: list[int]) -> None:
+def test_text_with_a_new_ending_gets_no_draft(text: list[int]) -> None:
     assert drafted_for(text) == ()
 
 
-def test_draft_requests_are_answered_in_order() -> None:
+def test_requests_are_answered_in_order() -> None:
     requests = [
         request_of([1, 2, 3, 1, 2], request_id=4),
         request_of([1], request_id=3),
@@ -140,13 +140,13 @@ def test_forget_frees_the_index() -> None:
 
 
 @pytest.mark.parametrize("text", [[5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 9, 9, 5, 9, 9]])
-def test_other_text_under_the_same_id_is_indexed_anew(text: list[int]) -> None:
+def test_other_text_under_the_same_id_is_indexed_again(text: list[int]) -> None:
     drafter = PromptLookupDrafter()
     drafted(drafter, request_of([1, 2, 3, 4, 1, 2, 3]))
     assert drafted(drafter, request_of(text)) == drafted_for(text) != ()
 
 
-def test_text_that_starts_again_is_found_as_before() -> None:
+def test_restarted_text_is_matched_as_before() -> None:
     drafter = PromptLookupDrafter()
     before = drafted(drafter, request_of([1, 2, 3], [4, 1, 2]))
     drafter.forget(0)

@@ -17,7 +17,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
 @given(TOKENS, TOKENS, st.integers(1, 3))
-def test_a_draft_ends_once_its_outcome_is_known(draft: list[int], reply: list[int], at_once: int) -> None:
+def test_shadow_draft_ends_once_its_outcome_is_known(draft: list[int], reply: list[int], at_once: int) -> None:
     request, shadowed = request_of([5], generated=[1, 2]), ShadowDrafts()
     assert not shadowed.num_tokens(request)
     shadowed.start(request, tuple(draft))
@@ -32,7 +32,7 @@ def test_a_draft_ends_once_its_outcome_is_known(draft: list[int], reply: list[in
     assert outcomes == expected and (shadowed.num_tokens(request) == 0) == known
 
 
-def test_a_forgotten_request_has_no_draft() -> None:
+def test_forgotten_request_has_no_shadow_draft() -> None:
     request, shadowed = request_of([5], request_id=3), ShadowDrafts()
     shadowed.start(request, (1,))
     shadowed.forget(3)

@@ -204,7 +204,7 @@ def ints(tensor: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> None:
+def test_step_equals_a_walk_over_its_tokens(device: str, seed: int) -> None:
     requests = random_requests(seed)
     batch, expected = lay_out(requests, device), walk(requests)
     assert batch.requests == tuple(requests)
@@ -231,7 +231,7 @@ def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_prefill_batch_agrees_with_a_walk_over_its_tokens(device: str, seed: int) -> None:
+def test_prefill_batch_equals_a_walk_over_its_tokens(device: str, seed: int) -> None:
     requests = random_requests(seed)
     prefill, expected = lay_out(requests, device).prefill, walk(requests)
     if not expected.final_slots:
@@ -267,7 +267,7 @@ def test_decode_batch_has_the_columns_and_state_of_each_window(device: str, seed
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_align_batch_has_the_slot_that_each_request_reserved(device: str, seed: int) -> None:
+def test_align_batch_has_the_slot_reserved_by_each_request(device: str, seed: int) -> None:
     requests = random_requests(seed)
     decode = [request for request in requests if not request.is_prefilling]
     batch = lay_out(requests, device)
@@ -285,7 +285,7 @@ def test_align_batch_has_the_slot_that_each_request_reserved(device: str, seed: 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_align_batch_reaches_only_the_reserved_boundary(device: str, seed: int) -> None:
+def test_align_batch_copies_only_reserved_boundaries(device: str, seed: int) -> None:
     for request in random_requests(seed):
         align = lay_out([request], device).align
         if align is None:
@@ -302,7 +302,7 @@ def test_align_batch_reaches_only_the_reserved_boundary(device: str, seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_logits_are_wanted_of_each_last_token_and_of_those_that_drafts_follow(device: str, seed: int) -> None:
+def test_logits_cover_last_tokens_and_those_before_drafts(device: str, seed: int) -> None:
     requests = random_requests(seed)
     logits, expected = lay_out(requests, device).logits, walk(requests).logits
     assert ints(logits.tokens) == [token for token, _, _ in expected]
@@ -316,9 +316,7 @@ def test_logits_are_wanted_of_each_last_token_and_of_those_that_drafts_follow(de
 
 @pytest.mark.parametrize("draws_ratios", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
-    device: str, seed: int, draws_ratios: bool
-) -> None:
+def test_logits_have_each_requests_settings_and_random_numbers(device: str, seed: int, draws_ratios: bool) -> None:
     requests = random_requests(seed)
     logits = lay_out_step(requests, StepBuffers(LIMITS, device), GEOMETRY, draws_ratios=draws_ratios).logits
     expected = walk(requests)
@@ -350,13 +348,11 @@ def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
         ([SamplingSettings(top_k=2), SamplingSettings(top_k=1)], Draws.KEPT_TOKENS),
     ],
 )
-def test_a_step_draws_in_the_first_way_that_draws_for_all_requests(
-    settings: list[SamplingSettings], draws: Draws
-) -> None:
+def test_step_uses_the_fastest_sampler_that_suits_all_requests(settings: list[SamplingSettings], draws: Draws) -> None:
     assert Draws.of([decoding(index, sampling=sampling) for index, sampling in enumerate(settings)]) is draws
 
 
-def test_tensors_are_of_the_types_that_the_model_and_the_kernels_take(device: str) -> None:
+def test_tensors_have_the_dtypes_of_model_and_kernels(device: str) -> None:
     batch = lay_out([decoding(0), running_request(1, prompt_len=9, computed=0, scheduled=9)], device)
     assert batch.token_ids.dtype == batch.positions.dtype == torch.int64
     assert batch.prefill is not None and batch.decode is not None
@@ -395,7 +391,7 @@ def test_tokens_of_shared_blocks_are_written_to_the_dummy(device: str) -> None:
     assert ints(batch.attention.block_table[0, :3]) == [20, 21, 22]
 
 
-def test_boundaries_that_a_step_passes_and_ends_on_are_written_to_their_slots(device: str) -> None:
+def test_boundaries_passed_or_reached_are_written_to_their_slots(device: str) -> None:
     requests = [decoding(0), running_request(1, prompt_len=30, computed=3, scheduled=21, reserved={8: 70, 24: 71})]
     prefill = lay_out(requests, device).prefill
     assert prefill is not None
@@ -403,7 +399,7 @@ def test_boundaries_that_a_step_passes_and_ends_on_are_written_to_their_slots(de
     assert ints(prefill.chunk_slots) == [PAD_SLOT, 70, PAD_SLOT, PAD_SLOT, PAD_SLOT, 71]
 
 
-def test_boundary_that_no_chunk_ends_on_is_an_error(device: str) -> None:
+def test_boundary_without_a_chunk_end_is_an_error(device: str) -> None:
     request = running_request(1, prompt_len=30, computed=0, scheduled=20, reserved={6: 70})
     with pytest.raises(CacheIntegrityError, match="need a chunk that ends at packed position 6"):
         lay_out([request], device)
@@ -422,7 +418,7 @@ def test_most_drafts_of_most_requests_fit_the_buffers(device: str) -> None:
     assert len(logits.tokens) == LIMITS.max_logits == LIMITS.max_requests * (1 + MOST_DRAFTS)
 
 
-def test_a_narrower_window_shows_nothing_of_the_step_before(device: str) -> None:
+def test_narrower_window_shows_nothing_of_the_previous_step(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     before = lay_out_step([decoding(0, num_drafts=5, reserved={8: 70})], buffers, GEOMETRY)
     assert len(ints(before.positions)) == 6  # read back, so that the host side may be written again
@@ -433,13 +429,13 @@ def test_a_narrower_window_shows_nothing_of_the_step_before(device: str) -> None
     assert ints(buffers.device("align_slots")[:2]) == [PAD_SLOT, PAD_SLOT]
 
 
-def test_step_without_room_for_drafts_has_one_column_a_request(device: str) -> None:
+def test_step_without_room_for_drafts_has_one_column_per_request(device: str) -> None:
     limits = replace(LIMITS, max_drafts=0)
     batch = lay_out_step([decoding(0), decoding(1)], StepBuffers(limits, device), GEOMETRY)
     assert batch.decode is not None and ints(batch.decode.columns) == [[50], [51]]
 
 
-def test_a_second_step_shows_nothing_of_the_first(device: str) -> None:
+def test_second_step_shows_nothing_of_the_first(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     lay_out_step(random_requests(1), buffers, GEOMETRY)
     requests = random_requests(2)
@@ -453,7 +449,7 @@ def test_a_second_step_shows_nothing_of_the_first(device: str) -> None:
             assert ints(getattr(second.prefill, name)) == ints(getattr(alone.prefill, name))
 
 
-def test_views_of_a_step_lie_in_its_buffers(device: str) -> None:
+def test_views_of_a_step_are_in_its_buffers(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     batch = lay_out_step([decoding(0), running_request(1, prompt_len=9, computed=0, scheduled=9)], buffers, GEOMETRY)
     assert batch.token_blocks.data_ptr() == buffers.device("token_blocks").data_ptr()

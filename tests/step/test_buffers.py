@@ -49,7 +49,7 @@ def test_every_section_arrives_where_it_was_written(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_requests", range(LIMITS.max_requests + 1))
-def test_send_copies_the_used_table_requests_and_nothing_after_them(device: str, num_requests: int) -> None:
+def test_send_copies_only_the_used_requests_of_a_table(device: str, num_requests: int) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(num_requests)
@@ -61,7 +61,7 @@ def test_send_copies_the_used_table_requests_and_nothing_after_them(device: str,
     assert sent == expected
 
 
-def test_a_later_step_leaves_the_requests_it_does_not_use_as_they_were(device: str) -> None:
+def test_later_step_leaves_unused_requests_unchanged(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(LIMITS.max_requests)
@@ -96,7 +96,7 @@ def test_send_is_one_copy(device: str) -> None:
     assert [event.name for event in profile.events()].count("aten::copy_") == 1
 
 
-def test_views_taken_before_a_send_show_what_it_brings(device: str) -> None:
+def test_views_taken_before_a_send_show_its_values(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     ids, table = buffers.device_int64("token_ids"), buffers.device_block_table()
     fill(buffers, first=1)
@@ -105,7 +105,7 @@ def test_views_taken_before_a_send_show_what_it_brings(device: str) -> None:
     assert table.tolist() == buffers.host_block_table().tolist()
 
 
-def test_columns_of_a_request_lie_side_by_side(device: str) -> None:
+def test_columns_of_a_request_are_contiguous(device: str) -> None:
     buffers = StepBuffers(replace(LIMITS, max_drafts=2), device)
     columns = np.arange(15).reshape(5, 3)
     buffers.host_columns()[:] = columns
@@ -114,7 +114,7 @@ def test_columns_of_a_request_lie_side_by_side(device: str) -> None:
     assert buffers.device("columns").tolist() == list(range(15))
 
 
-def test_floats_travel_as_their_bits(device: str) -> None:
+def test_floats_are_sent_as_their_bits(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     temperature = np.array([0.0, 1.0, 1e-30, 3.14159, np.inf], np.float32)
     uniforms = np.array([0.0, 0.5, 2.0**-53, 1 - 2.0**-53, 1 / 3])
@@ -125,7 +125,7 @@ def test_floats_travel_as_their_bits(device: str) -> None:
     assert buffers.device("uniforms").view(torch.float64).tolist() == uniforms.tolist()
 
 
-def test_limits_of_one_are_enough(device: str) -> None:
+def test_limits_of_one_suffice(device: str) -> None:
     buffers = StepBuffers(StepLimits(1, 1, 1, 1), device)
     fill(buffers, first=1)
     buffers.send(1)

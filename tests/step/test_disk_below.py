@@ -68,12 +68,12 @@ def wait_until(is_so: Callable[[], object]) -> None:
         time.sleep(INTERVAL_S / 5)
 
 
-def test_a_directory_that_does_not_change_is_listed_a_few_times_only(watch: _Watch, directory: Directory) -> None:
+def test_unchanged_directory_is_listed_only_a_few_times(watch: _Watch, directory: Directory) -> None:
     wait_until(lambda: directory.num_looks > 4 * _LOOKS_AFTER_A_CHANGE)
     assert directory.num_lists == _LOOKS_AFTER_A_CHANGE
 
 
-def test_what_comes_later_is_found_once(watch: _Watch, directory: Directory) -> None:
+def test_later_entries_are_found_once(watch: _Watch, directory: Directory) -> None:
     wait_until(lambda: directory.num_looks > _LOOKS_AFTER_A_CHANGE)
     watch.take()
     directory.add(entry(1))
@@ -83,12 +83,12 @@ def test_what_comes_later_is_found_once(watch: _Watch, directory: Directory) -> 
     assert not watch.take()
 
 
-def test_what_comes_at_the_time_of_the_last_change_is_found(watch: _Watch, directory: Directory) -> None:
+def test_entry_written_at_the_last_change_time_is_found(watch: _Watch, directory: Directory) -> None:
     directory.add(entry(1), entry(2))
     wait_until(lambda: entry(2) in watch.take())
 
 
-def test_no_list_is_lost_while_others_are_taken(watch: _Watch, directory: Directory) -> None:
+def test_no_listing_is_lost_while_others_are_read(watch: _Watch, directory: Directory) -> None:
     found: set[EntryName] = set()
     for key in range(1, 200):
         directory.add(entry(key))

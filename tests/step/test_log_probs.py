@@ -21,7 +21,7 @@ def laid_out(*top_n: int | None) -> StepBatch:
     return lay_out(requests, "cpu")
 
 
-def test_what_a_request_gets_depends_on_no_other_request() -> None:
+def test_log_probs_of_a_request_do_not_depend_on_others() -> None:
     """Though many logits are equal."""
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB).mul(4).round().bfloat16()

@@ -127,7 +127,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
 
 
 @pytest.mark.parametrize("name", HOLDING)
-def test_a_step_may_overlap_if_every_condition_holds(name: str) -> None:
+def test_step_may_overlap_if_every_condition_holds(name: str) -> None:
     conditions = HOLDING[name]
     is_allowed, graph = answer(conditions)
     assert is_allowed
@@ -195,12 +195,12 @@ def may_draft(conditions: DraftConditions) -> bool:
     )
 
 
-def test_a_step_with_drafts_may_be_launched_if_every_condition_holds() -> None:
+def test_draft_step_may_overlap_if_every_condition_holds() -> None:
     assert may_draft(DraftConditions())
     for row in (0, BLOCK - 4, BLOCK - 1):
         assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=row))
 
 
 @pytest.mark.parametrize("failing", FAILING_DRAFTS)
-def test_no_step_with_drafts_is_launched_if_one_condition_fails(failing: str) -> None:
+def test_no_draft_step_overlaps_if_one_condition_fails(failing: str) -> None:
     assert not may_draft(replace(DraftConditions(), **FAILING_DRAFTS[failing]))  # type: ignore[arg-type]

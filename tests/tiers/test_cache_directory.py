@@ -22,14 +22,14 @@ def opened(base: Path, form: EntryForm = FORM, part: str = "0-of-1") -> CacheDir
     return directory
 
 
-def test_a_later_server_finds_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+def test_later_server_finds_what_an_earlier_one_wrote(tmp_path: Path) -> None:
     first = opened(tmp_path / "cache")
     written(first.entries, form=FORM)
     second = CacheDirectory(tmp_path / "cache", FORM, "0-of-1")
     assert second.open(second.generation) == [NAME]
 
 
-def test_a_flush_is_known_to_every_later_server(tmp_path: Path) -> None:
+def test_flush_is_known_to_every_later_server(tmp_path: Path) -> None:
     first = opened(tmp_path)
     written(first.entries)
     old = first.entries
@@ -39,7 +39,7 @@ def test_a_flush_is_known_to_every_later_server(tmp_path: Path) -> None:
     assert second.generation == first.generation == 1 and second.open(second.generation) == []
 
 
-def test_two_servers_never_go_back_to_a_generation(tmp_path: Path) -> None:
+def test_two_servers_never_return_to_an_old_generation(tmp_path: Path) -> None:
     first, second = opened(tmp_path), opened(tmp_path)
     first.open(first.next_generation())
     assert second.generation == 0
@@ -49,7 +49,7 @@ def test_two_servers_never_go_back_to_a_generation(tmp_path: Path) -> None:
     assert first.generation == 3 == CacheDirectory(tmp_path, FORM, "0-of-1").generation
 
 
-def test_directories_are_private_and_files_too(tmp_path: Path) -> None:
+def test_directories_and_files_are_private(tmp_path: Path) -> None:
     directory = opened(tmp_path / "a" / "cache")
     written(directory.entries)
     made = [tmp_path / "a" / "cache", *(tmp_path / "a" / "cache").rglob("*")]
@@ -57,7 +57,7 @@ def test_directories_are_private_and_files_too(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
 
 
-def test_files_that_are_no_entries_of_this_server_stay(tmp_path: Path) -> None:
+def test_foreign_files_stay(tmp_path: Path) -> None:
     mine = tmp_path / "thesis.txt"
     mine.write_text("mine")
     (tmp_path / "photos").mkdir()
@@ -67,7 +67,7 @@ def test_files_that_are_no_entries_of_this_server_stay(tmp_path: Path) -> None:
     assert mine.read_text() == "mine" and (tmp_path / "photos").is_dir()
 
 
-def test_other_weights_and_parts_have_directories_of_their_own(tmp_path: Path) -> None:
+def test_other_weights_and_shards_have_their_own_directories(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     written(directory.entries)
     assert opened(tmp_path, OTHER).shared_entries() == []
@@ -75,7 +75,7 @@ def test_other_weights_and_parts_have_directories_of_their_own(tmp_path: Path) -
     assert opened(tmp_path).shared_entries() == [NAME]
 
 
-def test_an_entry_that_comes_or_goes_changes_the_directory(tmp_path: Path) -> None:
+def test_added_or_removed_entry_changes_the_directory(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     for change in (lambda: written(directory.entries), lambda: (directory.entries / file_name(NAME)).unlink()):
         os.utime(directory.entries, (1, 1))
@@ -86,7 +86,7 @@ def test_an_entry_that_comes_or_goes_changes_the_directory(tmp_path: Path) -> No
     assert directory.changed_at() is None
 
 
-def test_unused_directories_are_removed_when_there_is_no_room(tmp_path: Path) -> None:
+def test_unused_directories_are_removed_for_lack_of_room(tmp_path: Path) -> None:
     old, used = opened(tmp_path), opened(tmp_path, OTHER)
     written(old.entries)
     written(used.entries, form=OTHER)
@@ -98,7 +98,7 @@ def test_unused_directories_are_removed_when_there_is_no_room(tmp_path: Path) ->
     assert not old.entries.exists() and used.shared_entries() == [NAME]
 
 
-def test_a_generation_is_known_by_its_entries_where_its_file_is_lost(tmp_path: Path) -> None:
+def test_lost_generation_file_is_recovered_from_entries(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     directory.open(directory.next_generation())
     written(directory.entries)
@@ -108,20 +108,20 @@ def test_a_generation_is_known_by_its_entries_where_its_file_is_lost(tmp_path: P
     assert later.open(later.next_generation()) == [] and later.generation == 2
 
 
-def test_a_generation_that_cannot_be_looked_up_is_one_clear_error(tmp_path: Path) -> None:
+def test_unreadable_generation_is_one_clear_error(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     shutil.rmtree(tmp_path / FORM.identity.hex())
     with pytest.raises(CacheError, match="cannot use --disk-cache-dir"):
         directory.known_generation()
 
 
-def test_a_flush_between_making_and_opening_is_not_undone(tmp_path: Path) -> None:
+def test_flush_between_creation_and_opening_is_kept(tmp_path: Path) -> None:
     late, other = CacheDirectory(tmp_path, FORM, "0-of-1"), opened(tmp_path)
     other.open(other.next_generation())
     assert late.generation == 0 and late.known_generation() == 1
 
 
-def test_a_torn_generation_file_counts_as_none(tmp_path: Path) -> None:
+def test_truncated_generation_file_counts_as_missing(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     (tmp_path / FORM.identity.hex() / "generation").write_text("")
     assert CacheDirectory(tmp_path, FORM, "0-of-1").generation == 0
@@ -136,7 +136,7 @@ def test_a_torn_generation_file_counts_as_none(tmp_path: Path) -> None:
         lambda base: (base.mkdir(), (base / FORM.identity.hex()).write_text("a file")),
     ],
 )
-def test_an_unusable_directory_is_one_clear_error(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+def test_unusable_directory_is_one_clear_error(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     base = tmp_path / "cache"
     spoil(base)
     with pytest.raises(CacheError, match=f"cannot use --disk-cache-dir {base}: ") as raised:
@@ -145,7 +145,7 @@ def test_an_unusable_directory_is_one_clear_error(tmp_path: Path, spoil: Callabl
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_unwritable_directory_is_one_clear_error(tmp_path: Path) -> None:
+def test_unwritable_directory_is_one_clear_error(tmp_path: Path) -> None:
     base = tmp_path / "cache"
     base.mkdir(0o500)
     with pytest.raises(CacheError, match="Permission denied"):

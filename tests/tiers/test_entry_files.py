@@ -45,7 +45,7 @@ def read(directory: Path, name: EntryName = NAME, form: EntryForm = FORM) -> lis
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(0, 50), st.integers(0, 50), st.integers(0, 9))
-def test_an_entry_is_read_as_it_was_written(
+def test_entry_is_read_as_written(
     tmp_path_factory: pytest.TempPathFactory, num_blocks: int, before: int, state: int, block: int, seed: int
 ) -> None:
     directory, form = tmp_path_factory.mktemp("entries"), EntryForm(FORM.identity, state, block)
@@ -56,14 +56,14 @@ def test_an_entry_is_read_as_it_was_written(
     assert (directory / file_name(name)).stat().st_size == form.size_of(name)
 
 
-def test_only_the_wanted_parts_are_read_and_all_are_checked(tmp_path: Path) -> None:
+def test_only_requested_parts_are_read_and_all_are_checked(tmp_path: Path) -> None:
     pieces = written(tmp_path)
     block = bytearray(FORM.block_bytes)
     read_entry(tmp_path, NAME, FORM, None, {7: memoryview(block)})
     assert bytes(block) == pieces[3]  # blocks 5 to 8 of the text
 
 
-def test_a_flipped_byte_anywhere_is_noticed(tmp_path: Path) -> None:
+def test_flipped_byte_anywhere_is_detected(tmp_path: Path) -> None:
     written(tmp_path)
     path = tmp_path / file_name(NAME)
     whole = path.read_bytes()
@@ -76,7 +76,7 @@ def test_a_flipped_byte_anywhere_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda whole: whole[:-1], lambda whole: whole + b"0", lambda whole: b""])
-def test_a_torn_file_is_noticed_and_removed(tmp_path: Path, change: object) -> None:
+def test_truncated_file_is_detected_and_removed(tmp_path: Path, change: object) -> None:
     written(tmp_path)
     path = tmp_path / file_name(NAME)
     path.write_bytes(change(path.read_bytes()))  # type: ignore[operator]
@@ -85,7 +85,7 @@ def test_a_torn_file_is_noticed_and_removed(tmp_path: Path, change: object) -> N
     assert entries_in(tmp_path, FORM, 0) == [] and not path.exists()
 
 
-def test_the_entry_of_another_identity_or_text_is_refused(tmp_path: Path) -> None:
+def test_entry_of_another_identity_or_text_is_refused(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(BrokenEntryError):
         read(tmp_path, form=EntryForm(bytes(32), FORM.state_bytes, FORM.block_bytes))
@@ -95,7 +95,7 @@ def test_the_entry_of_another_identity_or_text_is_refused(tmp_path: Path) -> Non
         read(tmp_path, other)
 
 
-def test_foreign_and_old_unfinished_files_are_removed_and_folders_stay(tmp_path: Path) -> None:
+def test_foreign_and_stale_temporary_files_are_removed_and_folders_stay(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "notes.txt").write_text("foreign")
@@ -109,7 +109,7 @@ def test_foreign_and_old_unfinished_files_are_removed_and_folders_stay(tmp_path:
 
 
 @pytest.mark.parametrize("call", [1, 3, 6])
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     write, calls = os.write, []
 
     def full(file: int, piece: memoryview) -> int:
@@ -125,7 +125,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @given(st.integers(1, 2**256 - 1), st.integers(0, 2**256 - 1), st.integers(1, 10**8), st.integers(1, 10**8))
-def test_names_say_the_entry(key: int, anchor: int, depth: int, num_blocks: int) -> None:
+def test_file_names_encode_the_entry(key: int, anchor: int, depth: int, num_blocks: int) -> None:
     name = EntryName(key, anchor, max(depth, num_blocks), min(depth, num_blocks))
     assert entry_name(file_name(name)) == name
 
@@ -133,5 +133,5 @@ def test_names_say_the_entry(key: int, anchor: int, depth: int, num_blocks: int)
 @pytest.mark.parametrize(
     "text", ["", "x.boundary", file_name(NAME)[1:], file_name(NAME).upper(), "a" + file_name(NAME)]
 )
-def test_other_names_say_none(text: str) -> None:
+def test_other_names_encode_no_entry(text: str) -> None:
     assert entry_name(text) is None

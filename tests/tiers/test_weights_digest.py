@@ -24,7 +24,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> bytes:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 300), st.data())
-def test_any_bit_counts(size: int, data: st.DataObject) -> None:
+def test_any_bit_changes_the_digest(size: int, data: st.DataObject) -> None:
     tensors = weights(size, 7)
     before = digest(tensors)
     octets = tensors["w0"].view(torch.uint8)
@@ -35,14 +35,14 @@ def test_any_bit_counts(size: int, data: st.DataObject) -> None:
     assert digest(tensors) == before
 
 
-def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_size_does_not_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = weights(1000, 33, 1)
     before = digest(tensors)
     monkeypatch.setattr(module, "_WORDS_AT_ONCE", 8)
     assert digest(tensors) == before
 
 
-def test_order_makes_no_difference_and_names_shapes_and_dtypes_do() -> None:
+def test_names_shapes_and_dtypes_change_the_digest_but_order_does_not() -> None:
     tensors = weights(12, 24)
     before = digest(tensors)
     assert digest(dict(reversed(tensors.items()))) == before
@@ -52,7 +52,7 @@ def test_order_makes_no_difference_and_names_shapes_and_dtypes_do() -> None:
     assert digest({"w0": tensors["w0"]}) != before
 
 
-def test_swapped_words_count_and_strides_do_not() -> None:
+def test_swapped_words_change_the_digest_but_strides_do_not() -> None:
     matrix = torch.arange(64, dtype=torch.int64, device=DEVICE).view(8, 8)
     swapped = matrix.clone().view(-1)
     swapped[[3, 40]] = swapped[[40, 3]]
@@ -60,5 +60,5 @@ def test_swapped_words_count_and_strides_do_not() -> None:
     assert digest({"w": matrix.t().contiguous().t()}) == digest({"w": matrix})
 
 
-def test_empty_and_scalar_tensors_have_one() -> None:
+def test_empty_and_scalar_tensors_have_a_digest() -> None:
     assert digest({"w": torch.zeros(0, device=DEVICE)}) != digest({"w": torch.zeros((), device=DEVICE)})

@@ -1,8 +1,8 @@
 """Write the inputs of attention in one launch: norm and rotate queries and keys, pack queries, cache keys and values.
 
-Each head of queries and keys is RMS-normalized, if there are norms, and rounded; then its first channels are rotated
-by the token's position, if there is a rotation. The products of a rotation are rounded before they are added, as by
-separate torch ops. So a rotation alone has the bits of Megatron's own.
+Each head of queries and keys is RMS-normalized, if there are norms, and rounded; then its first channels are rotated by
+the token's position, if there is a rotation. The products of a rotation are rounded before they are added, so a
+rotation alone has the bits of Megatron's own.
 
 Layout: as `kv_append`. Grid: a program computes one head of a few tokens, a query's or a key's, and moves a key's
 value. The channels of a head are [parts, width]: a rotated channel and its partner are the same element of the first
@@ -19,8 +19,6 @@ from ..overlap import await_inputs, overlapping
 from .head_changes import HeadChanges
 from .kv_append import check_append, check_query
 from .reference import write_attention_inputs_ref
-
-__all__ = ["HeadChanges", "write_attention_inputs", "write_attention_inputs_ref"]
 
 _TILE_LEN = 1024
 """The fewest channels of a program; smaller heads share one."""
@@ -67,41 +65,14 @@ def _changed_head(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _inputs_kernel(
-    query,
-    key,
-    value,
-    packed,
-    k_cache,
-    v_cache,
-    token_block,
-    token_offset,
-    query_norm,
-    key_norm,
-    norm_offset,
-    eps,
-    table,
-    positions,
-    num_tokens,
-    query_stride,
-    query_head_stride,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    block_stride,
-    offset_stride,
-    HAS_NORMS: tl.constexpr,
-    ROTATES: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    query, key, value, packed, k_cache, v_cache, token_block, token_offset, query_norm, key_norm, norm_offset, eps,
+    table, positions, num_tokens, query_stride, query_head_stride, key_stride, key_head_stride, value_stride,
+    value_head_stride, block_stride, offset_stride,
+    HAS_NORMS: tl.constexpr, ROTATES: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
-    """Compute a head of TOKENS tokens. Long because of its arguments."""
+):  # fmt: skip
+    """Compute a head of TOKENS tokens."""
     await_inputs(OVERLAPS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < num_tokens

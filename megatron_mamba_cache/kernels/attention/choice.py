@@ -37,10 +37,7 @@ BACKENDS: tuple[BackendClass, ...] = (
 
 
 def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
-    """Build the backend of a model.
-
-    Args:
-        setting: The `setting` of a backend, or "auto".
+    """Build the backend of a model; `setting` is that of a backend, or "auto".
 
     Raises:
         ValueError: If the named backend cannot serve the model, or its library fails.

@@ -10,8 +10,8 @@ reads them. If there are such blocks, graphs of up to 1,024 prompt tokens use "f
 skipped, if allowed, in steps whose prompts have such a block.
 
 FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
-built, with a log line, not at the first request. Graphs use more of FlashInfer than its documentation promises. That is
-tested at start too: an incompatible release is skipped and does not stop a start that has loaded its weights.
+built, with a log line. Graphs use more of FlashInfer than its documentation promises. That is tested at start too: an
+incompatible release is skipped and does not stop a start that has loaded its weights.
 """
 
 from importlib import import_module
@@ -133,11 +133,7 @@ class FlashInferAttention:
         )
 
     def _try_out(self, kernels: tuple[str, str]) -> None:
-        """Run steps of one token, to compile all kernels and test what graphs need.
-
-        Args:
-            kernels: For decodes and for prompts.
-        """
+        """Run steps of one token, to compile the kernels of decodes and prompts, and to test what graphs need."""
         shape = self._shape
         one = torch.ones(1, dtype=torch.int32, device=shape.device)
         table = torch.zeros(1, 1, dtype=torch.int32)
@@ -239,7 +235,7 @@ def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:
-    """Return the last block that "fa3" of a release reads, None if it reads all; an unknown release counts as old."""
+    """Return the last block that "fa3" reads, None if it reads all; an unknown release counts as old."""
     reads_all = release is not None and release >= _FA3_READS_ALL
     if reads_all or shape.num_blocks * shape.block_bytes_apart <= _FA3_BYTES:
         return None
@@ -247,11 +243,10 @@ def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | N
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return the bytes of FlashInfer fa2's partial results inside a graph.
+    """Return the bytes of FlashInfer fa2's partial results inside a graph: float32 query tiles and their sums.
 
-    They are float32 query tiles and their sums: as many as the requests have tiles, with a ragged one each, or as many
-    as FlashInfer launches blocks, if that is more. Outside of a graph they are never more than the latter. Source:
-    FlashInfer 0.5.3, scheduler.cuh.
+    There are as many as the requests have tiles, with a ragged one each, or as FlashInfer launches blocks, if that is
+    more; outside of a graph never more than the latter. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     tile, num_tiles = _query_tiles(shape, num_rows, num_tokens)
     return shape.num_heads * num_tiles * tile * (shape.head_dim + 1) * 4 + 2 * _ALIGNMENT

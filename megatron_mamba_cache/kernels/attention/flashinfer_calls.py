@@ -93,14 +93,15 @@ class PagedAttention:
         scores = {} if lse is None else {"lse": lse, "return_lse": True}
         self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out, **scores)
 
-    def lend_offsets(self, wrapper: Any) -> None:
-        """Share this wrapper's 64 MiB of token offsets with another "fa3" wrapper; each run writes them.
+    @property
+    def offsets(self) -> Tensor | None:
+        """The 64 MiB of token offsets that each run of "fa3" writes; None from release 0.6 on."""
+        return getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
 
-        From 0.6 on FlashInfer has no such memory.
-        """
-        offsets = getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
-        if offsets is not None:
-            wrapper._vector_sparse_indices_buffer = offsets
+    def lend_offsets(self, wrapper: Any) -> None:
+        """Share the token offsets, if any, with another "fa3" wrapper; the two must not run at the same time."""
+        if self.offsets is not None:
+            wrapper._vector_sparse_indices_buffer = self.offsets
 
 
 class CapturedCall:

@@ -94,10 +94,7 @@ class AttentionBackend(Protocol):
     """Its value of `CacheConfig.attention_backend`."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Prepare a step, from its host lengths and block table, for the calls of its layers.
-
-        No request has fewer cached tokens than query tokens. The plan is valid until the next one is made.
-        """
+        """Plan the calls of a step's layers from its host lengths and block table; valid until the next plan."""
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedAttention:
         """Prepare graphs for requests at most as long as these; replays read the same tensors.

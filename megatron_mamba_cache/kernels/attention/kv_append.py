@@ -1,8 +1,8 @@
 """KV append: write new keys and values into their blocks of a paged cache, and pack queries, in one launch.
 
-Layout: a token's heads are one run of elements in the caches; in `key` and `value`, views of a joint projection, they
-may be strided, and so may the queries of each head of keys. Grid: a program moves a few tokens, of all heads the key
-and the value, or one query. Graph safe: no host sync, one launch.
+Layout: a token's heads are one run of elements in the caches; in `key` and `value`, and the queries of a head of keys,
+they may be strided. Grid: a program moves a few tokens, of all heads the key and the value, or one query. Graph safe:
+no host sync, one launch.
 """
 
 import torch
@@ -13,8 +13,6 @@ from torch import Tensor
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .reference import append_kv_ref
-
-__all__ = ["append_kv", "append_kv_ref"]
 
 _TILE_LEN = 1024
 """The fewest elements of key, and of value, that a program moves; smaller tokens share a program."""

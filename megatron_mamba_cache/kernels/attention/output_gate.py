@@ -1,10 +1,9 @@
 """Attention's output times the sigmoid of its gate, a view of the joint projection of queries, keys and values.
 
-A launch of its own: in the product after it, each of a thousand programs would compute every sigmoid again.
+A launch of its own: in the GEMM after it, each of a thousand programs would compute every sigmoid again.
 
 Layout: a token's outputs are one run of elements; the gates of a KV head's queries are a run too, and runs may be
-strided. Grid: a program computes WIDTH elements of a token. Arithmetic is fp32, with one rounding. Graph safe: no host
-sync, one launch.
+strided. Arithmetic is fp32, with one rounding. Graph safe: no host sync, one launch.
 """
 
 import torch
@@ -21,16 +20,9 @@ _WIDTH = 1024
 
 @triton.jit
 def _gate_kernel(
-    attended,
-    gate,
-    out,
-    gate_stride,
-    gate_head_stride,
-    CHANNELS: tl.constexpr,
-    RUN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    attended, gate, out, gate_stride, gate_head_stride,
+    CHANNELS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -43,14 +35,11 @@ def _gate_kernel(
 
 
 def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
-    """Return attended * sigmoid(gate).
+    """Return attended * sigmoid(gate), computed in fp32 and rounded once.
 
     Args:
         attended: [tokens, kv_heads * queries, dim], contiguous.
         gate: [tokens, kv_heads, queries, dim], the gates of a KV head contiguous.
-
-    Returns:
-        As `attended`; computed in fp32, rounded once.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.

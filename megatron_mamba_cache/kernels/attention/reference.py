@@ -195,8 +195,7 @@ class CapturedReference(DeviceLengths):
 def token_rows(rows: AttentionRows) -> AttentionRows:
     """Return requests of one token each, one for every possible packed token, computed on the device.
 
-    Args:
-        rows: Host lengths are upper bounds. A packed token past the last request has no cached tokens.
+    Host lengths are upper bounds. A packed token past the last request has no cached tokens.
     """
     num_tokens = sum(rows.query_lens)
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.cu_query.device)

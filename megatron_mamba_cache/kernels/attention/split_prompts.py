@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
-from ..overlap import await_inputs, overlapping
+from ..overlap import await_inputs, overlapping, side_stream
 from ..reference import compute_dtype
 from .flashinfer_calls import CapturedCall, PageLists, page_lists, tokens_of
 from .interface import AttentionRows
@@ -60,10 +60,23 @@ class SplitPart:
         """Attend the planned tokens of a layer."""
         parts = q.new_empty(self._num_pieces + 1, *q.shape)
         lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+        second = self._second_stream(q.device)
+        if second is not None:
+            second.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(second):
+            self._own.attention.run(q, k_cache, v_cache, parts[-1], lse[-1])
         copies = q.expand(self._num_pieces, *q.shape).flatten(0, 1)
         self._history.attention.run(copies, k_cache, v_cache, parts[:-1].flatten(0, 1), lse[:-1].flatten(0, 1))
-        self._own.attention.run(q, k_cache, v_cache, parts[-1], lse[-1])
+        if second is not None:
+            torch.cuda.current_stream().wait_stream(second)
         merge_parts(parts, lse, out)
+
+    def _second_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return a stream for the prompts' own blocks, which take the multiprocessors that the pieces leave idle."""
+        shares_memory = self._history.attention.offsets is not None
+        if shares_memory or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return None
+        return side_stream(device)
 
 
 def split_history(pages: PageLists, block_size: int, num_pieces: int, num_tokens: int) -> tuple[PageLists, PageLists]:

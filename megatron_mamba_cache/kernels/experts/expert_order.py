@@ -1,10 +1,9 @@
 """The order of tokens by expert: which (token, expert) pairs each expert computes.
 
 Layout: pairs in the order of tokens, then of the tokens' experts. The same choice of experts gives the same order on
-every run: atomics only count. Few pairs take one launch, a program for each expert: it reads all pairs at once, counts
-those of lower experts, which come first, and writes its own in order. More pairs take three launches over chunks of
-pairs: count each chunk's pairs of each expert and rank each pair among them; sum the counts of the chunks before;
-scatter. Graph safe: no host sync.
+every run: atomics only count. Few pairs take one launch, a program for each expert, which reads all pairs at once. More
+pairs take three launches over chunks of pairs: count each chunk's pairs of each expert and rank each pair among them;
+sum the counts of the chunks before; scatter. Graph safe: no host sync.
 """
 
 import torch
@@ -15,8 +14,6 @@ from torch import Tensor
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .reference_experts import ExpertOrder, order_by_expert_ref
-
-__all__ = ["ExpertOrder", "order_by_expert", "order_by_expert_ref"]
 
 _FEW_PAIRS = {128: 1, 1024: 4, 2048: 8, 4096: 8}
 """Pairs that a program reads at once, and its warps."""
@@ -36,16 +33,9 @@ def _load_experts(ids, position, num_pairs, first_expert, NUM_EXPERTS: tl.conste
 
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _order_kernel(
-    ids,
-    pairs,
-    positions,
-    starts,
-    num_pairs,
-    first_expert,
-    NUM_EXPERTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    ids, pairs, positions, starts, num_pairs, first_expert,
+    NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_inputs(OVERLAPS)
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
@@ -64,17 +54,9 @@ def _order_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
 def _count_kernel(
-    ids,
-    ranks,
-    counts,
-    num_pairs,
-    num_chunks,
-    first_expert,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    ids, ranks, counts, num_pairs, num_chunks, first_expert,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Count a chunk's pairs of each expert, and rank each pair among those of its expert."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
@@ -102,21 +84,9 @@ def _sum_counts_kernel(counts, totals, num_chunks, CHUNKS: tl.constexpr, OVERLAP
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
 def _scatter_kernel(
-    ids,
-    ranks,
-    counts,
-    totals,
-    pairs,
-    positions,
-    starts,
-    num_pairs,
-    num_chunks,
-    first_expert,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    ids, ranks, counts, totals, pairs, positions, starts, num_pairs, num_chunks, first_expert,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Write a chunk's pairs after those of lower experts and of the chunks before."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
@@ -135,9 +105,9 @@ def _scatter_kernel(
 
 
 def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
-    """Sort (token, expert) pairs by expert.
+    """Sort (token, expert) pairs by expert; pairs of an expert stay in order.
 
-    Pair `token * top_k + slot` is a token and its expert in that slot. Pairs of an expert stay in order.
+    Pair `token * top_k + slot` is a token and its expert in that slot.
 
     Args:
         ids: [tokens, top_k] int32, contiguous.

@@ -71,7 +71,7 @@ class Sizes:
 
 @aggregate
 class Tile:
-    """A tile's expert, its first row, the row after its last, and the number of its tile of outputs."""
+    """A tile's expert, first row and end row, and the number of its tile of outputs."""
 
     expert: gl.tensor
     first: gl.tensor
@@ -224,7 +224,7 @@ def fill_with_rows(rows32, pipeline, tiles, sizes):
 
 @gluon.jit
 def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
-    """Return the offsets in x of the first 64 inputs of 32 rows, [32, 64]; after the last row, the last one's."""
+    """Return the offsets in x of 64 inputs of 32 rows, [32, 64]; past the last row, that row's."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
     token = gl.load(pairs + row) // DIVISOR

@@ -1,7 +1,6 @@
-"""The row tiles of a grouped GEMM: each expert's rows in the fewest tiles, of equal lengths.
+"""The row tiles of a grouped GEMM: the rows of each expert in turn, in the fewest tiles of equal lengths.
 
-Layout: tiles in the order of experts. Grid: a program for each expert, which counts the tiles before its own. Graph
-safe: no host sync.
+Grid: a program for each expert, which counts the tiles before its own. Graph safe: no host sync.
 """
 
 from dataclasses import dataclass
@@ -73,8 +72,8 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
 def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool, is_gated: bool) -> bool:
     """Return True if `grouped_gemm_hopper` is used; like `choose_variant`, by the number of rows alone.
 
-    A long tile reads an expert's weights once however unevenly tokens choose; short ones read those of popular experts
-    repeatedly. With very many rows per expert, tiles of 128 rows are as well filled, and gather faster.
+    A long tile reads an expert's weights once however unevenly tokens choose. With very many rows per expert, tiles of
+    128 rows are as well filled, and gather faster.
     """
     mean_rows = num_pairs / weight.shape[0]
     if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or weight.shape[1] < _FEWEST_WEIGHTS:
@@ -102,14 +101,10 @@ ROW_STEP = 32
 
 @triton.jit
 def _tiles_kernel(
-    starts,
-    tiles,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
-    ROW_STEP: tl.constexpr,
+    starts, tiles,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, MOST_ROWS: tl.constexpr, ROW_STEP: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     await_inputs(OVERLAPS)
     own, expert = tl.program_id(0), tl.arange(0, EXPERTS)
     exists = expert < NUM_EXPERTS

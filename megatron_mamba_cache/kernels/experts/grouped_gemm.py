@@ -1,12 +1,12 @@
 """Grouped GEMM: each expert's weights times the tokens that chose it.
 
 Layout: weights [experts, outputs, inputs], inputs contiguous; a gated layer's first weights hold the gates' outputs
-before the others. Rows are (token, expert) pairs in the order of experts (`order_by_expert`), so that an expert's rows
-are consecutive and its weights are read once for each tile of rows. Grid: a program computes TILE rows of one expert
-and WIDTH outputs. The host does not know how many tiles an expert has: programs are launched for the most tiles that
-any choice can have, and each finds its expert from the starts; those past the last tile do nothing.
+before the others. Rows are (token, expert) pairs in the order of experts (`order_by_expert`), so that an expert's
+weights are read once for each tile of rows. Grid: a program computes TILE rows of one expert and WIDTH outputs. The
+host does not know how many tiles an expert has: programs are launched for the most tiles that any choice can have, and
+those past the last tile do nothing.
 
-With few rows per expert the time is that of reading the weights, with many that of arithmetic: `gemm_variants` has the
+With few rows per expert the time is that of reading the weights, with many that of arithmetic: `gemm_tiles` has the
 tiles of each variant; `grouped_gemm_hopper` is another. Within a variant a row's inputs are summed in one order,
 whatever other rows there are, so a token's bits do not depend on the batch. Accumulation is fp32. Graph safe: no host
 sync, no atomics.
@@ -24,8 +24,6 @@ from ..overlap import await_inputs, overlapping
 from .gemm_tiles import GemmVariant, choose_variant, takes_long_tiles
 from .grouped_gemm_hopper import multiply_on_hopper
 from .reference_experts import ExpertOrder, grouped_gemm_ref
-
-__all__ = ["grouped_gemm", "grouped_gemm_ref"]
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -48,16 +46,9 @@ def _tile_of(starts, number, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, T
 
 @triton.jit
 def _load_weights(
-    weight,
-    first_row,
-    first_column,
-    begin,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BOXES: tl.constexpr,
-):
+    weight, first_row, first_column, begin,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BOXES: tl.constexpr,
+):  # fmt: skip
     """Load the weights [WIDTH, DEPTH] of columns; a box past the last column reads other weights."""
     if BOXES:
         values = weight.load([first_row + first_column, begin])
@@ -70,10 +61,9 @@ def _load_weights(
 
 @triton.jit
 def _multiply(given, weights, total, SWAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return total + left @ right.T.
+    """Return total + left @ right.T; in the interpreter by sums of fixed order.
 
-    The interpreter multiplies the bits of bf16 instead of its values, and uses a library whose order of summation
-    depends on a row's position. So it gets sums of fixed order.
+    The interpreter multiplies the bits of bf16 instead of its values, and in an order that depends on a row's position.
     """
     left, right = (weights, given) if SWAPS else (given, weights)
     if _IS_INTERPRETED:
@@ -85,29 +75,12 @@ def _multiply(given, weights, total, SWAPS: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def _compute_tile(
-    x,
-    weight,
-    pairs,
-    out,
-    x_stride,
-    expert,
-    first,
-    last,
-    DIVISOR: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SWAPS: tl.constexpr,
+    x, weight, pairs, out, x_stride, expert, first, last,
+    DIVISOR: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, SWAPS: tl.constexpr,
     BOXES: tl.constexpr,
-):
-    """Compute and store TILE rows times WIDTH outputs of an expert; rows from `last` on are another's.
-
-    Long because of its arguments.
-    """
+):  # fmt: skip
+    """Compute and store TILE rows times WIDTH outputs of an expert; rows from `last` on are another's."""
     IS_GATED: tl.constexpr = ACTIVATION == "gated_silu"
     row = first + tl.arange(0, TILE)
     is_row = row < last
@@ -148,27 +121,11 @@ def _compute_tile(
 
 @triton.jit
 def _grouped_gemm_kernel(
-    x,
-    weight,
-    pairs,
-    starts,
-    out,
-    x_stride,
-    DIVISOR: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SWAPS: tl.constexpr,
-    BOXES: tl.constexpr,
-    HAS_HALVES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    x, weight, pairs, starts, out, x_stride,
+    DIVISOR: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, SWAPS: tl.constexpr, BOXES: tl.constexpr, HAS_HALVES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_inputs(OVERLAPS)
     expert, first, last = _tile_of(starts, tl.program_id(1), NUM_EXPERTS, EXPERTS, TILE)
     if first >= last:

@@ -133,29 +133,11 @@ def _multiply_tiles(pipeline, tiles, out, sizes, GROUP: gl.constexpr):
 
 @gluon.jit
 def _gemm_kernel(
-    weight,
-    rows32,
-    x,
-    pairs,
-    tiles,
-    out,
-    x_stride,
-    UNITS: gl.constexpr,
-    NUM_WIDE: gl.constexpr,
-    PER_UNIT: gl.constexpr,
-    TILES: gl.constexpr,
-    TURN: gl.constexpr,
-    STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    DIVISOR: gl.constexpr,
-    AHEAD: gl.constexpr,
-    MULTIPLY_REGISTERS: gl.constexpr,
-    FILL_REGISTERS: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-):
-    """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
+    weight, rows32, x, pairs, tiles, out, x_stride,
+    UNITS: gl.constexpr, NUM_WIDE: gl.constexpr, PER_UNIT: gl.constexpr, TILES: gl.constexpr, TURN: gl.constexpr,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, OUTPUTS: gl.constexpr, ACTIVATION: gl.constexpr, DIVISOR: gl.constexpr,
+    AHEAD: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, FILL_REGISTERS: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
     sizes = Sizes(UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
     pipeline = allocate_pipeline(weight, rows32, sizes)
     if not AHEAD:
@@ -239,7 +221,7 @@ def multiply_on_hopper(
 
 
 def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
-    """Return how many times 64 weights a tile has: three read rows least often, if there are enough tiles.
+    """Return how many times 64 weights a tile has: three if there are enough tiles, to read rows least often.
 
     If one unit is left over, three per tile leave two narrow tiles. With many rows that takes longer than tiles of two
     only. With few, loading weights is the bound, and wider stages have more in flight.

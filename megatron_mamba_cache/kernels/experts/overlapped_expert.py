@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
+from ..overlap import side_stream
 from .gemm_tiles import takes_long_tiles, tile_rows_ref
 from .grouped_gemm import grouped_gemm
 from .reference_experts import ExpertOrder
@@ -57,10 +58,9 @@ class OverlappedExpert:
 
     For few tokens the time is that of reading its weights: it is launched while the others are routed, by small kernels
     that leave the memory idle. The routing is launched first, or its programs would wait for the larger kernels'. The
-    routed GEMMs fill the card, so the shared expert's stream has high priority: its programs start next, not last. With
-    more tokens the shared expert's programs take whole multiprocessors and would delay routing: they are launched after
-    it, and use what the GEMMs leave idle. Whatever leaves room for routing is launched before it. Without a graph, a
-    second stream costs the host more than it gains.
+    routed GEMMs fill the card, so the shared expert's stream has high priority. With more tokens its programs take
+    whole multiprocessors and would delay routing: they are launched after it, and use what the GEMMs leave idle.
+    Without a graph, a second stream costs the host more than it gains.
 
     Args:
         begin: Called at once: launches what leaves room for routing, if anything, and returns a function that computes
@@ -72,22 +72,15 @@ class OverlappedExpert:
         self._stream: torch.cuda.Stream | None = None
         self._output: Tensor | None = None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._stream, self._inputs = _side_stream(device), torch.cuda.Event()
+            self._stream, self._inputs = side_stream(device), torch.cuda.Event()
             self._inputs.record()
             self._stream.wait_event(self._inputs)
         with torch.cuda.stream(self._stream):
             self._compute = begin()
 
     def launch(self, *, after_queued: bool) -> None:
-        """Launch the rest.
-
-        Args:
-            after_queued: True to wait for all work queued on the current stream.
-        """
-        if self._stream is None or self._inputs is None:
-            self._output = self._compute()
-            return
-        if after_queued:
+        """Launch the rest; `after_queued` waits for all work queued on the current stream."""
+        if after_queued and self._stream is not None and self._inputs is not None:
             self._inputs.record()
             self._stream.wait_event(self._inputs)
         with torch.cuda.stream(self._stream):
@@ -99,9 +92,3 @@ class OverlappedExpert:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         return self._output
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the device's second stream, of high priority."""
-    return torch.cuda.Stream(device, priority=-1)

@@ -1,8 +1,8 @@
-"""First GEMM of a few tokens: each token with its experts, a pair at a time, and with the shared expert.
+"""First GEMM of a few tokens: each token with each of its experts, and with the shared expert.
 
-Layout: pairs in the order of tokens, then of the tokens' experts. Grid: tiles of outputs of the shared expert for each
-token, then those of each pair. A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host
-sync, no atomics.
+Grid: tiles of outputs of the shared expert for each token, then those of each pair of a token and an expert, in the
+order of tokens. A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host sync, no
+atomics.
 """
 
 import torch
@@ -35,7 +35,7 @@ def check_few(
     shared_weight: Tensor | None,
     shared_x: Tensor | None = None,
 ) -> None:
-    """Raise `ValueError` if shapes, dtypes or strides disagree; see `pair_gemm` and `summed_gemm`.
+    """Raise `ValueError` if shapes, dtypes or strides do not fit `pair_gemm` or `summed_gemm`.
 
     Args:
         x: [tokens * rows_of_token, inputs].
@@ -69,27 +69,17 @@ def check_few(
         )
 
 
-__all__ = ["pair_gemm", "pair_gemm_ref"]
-
 _ROWS = 4
 """Rows of weights of a program."""
 
 
 @triton.jit
 def _activated_gemm(
-    vector,
-    weights,
-    other_weights,
-    INPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    AWAITS: tl.constexpr,
+    vector, weights, other_weights,
+    INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AWAITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     """Return the activated products [ROWS] of weights and a vector, awaited after the first loads if AWAITS.
-
-    Long because of its arguments.
 
     Args:
         weights: [ROWS, 1] pointers to rows of weights: for `gated_silu` those of gates, else of all.
@@ -124,26 +114,11 @@ def _activated_gemm(
 
 @triton.jit(do_not_specialize=["num_tokens", "first_expert"])
 def _pairs_kernel(
-    x,
-    weight,
-    shared_weight,
-    ids,
-    out,
-    shared_out,
-    x_stride,
-    num_tokens,
-    first_expert,
-    TOP_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Multiply a token with ROWS outputs of the shared expert, or of one of its own. Long because of its arguments."""
+    x, weight, shared_weight, ids, out, shared_out, x_stride, num_tokens, first_expert,
+    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a token with ROWS outputs of the shared expert, or of one of its own."""
     HALVES: tl.constexpr = 2 if ACTIVATION == "gated_silu" else 1
     TILES: tl.constexpr = (OUTPUTS + ROWS - 1) // ROWS
     SHARED_TILES: tl.constexpr = (SHARED + ROWS - 1) // ROWS

@@ -19,12 +19,7 @@ _MOST_SHARED_TOKENS = 2
 
 
 class SharedExpert(NamedTuple):
-    """The weights of the shared expert; its activation is that of the others.
-
-    Args:
-        first: [inner, inputs]; [2 * inner, inputs] for gated activations, the gates first.
-        second: [outputs, inner].
-    """
+    """Weights of the shared expert: [inner, inputs], or [2 * inner, inputs] with gates first, and [outputs, inner]."""
 
     first: Tensor
     second: Tensor
@@ -33,7 +28,7 @@ class SharedExpert(NamedTuple):
 def takes_shared_expert(x: Tensor) -> bool:
     """Return True if `routed_experts` should compute the shared expert too: for very few tokens.
 
-    It would read the shared weights once per token; a GEMM of its own reads them once.
+    It reads the shared weights once per token; a GEMM of its own reads them once.
     """
     return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 

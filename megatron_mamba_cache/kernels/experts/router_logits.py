@@ -17,8 +17,6 @@ from ..one_token import can_multiply_one_token, multiply_one_token
 from ..overlap import await_inputs, overlapping
 from .reference_experts import router_logits_ref
 
-__all__ = ["router_logits", "router_logits_ref"]
-
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 _FEW_TOKENS = 256
 _EXPERTS = 64
@@ -28,20 +26,10 @@ _DEPTH = 64
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
-    x,
-    gate,
-    logits,
-    stride,
-    num_tokens,
-    INPUTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    x, gate, logits, stride, num_tokens,
+    INPUTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
+    EXPERTS: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Multiply a tile of tokens with the weights of a tile of experts, over one part of the inputs."""
     await_inputs(OVERLAPS)
     part = tl.program_id(2)

@@ -2,8 +2,7 @@
 
 One program per token, with its experts in registers as [groups, experts of a group], both padded to powers of 2. The
 best expert is found `top_k` times: the largest key, an integer in the order of the scores, and the lowest number among
-equal keys. If the shared expert has a gate, the program computes its weight too. All arithmetic is fp32. A token's
-result depends on that token alone. Graph safe.
+equal keys. If the shared expert has a gate, the program computes its weight too. All arithmetic is fp32. Graph safe.
 """
 
 import torch
@@ -15,8 +14,6 @@ from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .reference_experts import route_ref
 from .routing_rule import RoutingRule, SharedGate
-
-__all__ = ["RoutingRule", "SharedGate", "route", "route_ref"]
 
 _LOWEST = tl.constexpr(-(2**31))
 _GATE_WIDTH = 1024
@@ -80,34 +77,12 @@ def _shared_weight(x, gate, INPUTS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["part_stride"])
 def _route_kernel(
-    logits,
-    bias,
-    is_real,
-    x,
-    gate,
-    ids,
-    weights,
-    stride,
-    part_stride,
-    x_stride,
-    scale,
-    PARTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    NUM_SCORING: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    NORMALIZES: tl.constexpr,
-    GATE_INPUTS: tl.constexpr,
-    GATE_WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    logits, bias, is_real, x, gate, ids, weights, stride, part_stride, x_stride, scale,
+    PARTS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, NUM_SCORING: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PADDING: tl.constexpr, NORMALIZES: tl.constexpr,
+    GATE_INPUTS: tl.constexpr, GATE_WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Choose the experts of a token. Long because of its arguments."""
     await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)

@@ -15,8 +15,6 @@ from ..overlap import await_inputs, await_launcher, overlapping, release
 from .pair_gemms import check_few, tile_width
 from .reference_experts import check_weights, summed_gemm_ref
 
-__all__ = ["summed_gemm", "summed_gemm_ref"]
-
 _ROWS = 2
 """Outputs of a program: with four, a little more than one wave of programs would leave a long tail."""
 _AHEAD = 1
@@ -58,29 +56,11 @@ def _of_expert(
 
 @triton.jit(do_not_specialize=["first_expert"])
 def _sum_kernel(
-    rows,
-    shared_rows,
-    weight,
-    shared_weight,
-    ids,
-    shares,
-    addend,
-    out,
-    first_expert,
-    HAS_ADDEND: tl.constexpr,
-    FOLLOWS_PAIRS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    UNROLLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    rows, shared_rows, weight, shared_weight, ids, shares, addend, out, first_expert,
+    HAS_ADDEND: tl.constexpr, FOLLOWS_PAIRS: tl.constexpr, TOP_K: tl.constexpr, NUM_SHARES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
+    UNROLLS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Sum ROWS outputs of a token over its experts, and the shared one. Long because of its arguments."""
     if FOLLOWS_PAIRS:
         release(OVERLAPS)  # the choice of experts was written before the first GEMM began

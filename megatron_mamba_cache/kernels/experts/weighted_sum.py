@@ -1,7 +1,7 @@
 """The weighted sum of a token's experts.
 
-Layout: rows in the order of experts, one row for each (token, expert) pair. Grid: a program for each token and WIDTH of
-its outputs, which reads the token's rows in the order of its slots: always the same sum. Graph safe: no host sync, no
+Layout: rows in the order of experts, one for each (token, expert) pair. Grid: a program for each token and WIDTH of its
+outputs, which reads the token's rows in the order of its slots: always the same sum. Graph safe: no host sync, no
 atomics.
 """
 
@@ -17,15 +17,9 @@ from .reference_experts import check_weights, sum_of_ranks_ref, weighted_sum_ref
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_of_ranks_kernel(
-    parts,
-    addend,
-    out,
-    num_rows,
-    HAS_ADDEND: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    RANKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    parts, addend, out, num_rows,
+    HAS_ADDEND: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < OUTPUTS
@@ -72,25 +66,15 @@ def sum_of_ranks(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -
     return out
 
 
-__all__ = ["weighted_sum", "weighted_sum_ref"]
-
 _SUM_WIDTH = 1024
 
 
 @triton.jit
 def _weighted_sum_kernel(
-    rows,
-    positions,
-    weights,
-    addend,
-    out,
-    HAS_ADDEND: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_WEIGHTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    rows, positions, weights, addend, out,
+    HAS_ADDEND: tl.constexpr, OUTPUTS: tl.constexpr, TOP_K: tl.constexpr, NUM_WEIGHTS: tl.constexpr,
+    WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

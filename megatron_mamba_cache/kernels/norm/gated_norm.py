@@ -15,30 +15,16 @@ from ..kernel_launches import launches_kernel, wants_gradient
 from ..overlap import await_inputs, overlapping
 from .reference_norm import gated_group_norm_ref
 
-__all__ = ["gated_group_norm", "gated_group_norm_ref"]
-
 _TILE_LEN = 1024
 """The fewest elements of a program; smaller groups share one."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gated_group_norm_kernel(
-    y,
-    z,
-    weight,
-    out,
-    num_tokens,
-    y_stride,
-    z_stride,
-    eps,
-    offset,
-    CHANNELS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    y, z, weight, out, num_tokens, y_stride, z_stride, eps, offset,
+    CHANNELS: tl.constexpr, GROUP_SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, IS_GATED: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     await_inputs(OVERLAPS)
     NUM_GROUPS: tl.constexpr = CHANNELS // GROUP_SIZE
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]  # group number over all tokens

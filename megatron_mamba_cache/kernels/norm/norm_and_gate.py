@@ -1,4 +1,4 @@
-"""RMS norm by head, then the gate, at the end of a Gated DeltaNet mixer: RMSNorm(y) * weight * silu(z) in one pass.
+"""RMS norm by head, then the gate, in one pass: RMSNorm(y) * weight * silu(z), at the end of a Gated DeltaNet mixer.
 
 All heads share one weight vector. Layout: tokens of any stride, channels contiguous. Grid: a program holds several
 heads in registers, which need not be of one token; sharing a program does not change a head's bits. Arithmetic is fp32;
@@ -14,28 +14,15 @@ from ..kernel_launches import is_computed_in_fp32, launches_kernel, wants_gradie
 from ..overlap import await_inputs, overlapping
 from .reference_norm import norm_and_gate_ref
 
-__all__ = ["norm_and_gate", "norm_and_gate_ref"]
-
 _TILE_LEN = 1024
 """The fewest elements of a program; smaller heads share one."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _norm_and_gate_kernel(
-    y,
-    z,
-    weight,
-    out,
-    num_tokens,
-    y_stride,
-    z_stride,
-    eps,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    y, z, weight, out, num_tokens, y_stride, z_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_inputs(OVERLAPS)
     index = tl.program_id(0) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]  # head number over all tokens
     token = (index // HEADS).to(tl.int64)

@@ -13,23 +13,12 @@ from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_written, let_next_begin, overlapping
 from .reference_norm import add_and_norm_ref
 
-__all__ = ["add_and_norm", "add_and_norm_ref"]
-
 
 @triton.jit
 def _add_and_norm_kernel(
-    output,
-    residual,
-    weight,
-    total,
-    normed,
-    multiplier,
-    eps,
-    offset,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    output, residual, weight, total, normed, multiplier, eps, offset,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     let_next_begin(OVERLAPS)
     channel = tl.arange(0, WIDTH)
     inside = channel < CHANNELS

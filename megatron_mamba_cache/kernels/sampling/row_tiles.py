@@ -40,7 +40,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_logits(logits, row, stride, token, vocab_size):
-    """Load logits of a row as fp32 that can be compared: NaN and what is past the end are -inf, zeros have one sign."""
+    """Load logits of a row as comparable fp32: NaN and tokens past the end are -inf, zeros have one sign."""
     index = logits + row.to(tl.int64) * stride + token
     found = tl.load(index, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     found = tl.where(found == found, found, float("-inf"))

@@ -105,13 +105,10 @@ def _pick_kernel(
 
 
 def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tensor:
-    """Sample [rows] int64 tokens by uniform numbers, [rows] float64 in [0, 1).
+    """Sample [rows] int64 tokens, some token for a row of NaN; arguments as in `sample_tokens`.
 
-    A row of NaN takes some token. CUDA-graph safe: no host sync, three launches, and five if rows may be cut.
-
-    Args:
-        rows: On a GPU, or with Triton interpreted.
-        any_cut: False if no row has top-k above 1 or top-p.
+    Rows must be on a GPU, or Triton interpreted. CUDA-graph safe: no host sync, three launches, and five if rows may be
+    cut.
     """
     logits = rows.logits
     (num_rows, vocab_size), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
@@ -156,10 +153,10 @@ def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) ->
 
 
 def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True) -> Tensor:
-    """Sample one token for each row.
+    """Sample one token for each row; it depends on that row alone.
 
-    The result of a row depends on that row alone. A greedy row takes its most probable token, ties the lower id. A row
-    of NaN takes some token. No host sync, and with the kernels CUDA-graph safe.
+    A greedy row takes its most probable token, ties the lower id. A row of NaN takes some token. No host sync, and with
+    the kernels CUDA-graph safe.
 
     Args:
         uniforms: [rows] float64 in [0, 1).

@@ -54,7 +54,7 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class TokenCuts:
-    """The cut of each row: a token is kept if its key is larger, or equal and its id at most the last one's.
+    """The cut of each row: tokens with a larger key are kept, and those with an equal key up to the last id.
 
     Args:
         keys: [rows] int32, see `ordered_keys`; the lowest int32 in a row that keeps all tokens.

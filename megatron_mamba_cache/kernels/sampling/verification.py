@@ -76,10 +76,10 @@ def accept_by_ratio(
     """Accept each sampled draft x ~ q with probability min(1, p(x) / q(x)), and any other draft if it matches.
 
     The first sampled draft of a request that is rejected is replaced by a token of the normalised residual max(p - q,
-    0); a request whose drafts are all accepted, or whose rejected draft was not sampled, ends with the token sampled
-    there. A request without a sampled draft gets exactly what `accept_matching` gives it. A token of p(x) = 0 is never
-    accepted; if rounding leaves no residual, p replaces it. Source: Leviathan et al. 2023, "Fast Inference from
-    Transformers via Speculative Decoding", algorithm 1.
+    0), or of p if rounding leaves none; a request whose drafts are all accepted, or whose rejected draft was not
+    sampled, ends with the token sampled there. Without sampled drafts a request gets what `accept_matching` gives it. A
+    token of p(x) = 0 is never accepted. Source: Leviathan et al. 2023, "Fast Inference from Transformers via
+    Speculative Decoding", algorithm 1.
 
     Args:
         tokens: [logits] int64; sampled from `probabilities` at every logits row, with further random numbers.
@@ -107,7 +107,7 @@ def accept_by_ratio(
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """The logits rows of each row: logits [rows, 1 + max_drafts] int64; past a row's end arbitrary, in bounds."""
+    """The logits rows of each request: [requests, 1 + max_drafts] int64; past a request's end arbitrary, in bounds."""
 
     logits: Tensor
     num_drafts: Tensor  # [rows]; -1 in a row without logits rows
@@ -131,8 +131,6 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
     residual = (p - q).clamp_min(0)
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
-
-__all__ = ["accept_matching", "accept_matching_ref"]
 
 _COLUMNS = 16
 """Tokens of a row up to which one compiled kernel serves any number of drafts."""
@@ -160,18 +158,18 @@ def _accept_kernel(
 
 
 def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Accept the drafts that equal the token sampled at their position; the first that does not is replaced by it.
+    """Accept the drafts that equal the tokens sampled at their positions; the first other one is replaced.
 
-    This is rejection sampling for drafts x that are fixed before the position's t ~ p is sampling: x is accepted with
-    probability P(t = x) = p(x), which is min(1, p(x) / q(x)) for the point mass q at x, and what replaces it is t
-    given t != x, whose law is the normalised residual max(p - q, 0). Either way t itself is emitted, and t depends
-    only on the text before it and the position's own random number, so the tokens are those of a run without drafts.
+    This is rejection sampling for a draft x that is fixed before the position's token t ~ p is sampled: x is accepted
+    with probability P(t = x) = p(x), and its replacement has the distribution of t given t != x, which is the
+    normalised residual. Either way t itself is emitted, and t depends only on the text before it and the position's own
+    random number, so the tokens are those of a run without drafts.
 
     Args:
         tokens: [logits] int64, contiguous; sampled, or the most probable one, at every logits row.
 
     Returns:
-        [rows, 2 + max_drafts] int64, see `verification`.
+        [requests, 2 + max_drafts] int64, see the module.
 
     Reference: `accept_matching_ref`. CUDA-graph safe: no host sync, one launch.
     """

@@ -107,11 +107,7 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
         return self.recurrence, self.norm.eps
 
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **settings: Any) -> Any:
-        """Mix hidden_states [tokens, batch, hidden]; return output and bias.
-
-        Raises:
-            NotImplementedError: In training, and for packed sequences without a context.
-        """
+        """Mix hidden_states [tokens, batch, hidden]; return output and bias. Not for training or packed sequences."""
         if self.training:
             raise NotImplementedError("Gated DeltaNet layers are for inference here; call model.eval()")
         if settings.get("packed_seq_params") is not None:

@@ -37,7 +37,7 @@ def read_architecture(directory: Path) -> HybridArchitecture:
 
 
 def _read(sizes: type[Any], section: CheckpointConfig) -> Any:
-    """Return the sizes in a section; each field is read by its name or its type, or has its default if it is absent."""
+    """Read a dataclass of sizes: each field by its name, else by its type; an absent one has its default."""
     hints, found = get_type_hints(sizes), {}
     for field in fields(sizes):
         name = field.name

@@ -69,11 +69,11 @@ class CheckpointConfig:
         return CheckpointConfig(self._fields, self._source, self._prefix, other_names)
 
     def has(self, name: str) -> bool:
-        """Return whether a field is present and not null."""
+        """Return True if a field is present and not null."""
         return self._fields.get(self._name(name)) is not None
 
     def equals(self, name: str, value: Any, default: Any) -> bool:
-        """Return whether a field, or its default if it is absent, equals `value`."""
+        """Return True if a field, or its default if it is absent, equals `value`."""
         return bool(self._get(name, default) == value)
 
     def integer(self, name: str, default: int = _REQUIRED, least: int = 1, most: int = _MOST) -> int:
@@ -174,11 +174,11 @@ class CheckpointConfig:
         return value
 
     def holds_list(self, name: str) -> bool:
-        """Return whether a field is a list."""
+        """Return True if a field is a list."""
         return isinstance(self._get(name, None), list)
 
     def each_of(self, name: str, known: Mapping[str, str]) -> list[str]:
-        """Return what the entries of a list stand for; it must not be empty, and every entry must be known."""
+        """Return what `known` has for each entry of a list; it must not be empty, and every entry must be known."""
         entries = self._get(name, _REQUIRED)
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, str) for entry in entries):
             raise self._wrong(name, entries, f"a list of {sorted(known)}")

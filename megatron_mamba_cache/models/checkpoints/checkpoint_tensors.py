@@ -20,13 +20,11 @@ class SafetensorsFiles:
     """The tensors of `model.safetensors`, or of the shards its index names; headers are read on construction.
 
     Attributes:
-        names: Tensor name → its file.
-        shapes: Tensor name → its shape.
-        types: Tensor name → its type, as safetensors names it.
+        names, shapes, types: Tensor name → its file, its shape, its type as safetensors names it.
 
     Raises:
-        ValueError: Naming the file if one is missing, damaged or lacks a tensor that the index lists, and the tensor
-            if it is in two files.
+        ValueError: Naming the file if one is missing, damaged or lacks a tensor that the index lists, and the tensor if
+            it is in two files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -45,7 +43,7 @@ class SafetensorsFiles:
     def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each wanted name, file by file, with its tensors on the CPU.
 
-        None of its file is held here, but of other files, what is needed next to this one is.
+        Only the tensors that it needs from other files are held here.
 
         Args:
             wanted: Tensor name → names of all tensors to read with it, itself among them.
@@ -131,7 +129,7 @@ class CheckpointTensors:
         unused: Names of scales of activations and of the KV cache, in the files only.
 
     Raises:
-        ValueError: If `SafetensorsFiles` raises it. Also if two tensors are the same weight, naming both.
+        ValueError: As `SafetensorsFiles`; also if two tensors are the same weight, naming both.
     """
 
     def __init__(self, directory: Path, quantization: QuantizationConfig | None) -> None:
@@ -150,7 +148,7 @@ class CheckpointTensors:
                 self._add(*self._stored_as(name, quantization))
 
     def check(self, left_out: Container[str]) -> None:
-        """Check how all tensors are stored but those with these names, which nothing reads.
+        """Check how all tensors are stored, except those that nothing reads.
 
         Raises:
             ValueError: If a tensor's type is not supported, or a scale is missing, superfluous, or of another type or

@@ -42,7 +42,7 @@ def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Col
 
 
 def is_training_state(name: str) -> bool:
-    """Return whether a stored name belongs to an optimizer, a random state or the like, not to a weight."""
+    """Return True if a stored name belongs to an optimizer, a random state or the like, not to a weight."""
     return _TRAINING_STATE.match(name) is not None
 
 

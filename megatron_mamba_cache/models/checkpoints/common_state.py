@@ -31,8 +31,8 @@ class CommonState:
     """The parts of `common.pt` that loading weights needs.
 
     Args:
-        arguments: Arguments of the training run that wrote the checkpoint, by name; None: none are stored. Values of
-            types unknown to torch, such as enums, are stand-ins that equal nothing.
+        arguments: Arguments of the training run, by name; None: none are stored. Values of types unknown to torch, such
+            as enums, are stand-ins that equal nothing.
         splits_experts: True if each expert's tensors have their own names, instead of one for all experts.
     """
 
@@ -49,11 +49,7 @@ class NoCommonState(TorchCommonLoadStrategy):
 
 
 def read_common_state(directory: Path) -> CommonState:
-    """Read the file of a checkpoint's directory.
-
-    Raises:
-        ValueError: Naming the file, if it is damaged.
-    """
+    """Read the file of a checkpoint's directory; raise `ValueError`, naming the file, if it is damaged."""
     path = directory / COMMON_FILE
     try:
         stand_ins = [(_stand_in(name), name) for name in get_unsafe_globals_in_checkpoint(str(path))]
@@ -115,7 +111,7 @@ _KNOWN_NAMES = {
 
 
 def check_tensor_index(directory: Path) -> None:
-    """Refuse an index that names anything that torch does not write into one; reading it would run what it names.
+    """Refuse an index with names that torch does not write; unpickling it would run what it names.
 
     Raises:
         ValueError: Naming the file, and the refused name or what is wrong with the file.

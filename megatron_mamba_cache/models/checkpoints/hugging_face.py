@@ -61,8 +61,7 @@ class CheckpointFamily:
         """Read the config.json of a directory.
 
         Raises:
-            ValueError: Naming the file and the field, if it is missing, or if the family or its quantization is not
-                supported.
+            ValueError: Naming file and field, if one is missing, or the family or its quantization is not supported.
         """
         whole = CheckpointConfig.read(directory)
         is_own = any(whole.equals("model_type", name, "") for name in FAMILIES)
@@ -142,8 +141,8 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     """Load a model directory (config.json and safetensors) onto the current device.
 
     Tensors that this rank needs are read one at a time, dequantized if the files have them in FP8, NVFP4 or MXFP4, and
-    cut to the rank's part on the way in. A name that is not a
-    directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
+    cut to the rank's shard. A name that is not a directory is looked up in the local cache of huggingface_hub, or
+    downloaded by it, if that is installed.
 
     Args:
         dtype: Dtype of the weights; None: bfloat16 if config.json says that they are stored so or quantized, else
@@ -229,7 +228,7 @@ def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, 
 def _check_shapes(
     directory: Path, files: CheckpointTensors, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise `ValueError` if a tensor has another shape than the whole model has for it, before a model is built."""
+    """Raise `ValueError` if a tensor's shape is not the whole model's, before a model is built."""
     for name, targets in placements.items():
         found, needed = files.shapes[name], stored_shape(targets, shapes)
         if found != needed:

@@ -86,8 +86,8 @@ def load_megatron_checkpoint(
     Args:
         directory: Directory of one checkpoint, or of a run, whose latest one is taken.
         dtype: Dtype of the weights; None: bfloat16 if most of them are stored so, else float32.
-        architecture: None: it is read from hybrid_architecture.json in the directory, else from the arguments of the
-            training run in common.pt.
+        architecture: None: from hybrid_architecture.json in the directory, else from the training arguments in
+            common.pt.
 
     Raises:
         ValueError: Naming the file, if something is missing, superfluous or does not fit; no model is returned
@@ -190,7 +190,7 @@ def _check_files(path: Path) -> None:
 
 
 def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
-    """Return whether this rank has the embeddings only as output weights, a name that checkpoints do not have."""
+    """Return True if this rank has the embeddings only as output weights, a name that checkpoints do not have."""
     part = RankShard.of_process(architecture)
     return part.is_tied and part.is_last_stage and not part.is_first_stage
 
@@ -231,7 +231,7 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
 
 
 def _stacked_parts(model: MambaModel, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what is loaded straight into a part of a parameter: an expert's weights among those of all experts."""
+    """Return the targets inside larger parameters: an expert's weights among those of all experts."""
     own_names = model.state_dict().keys()
     return {
         name: part.data for name, part in wanted.items() if isinstance(part, ShardedTensor) and name not in own_names

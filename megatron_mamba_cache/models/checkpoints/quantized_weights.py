@@ -26,8 +26,7 @@ class WeightFormat:
         name: As messages show it.
         code_type: Type of the codes; "U8" are two e2m1 codes a byte, the low four bits first.
         scale_types: Types that scales may have; "U8" are exponents of 2 with a bias of 127.
-        rows, columns: Size of the blocks that share a scale; None: all rows, or all columns, of a matrix. The last
-            block may be smaller.
+        rows, columns: Size of the blocks that share a scale; None: all of a matrix. The last block may be smaller.
         has_global: True if a second scale multiplies a whole matrix.
     """
 
@@ -74,10 +73,9 @@ MXFP4 = WeightFormat("MXFP4", "U8", _POWERS_OF_2, 1, 32)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight that a checkpoint has as several tensors.
+    """A weight of a shape that a checkpoint has as several tensors.
 
     Args:
-        shape: Of the weight.
         codes, scale, global_scale: Names of the tensors; `global_scale` is None where the format has none.
         divides: True if the file has the inverse of the global scale.
     """

@@ -64,8 +64,7 @@ class OtherNames:
         stacks: Part of the name of one expert's tensor, with `{}` for the expert's number → what replaces it in the
             name of the tensor that stacks those of all experts.
         prefixes: What may precede each of these names.
-        left_out: How names of tensors begin that only a larger model has, and that a file of the language model alone
-            may have all the same.
+        left_out: Prefixes of tensors of a larger model, which a file of the language model alone may have all the same.
     """
 
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -134,6 +133,6 @@ class StoredTensors:
 
 
 def _named_alike(beginning: str, tried: list[str]) -> tuple[str, list[str]]:
-    """Return the first of some names that begins so, or else the first one, and all of them, this one first."""
+    """Return the first name with this prefix, or else the first name, and all names with that one in front."""
     name = next((name for name in tried if name.startswith(beginning)), tried[0])
     return name, [name, *(other for other in tried if other != name)]

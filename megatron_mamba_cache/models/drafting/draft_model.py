@@ -37,17 +37,15 @@ class DraftModelDrafter:
     It has its own KV blocks, state slots and prefix cache, so a shared prefix is prefilled once. A call computes each
     request's new text in one forward; a long prompt takes several calls, and its drafts are empty until the last. Every
     draft after the first takes one more forward of all requests together. A rejected draft costs nothing: the live
-    state holds only verified text, and drafts continue from it in a separate slot. The drafted tokens are read back
-    once per forward.
-
-    When memory is short, a request gets fewer drafts or none; it never fails for lack of memory.
+    state holds only verified text, and drafts continue from it in a separate slot. When memory is short, a request gets
+    fewer drafts or none; it never fails for lack of memory.
 
     Args:
         model: Any MambaModel that `build_engine` accepts, with the same vocabulary as the engine's model.
         config: Settings of the draft model's own cache; None for the defaults. `block_size_tokens` may differ from the
             engine's. Each request with more than one draft token uses one more state. With `num_cuda_graphs`, forwards
-            are captured when the drafter is built; without, launching one takes the host many times as long as
-            computing it takes a GPU. `num_speculative_tokens` and `decode_checkpoints` are ignored.
+            are captured when the drafter is built; without, the host takes many times as long to launch one as a GPU to
+            compute it. `num_speculative_tokens` and `decode_checkpoints` are ignored.
 
     Raises:
         ValueError: If the model cannot be served, has experts that expert-parallel ranks share, or the settings do not
@@ -66,8 +64,7 @@ class DraftModelDrafter:
         self._counters = self._context.counters
         self._model = wrap_model(model, self._context)
         self._held = HeldRequests(self._context)
-        self._has_compiled = False
-        self._wants_graphs = False
+        self._has_compiled = self.wants_graphs = False
         self.capture()
 
     @property
@@ -102,7 +99,7 @@ class DraftModelDrafter:
         warm_up_prefill(self._model, self._context.runner)
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Drop the draft model's cache, because its weights changed; see `MambaCacheContext.flush`.
+        """Drop the draft model's cache, because its weights changed.
 
         If the weights have moved, CUDA graphs are dropped, and captured again before the engine's next step.
         """
@@ -118,22 +115,18 @@ class DraftModelDrafter:
 
     def drop_graphs(self) -> None:
         runner = self._context.runner
-        self._wants_graphs = self._wants_graphs or runner.graphs is not None
+        self.wants_graphs = self.wants_graphs or runner.graphs is not None
         runner.drop_graphs()
 
-    @property
-    def wants_graphs(self) -> bool:
-        return self._wants_graphs
-
     def capture(self) -> None:
-        self._wants_graphs = False  # they are captured once, or cannot be
+        self.wants_graphs = False  # they are captured once, or cannot be
         runner, config = self._context.runner, self._context.cache_config
         shape, prepare = self._context.shape, self._compile_ahead
         shapes = draft_shapes(config, runner.memory.step_buffers.limits, shape.most_launched)
         runner.adopt_graphs(capture_graphs(self._model, runner, config, shape, shapes, prepare, DrawPurpose.DRAFT))
 
     def snapshot(self) -> CacheSnapshot:
-        """Return the draft model's counters and the use of its slots and blocks.
+        """Return counters, and the use of slots and blocks.
 
         Prefill tokens count verified tokens, decode tokens the drafts that were fed to the model.
         """

@@ -52,13 +52,10 @@ class HeldRequest:
 
 
 class HeldRequests:
-    """The requests that a draft model holds memory for, by id.
+    """The requests that a draft model holds memory for, by id; `context`, the draft model's own, has exactly these.
 
     A request is admitted when drafts are first wanted for it, and stays until it is forgotten or dropped to make room.
     If a round cannot serve all draft requests, those that have waited longest come first, and among them the shortest.
-
-    Args:
-        context: The draft model's own context; it has exactly these requests.
     """
 
     def __init__(self, context: MambaCacheContext) -> None:
@@ -91,7 +88,7 @@ class HeldRequests:
             self._waits_since[held.running.request_id] = self._round + 1
 
     def room_for_drafts(self, held: HeldRequest, num_drafts: int) -> int:
-        """Take a slot and blocks for drafts, and return how many drafts, at least 1, have room.
+        """Take a slot and blocks for drafts; return how many drafts, at least 1, have room.
 
         The last draft is not fed to the model, so a single draft takes no room.
         """
@@ -152,7 +149,7 @@ class HeldRequests:
         )
 
     def _schedule(self, target: RunningRequest, budget: int) -> HeldRequest | None:
-        """Schedule a request of the target model; None if its text is already computed, or there is no room for it."""
+        """Schedule a request of the target model; None if its text is already computed, or has no room."""
         held = self._held.get(target.request_id)
         if held is not None and not held.running.length <= target.length <= len(held.text):
             self.drop({target.request_id})
@@ -168,13 +165,12 @@ class HeldRequests:
         if not self._find_blocks(running, running.length):
             self.drop({target.request_id})
             return None
-        rules = self._context.cache.rules
         chunk_end = prefill_chunk_end(
             start=running.computed,
             prompt_len=running.length,
             budget=budget,
             block_size=self._context.cache.block_size,
-            align=rules.align_prefill_chunks,
+            align=self._context.cache.rules.align_prefill_chunks,
         )
         self._context.cache.schedule_chunk(running, chunk_end)
         return held

@@ -38,7 +38,7 @@ def mamba_placements(architecture: HybridArchitecture, layer: int, prefix: str, 
 
 
 def gated_delta_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where a Gated DeltaNet layer's tensors go, but for its first projections; see `mamba_placements`."""
+    """Return where a Gated DeltaNet layer's tensors go, but for its first projections; as `mamba_placements`."""
     target = f"decoder.layers.{layer}."
     splits = {
         "conv1d.weight": Split(0, in_proj_sections(architecture)[:3]),
@@ -60,7 +60,7 @@ def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
 
 
 def attention_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where an attention layer's tensors go; see `mamba_placements`.
+    """Return where an attention layer's tensors go; as `mamba_placements`.
 
     Megatron interleaves q, k and v by KV head. An output gate's rows follow the query's of each head in checkpoints,
     all queries' of the KV head in Megatron.
@@ -101,34 +101,17 @@ def mlp_norm_placement(layer: int, norm: str) -> Placements:
 
 
 def gated_mlp_placements(target: str, prefix: str) -> Placements:
-    """Return where the tensors of a gated MLP go.
-
-    Args:
-        target: Megatron's name of the MLP, with the trailing dot.
-        prefix: Its checkpoint name, with the trailing dot.
-    """
+    """Return where the tensors of a gated MLP go, from Megatron's name and the checkpoint's, with trailing dots."""
     fc1 = f"{target}linear_fc1.weight"
     return {
-        f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=_first_half),),
-        f"{prefix}up_proj.weight": (Placement(fc1, Split(0), view=_second_half),),
+        f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=lambda part: part[: len(part) // 2]),),
+        f"{prefix}up_proj.weight": (Placement(fc1, Split(0), view=lambda part: part[len(part) // 2 :]),),
         f"{prefix}down_proj.weight": (Placement(f"{target}linear_fc2.weight", Split(1)),),
     }
 
 
-def _first_half(fc1: Tensor) -> Tensor:
-    return fc1[: fc1.shape[0] // 2]
-
-
-def _second_half(fc1: Tensor) -> Tensor:
-    return fc1[fc1.shape[0] // 2 :]
-
-
 def ends_placements(architecture: HybridArchitecture, names: Mapping[str, str]) -> Placements:
-    """Return where embeddings, final norm and output weights go.
-
-    Args:
-        names: Checkpoint names of "embeddings", "final_norm" and "output".
-    """
+    """Return where embeddings, final norm and output weights go, by their names in the checkpoint."""
     placements: Placements = {
         names["embeddings"]: (Placement(EMBEDDINGS, Split(0)),),
         names["final_norm"]: (Placement("decoder.final_norm.weight"),),

@@ -164,7 +164,7 @@ def _dense_size(config: CheckpointConfig, feed_forward: str, experts: ExpertsSiz
 
 
 def _projections(architecture: HybridArchitecture, in_proj: str, prefix: str) -> Placements:
-    """Return the placements of projections whose rows are grouped by key head: [q | k | v | z] and [b | a] of each."""
+    """Return where projections go whose rows are grouped by key head: [q | k | v | z] and [b | a] of each."""
     return {
         f"{prefix}in_proj_qkvz.weight": _by_key_head(architecture, in_proj, range(4)),
         f"{prefix}in_proj_ba.weight": _by_key_head(architecture, in_proj, range(4, 6)),

@@ -13,7 +13,7 @@ def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> 
     """Return all end tokens, each once: of `generation_config.json`, of the tokenizer, then of `config.json`.
 
     Args:
-        from_tokenizer: The id of the tokenizer's own end token; None without one.
+        from_tokenizer: The tokenizer's own end token; None without one.
 
     Raises:
         ValueError: Naming the file and the field that holds anything but ids of the vocabulary.
@@ -25,7 +25,7 @@ def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> 
 
 
 def _named_in(path: Path, inner: tuple[str, ...], vocab_size: int) -> Iterator[int]:
-    """Yield the end tokens of a file and of objects in it, such as the text part of a larger model's configuration."""
+    """Yield the end tokens that a file names, also in inner objects such as the text part of a larger model."""
     if not path.exists():
         return
     fields = read_json_object(path)
@@ -55,8 +55,8 @@ class ChatTemplates:
     """Sources of templates by name: `default` is used for chats, or `tool_use`, if there is one, for those with tools.
 
     Args:
-        directory: Its templates are files of their own, or else part of `tokenizer_config.json`, or of the file that
-            older processors wrote.
+        directory: Its templates are files of their own, else in `tokenizer_config.json`, else in the file of an older
+            processor.
         settings: Of `tokenizer_config.json`.
 
     Raises:

@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face model directory; nothing is downloaded, and torch is not needed.
 
-A `tokenizer.json` is read by the small tokenizers package whether or not transformers is installed, so that a text has
-the same tokens on every machine. transformers is needed only for other tokenizer files and for chat templates.
+The tokenizers package reads a `tokenizer.json` even if transformers is installed, so that a text has the same tokens on
+every machine. transformers is needed only for other tokenizer files and for chat templates.
 """
 
 import inspect
@@ -23,7 +23,7 @@ _LETTERS = "aeinx01"
 
 
 class _Neighbour(NamedTuple):
-    """A token next to which others are decoded, its text at the start of a text, and its text after another token."""
+    """A token to decode others next to, its text at the start of a text, and its text after another token."""
 
     token: int
     before: str
@@ -68,15 +68,15 @@ class HuggingFaceTokenizer:
         """Return the text's tokens.
 
         Args:
-            add_special_tokens: True adds the special tokens that the tokenizer's files put around a text, False adds
-                none, as for a rendered chat. None adds them too, but `bos` comes once if the text spells it out.
+            add_special_tokens: True adds the special tokens that the files put around a text; False adds none, as for a
+                rendered chat; None adds them, but `bos` only once if the text spells it out.
         """
         tokens = self._codec.encode(text, add_special_tokens=add_special_tokens is not False)
         is_double = add_special_tokens is None and self.bos is not None and tokens[:2] == [self.bos, self.bos]
         return tokens[1:] if is_double else tokens
 
     def tokenize_after_tokens(self, tokens: Sequence[int], text: str) -> list[int] | None:
-        """Return the tokens of a text that continues after others; None if the tokenizer cannot start a text there."""
+        """Return the tokens of a text that continues after others; None if no token can start there."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
         together = self._codec.decode(self._codec.encode(before + text, add_special_tokens=False), False)
@@ -193,7 +193,7 @@ class HuggingFaceTokenizer:
         return auto_tokenizer(self._directory, "its chat template")
 
     def _text_inside(self, token: int) -> str:
-        """Return the text that a token adds between two others: at an end of a text, decoders strip spaces."""
+        """Return the text that a token adds between two others; at an end of a text, decoders strip spaces."""
         if self._neighbour is not None:
             neighbour, before, after = self._neighbour
             text = self._codec.decode([neighbour, token, neighbour], False)
@@ -234,15 +234,12 @@ def _reserved_values(tokenizer: type) -> frozenset[str]:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether a directory holds files of a tokenizer."""
+    """Return True if a directory holds files of a tokenizer."""
     return any((directory / name).exists() for name in (_JSON, *_OTHERS))
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int) -> HuggingFaceTokenizer | None:
     """Read the tokenizer of a model directory; None if it holds none, so that requests use token ids.
-
-    Args:
-        vocab_size: The model's.
 
     Raises:
         ValueError: Naming the file, if it is damaged, has ids beyond the model's vocabulary, or needs transformers,

@@ -13,7 +13,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Span(NamedTuple):
-    """A token of a text, and where its characters begin and end; a token that was put around the text has none."""
+    """A token of a text, and where its characters begin and end; a token added around the text has none."""
 
     token: int
     start: int
@@ -118,7 +118,7 @@ def _add(tokenizer: Any, token: Any, vocab_size: int) -> None:
 
 
 def _listed(declared: Any) -> list[Any]:
-    """Return the elements of a list or the values of an object; if its names are token ids, in their order."""
+    """Return the elements of a list, or the values of an object, in the order of its names if they are token ids."""
     if isinstance(declared, Mapping):
         has_ids = all(map(str.isdecimal, declared))
         return [declared[name] for name in (sorted(declared, key=int) if has_ids else declared)]
@@ -137,11 +137,7 @@ def _added_tokens(declared: Iterable[Any]) -> Iterator[Any]:
 
 
 class TransformersCodec:
-    """Any other tokenizer of a directory, read by transformers.
-
-    Raises:
-        ValueError: If transformers is missing or cannot read the files.
-    """
+    """Any other tokenizer of a directory, read by transformers; raises as `auto_tokenizer`."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = auto_tokenizer(directory, "its tokenizer files")
@@ -171,10 +167,7 @@ class TransformersCodec:
 
 
 def auto_tokenizer(directory: Path, purpose: str) -> Any:
-    """Return transformers' tokenizer of a directory; nothing is downloaded.
-
-    Args:
-        purpose: What it is needed for; used in the error.
+    """Return transformers' tokenizer of a directory, needed for `purpose`; nothing is downloaded.
 
     Raises:
         ValueError: If transformers is missing or cannot read the files.

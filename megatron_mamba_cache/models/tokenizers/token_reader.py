@@ -98,11 +98,11 @@ class TokenReader:
         return self._bytes[token]
 
     def shows(self, token: int) -> bool:
-        """Return whether a token is part of the text: not hidden, and known."""
+        """Return True if a token is part of the text: not hidden, and known."""
         return token not in self._hidden and (self._name_of is None or self._name_of(token) is not None)
 
     def joins(self, token: int) -> bool:
-        """Return whether a token is a byte whose text depends on all of its neighbours that are bytes too.
+        """Return True if a token is a byte whose text depends on neighbours that are bytes too.
 
         The tokenizers package decodes such a run as a whole: if any of it is not UTF-8, each byte becomes U+FFFD.
         """

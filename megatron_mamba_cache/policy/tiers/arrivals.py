@@ -1,4 +1,4 @@
-"""Room in a tier for a boundary that is on its way there: reserved, then published or cancelled."""
+"""Room in a tier for a boundary that is being copied there: reserved, then published or cancelled."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,10 +33,10 @@ def has_state(pools: CachePools, key: BlockKey | None) -> bool:
 
 
 def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
-    """Reserve room for the boundary at the end of a text's blocks, evicting what is worth least.
+    """Reserve room for the boundary at the end of a text's blocks, evicting states of least priority.
 
     Raises:
-        CacheCapacityError: If there is no room; nothing has changed then but evictions.
+        CacheCapacityError: If there is no room; nothing but evictions has happened then.
     """
     known = pools.kv.longest_match(keys)
     with ExitStack() as undo:
@@ -50,10 +50,9 @@ def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
 
 
 def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockId]:
-    """Make a boundary findable whose bytes are there; return its blocks from the start of the text, all held.
+    """Make a boundary findable whose bytes have arrived; return its blocks from the start of the text, all held.
 
-    What has become known meanwhile by another way stays, and replaces what has arrived. If this raises, the
-    room is released.
+    What became known meanwhile replaces what has arrived. If this raises, the room is released.
     """
     held, kv, slots = list(arrival.known), pools.kv, pools.slots
     try:
@@ -75,6 +74,6 @@ def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockI
 
 
 def cancel(arrival: Arrival, pools: CachePools) -> None:
-    """Give the room back."""
+    """Release the room."""
     pools.slots.cancel(arrival.slot)
     pools.kv.release([*arrival.known, *arrival.new])

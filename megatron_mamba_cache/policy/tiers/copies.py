@@ -1,7 +1,4 @@
-"""Copies between tiers: ordered here, made elsewhere, and ended once all ranks of the model agree on how.
-
-`TierPair` is what they go between.
-"""
+"""Copies between tiers: ordered here, made elsewhere, and ended once all ranks of the model agree on their status."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +10,7 @@ from ..pools import CachePools
 
 
 class Lane(Enum):
-    """From where to where; copies of one lane are made one after another, those of different ones side by side."""
+    """Direction of a copy. Copies of one lane run one after another, those of different lanes concurrently."""
 
     TO_HOST = "device to host"
     TO_DEVICE = "host to device"
@@ -22,7 +19,7 @@ class Lane(Enum):
 
 
 class CopyStatus(IntEnum):
-    """Progress of a copy; of several ranks' statuses the least counts."""
+    """Progress of a copy; over several ranks, the least status counts."""
 
     UNDER_WAY = 0
     FAILED = 1
@@ -56,7 +53,7 @@ class EntryName:
     """A resumable boundary below the device: a state, and the KV between it and the boundary before.
 
     Args:
-        key: Of the block that the boundary ends.
+        key: Key of the block that the boundary ends.
         anchor: The key at the boundary before; 0 for the start of the text.
         depth: Blocks from the start of the text to the boundary.
         num_blocks: Blocks since the boundary before.
@@ -72,7 +69,7 @@ class Copies(Protocol):
     """One rank's copying: orders are started in order, and end by themselves."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """Start copies; they read what was launched before has written, and their bytes may not be used until they end.
+        """Start copies, in stream order after launched work; their bytes may not be used until they end.
 
         A copy that cannot even be started ends as failed.
         """
@@ -97,8 +94,7 @@ End = Callable[[bool], None]
 class CopyLedger:
     """The copies under way, the same on every rank.
 
-    A copy is *cancelled* if its purpose is gone: it still runs to its end, because its memory is in use until then, but
-    ends as failed.
+    A cancelled copy still runs to its end, because its memory is in use until then, but ends as failed.
     """
 
     def __init__(self) -> None:
@@ -132,7 +128,7 @@ class CopyLedger:
         return new
 
     def cancel(self, number: int) -> None:
-        """Let a copy end as failed, whatever becomes of it."""
+        """Let a copy end as failed."""
         if number in self.orders:
             self._cancelled.add(number)
 
@@ -143,7 +139,7 @@ class CopyLedger:
     def land(self, copies: Copies, agree: Agree) -> int:
         """End the copies that are no longer under way on any rank, oldest first; return how many.
 
-        Copies that were ordered and not started are left. If none is under way, the ranks exchange nothing.
+        If none is under way, the ranks exchange nothing.
         """
         unstarted = {order.number for order in self._new}
         started = [number for number in self.orders if number not in unstarted]
@@ -196,10 +192,10 @@ COPIES_TAKE_NOTHING = CopyTimes(block=0, state=0, token=1)
 
 
 class AgreedTimes:
-    """Times that are agreed once every rank has measured them: the slowest copies, and the fastest prefill.
+    """Times that all ranks agree on once each has measured them: the slowest copies, and the fastest prefill.
 
     Args:
-        measure: Returns what this rank has measured; None if it lacks anything.
+        measure: Returns what this rank has measured; None while any time is missing.
     """
 
     def __init__(self, measure: Callable[[], CopyTimes | None], agree: Agree) -> None:

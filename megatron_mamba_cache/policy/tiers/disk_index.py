@@ -1,4 +1,4 @@
-"""Which resumable boundaries are on disk, how they follow each other, and which of them leave first."""
+"""Index of the resumable boundaries on disk, in the order of their eviction."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
@@ -9,10 +9,7 @@ from .copies import EntryName
 
 
 class DiskIndex:
-    """Entries by key, in the order of their last use.
-
-    An entry is of use only after the entries before it, so those that no other follows leave first, the least recently
-    used one before others.
+    """Entries by key, in the order of their last use. The least recently used one that no other follows leaves first.
 
     Args:
         block_bytes, entry_bytes: What a KV block takes in a file, and what an entry takes besides its blocks.
@@ -96,7 +93,7 @@ class DiskIndex:
         return next((depth for depth in range(len(keys) - 1, 0, -1) if keys[depth - 1] in self._entries), 0)
 
     def chain(self, keys: Sequence[BlockKey], num_known: int) -> list[EntryName]:
-        """Return the entries that lead to the deepest boundary of a text that can be read, in order; none if none can.
+        """Return the entries, in order, that lead to the deepest boundary of a text that can be read; none if none can.
 
         Args:
             keys: Of the text's blocks.

@@ -17,10 +17,7 @@ _MOST_WAITING = 4096
 
 
 class DiskMoves:
-    """Writes what comes to the host to the disk, and reads what waiting requests find deeper there.
-
-    A boundary is written while it is held on the host; one that is read is expected there like any other arrival.
-    """
+    """Writes boundaries from the host to disk, and reads what waiting requests find deeper on disk."""
 
     def __init__(self, pair: TierPair, index: DiskIndex, times: AgreedTimes) -> None:
         self.index = index
@@ -118,10 +115,7 @@ class DiskMoves:
         return True
 
     def forget(self, request_id: int) -> int:
-        """Note that a request has left the queue; return the blocks that have been read for it.
-
-        What is being read for it still comes to the host.
-        """
+        """Note that a request has left the queue; return the blocks that were read for it. A read under way goes on."""
         self._tried.discard(request_id)
         self._of_request.pop(request_id, None)
         return self._read.pop(request_id, 0)

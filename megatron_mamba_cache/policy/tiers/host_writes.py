@@ -1,4 +1,4 @@
-"""Which boundaries of the device are written to the host, and when: a request's last, and those to be evicted."""
+"""Writes of boundaries from the device to the host: a request's last ones, and those about to be evicted."""
 
 from collections.abc import Callable, Sequence
 
@@ -56,8 +56,11 @@ class HostWrites(StateSaver):
             return True
         if self._pair.ledger.count(Lane.TO_HOST) >= MOST_AT_EVICTION:
             return False
-        if has_state(self._host, self._device.kv.key_of(block)) or not self._should_write(block):
+        if has_state(self._host, self._device.kv.key_of(block)):
             return False
+        host = self._host.slots
+        if not host.num_free and self._device.slots.priority_of(block) <= host.min_priority():
+            return False  # the host would evict a state of higher priority
         return self._write(self._path_to(block))
 
     def dropped(self, block: BlockId) -> None:
@@ -72,8 +75,8 @@ class HostWrites(StateSaver):
         """Begin to write the boundary at the end of a path of the device; return whether a copy was ordered.
 
         Args:
-            prompt_len: Tokens of the newest prompt that the text began with; None: it has none of late.
-            then: Keys of a longer text, whose last boundary is written next: what both have in common is there then.
+            prompt_len: Tokens of the newest prompt that the text began with; None if unknown.
+            then: Keys of a longer text, whose last boundary is written next, without the part that both have in common.
         """
         end, keys = path[-1], self._keys_of(path)
         slot = self._device.slots.slot_of(end)
@@ -118,11 +121,6 @@ class HostWrites(StateSaver):
         finally:
             self._host.kv.release(held)
         self._pair.counters.states_written_to_host += 1
-
-    def _should_write(self, block: BlockId) -> bool:
-        """Return whether the host has room, or would evict what is worth less."""
-        host = self._host.slots
-        return bool(host.num_free) or self._device.slots.priority_of(block) > host.min_priority()
 
     def _path_to(self, block: BlockId) -> list[BlockId]:
         path, parent = [block], self._device.kv.parent_of(block)

@@ -1,4 +1,4 @@
-"""Boundaries that come back to the device for requests that wait, and stay there until these are admitted."""
+"""Restores of boundaries to the device for waiting requests, held there until these are admitted."""
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -39,10 +39,7 @@ class _Restore:
 
 
 class Restores:
-    """Copies boundaries from the host to the device.
-
-    At most one restore a request: what has been restored for it, or could not be, is not tried again.
-    """
+    """Copies boundaries from the host to the device, at most once for each request, even if the copy failed."""
 
     def __init__(self, pair: TierPair, times: AgreedTimes) -> None:
         self._pair = pair
@@ -127,10 +124,7 @@ class Restores:
         self._give_up([request_id])
 
     def give_up(self, keep: Collection[int] = ()) -> bool:
-        """Release what has been restored for waiting requests, except some; return whether there was any.
-
-        It stays on the device as long as nothing else needs its memory.
-        """
+        """Release what was restored for waiting requests, except for those in `keep`; return whether there was any."""
         landed = [number for number, restore in self._of_request.items() if restore.held and number not in keep]
         self._give_up(landed)
         return bool(landed)
@@ -145,10 +139,10 @@ class Restores:
         return [restore.number for restore in self._all() if restore.arrival is not None]
 
     def _best_depth(self, num_blocks: int, below: Sequence[BlockId], num_here: int, depth_here: int) -> int:
-        """Return the blocks to have after a restore: those for which copying and computing the rest is soonest.
+        """Return how many blocks to have after a restore, so that copying them and computing the rest ends soonest.
 
         Args:
-            num_blocks: That the prompt may skip.
+            num_blocks: Blocks that the prompt may skip.
             below: Its leading blocks on the host.
             num_here, depth_here: Its leading blocks on the device, and those up to its deepest state there.
         """

@@ -12,8 +12,7 @@ one. A program has one of three roles, for a tile of channels:
     chunk   the window at a chunk's end, if it holds only inputs of this step
     tile    packed tokens of any requests, except the first d_conv - 1 of each; slow if they belong to several
 
-Grid: requests, chunks and tiles times the tiles of channels. Graph safe: no host sync, one launch, grid fixed by the
-shapes of the arguments.
+Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -49,9 +48,9 @@ class ConvTiling:
     """How tokens are split over programs; every choice computes the same bits.
 
     Args:
-        tokens, channels: of a tile, powers of two.
-        at_once: tokens whose inputs are loaded at once, a divisor of `tokens`.
-        num_warps: warps of a program.
+        tokens, channels: Of a tile, powers of two.
+        at_once: Tokens whose inputs are loaded at once, a divisor of `tokens`.
+        num_warps: Of a program.
     """
 
     tokens: int
@@ -77,19 +76,9 @@ class _Rows(NamedTuple):
 
 @triton.jit
 def _convolve_mixture(
-    y,
-    inputs,
-    weight,
-    bias,
-    rows,
-    num_rows,
-    num_tokens,
-    first_token,
-    channel,
-    CONV_DIM: tl.constexpr,
-    D_CONV: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    y, inputs, weight, bias, rows, num_rows, num_tokens, first_token, channel,
+    CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Compute the tokens with D_CONV - 1 tokens of the same request before them; clear those past all requests."""
     token = first_token + tl.arange(0, TOKENS)
     row = count_up_to(rows.cu_seqlens + 1, num_rows, token)
@@ -118,25 +107,10 @@ def _convolve_mixture(
 
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_tokens"])
 def _causal_conv_kernel(
-    y,
-    inputs,
-    weight,
-    bias,
-    windows,
-    ends,
-    rows,
-    num_rows,
-    num_chunks,
-    num_tokens,
-    CONV_DIM: tl.constexpr,
-    D_CONV: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    READS_EARLY: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Long because each part names its arguments."""
+    y, inputs, weight, bias, windows, ends, rows, num_rows, num_chunks, num_tokens,
+    CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr, CHANNELS: tl.constexpr,
+    READS_EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     if READS_EARLY:
         release(OVERLAPS)
     else:
@@ -196,8 +170,7 @@ def causal_conv(
         bias: [conv_dim].
         conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; its first d_conv - 1 window rows
             are used.
-        ends: [slots, window, conv_dim]; the pool of `rows.chunk_slots`, for the windows at chunk ends. None:
-            `conv_pool`.
+        ends: The pool of `rows.chunk_slots`, of the same shape but for slots; None: `conv_pool`.
         after_cut: True if `cut_rows` was launched right before: both run concurrently.
 
     Returns:

@@ -65,7 +65,7 @@ def weigh_and_activate(history, taps, bias, D_CONV: tl.constexpr):
 
 @triton.jit
 def count_up_to(ends, num_ends, token):
-    """Return how many of the ascending `ends` [num_ends] are at most `token`, a number or a tensor of them."""
+    """Return how many of the ascending `ends` [num_ends] are at most `token`, a number or a tensor."""
     low = token * 0
     high = low + num_ends
     width = num_ends
@@ -84,11 +84,7 @@ def begin_row(
     y, inputs, weight, bias, windows, ends, rows, row, num_chunks, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr,
 ):  # fmt: skip
-    """Compute a request's first tokens and store its final window and those with inputs of the initial one.
-
-    Args:
-        ends: Receives the windows at chunk ends.
-    """
+    """Compute a request's first tokens; store its final window, and those of chunks with inputs of the initial one."""
     WINDOW: tl.constexpr = D_CONV - 1
     inside = channel < CONV_DIM
     start = tl.load(rows.cu_seqlens + row)
@@ -156,20 +152,10 @@ def _store_inputs(inputs, windows, slot, end, channel, inside, WINDOW: tl.conste
 
 @triton.jit
 def convolve_run(
-    y,
-    inputs,
-    weight,
-    bias,
-    first_token,
-    channel,
-    CONV_DIM: tl.constexpr,
-    D_CONV: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Compute a tile of one request's tokens, each with D_CONV - 1 before it; load each input once, AT_ONCE at a
-    time.
-    """
+    y, inputs, weight, bias, first_token, channel,
+    CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of one request's tokens, each with D_CONV - 1 before it; load AT_ONCE inputs at once."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -193,21 +179,10 @@ def convolve_run(
 
 @triton.jit
 def convolve_part(
-    y,
-    inputs,
-    weight,
-    bias,
-    low,
-    high,
-    num_tokens,
-    first_token,
-    channel,
-    CONV_DIM: tl.constexpr,
-    D_CONV: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Compute a tile's tokens `low` to `high` of a request, with D_CONV - 1 before them; clear the tokens after it."""
+    y, inputs, weight, bias, low, high, num_tokens, first_token, channel,
+    CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Compute tokens `low` to `high` of a tile, each with D_CONV - 1 before it; clear the tokens after them."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)

@@ -12,21 +12,7 @@ from ..slot_copies import load_slots, store_slots
 def causal_conv_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillBatch, ends: Tensor | None = None
 ) -> Tensor:
-    """Convolve packed requests causally and apply SiLU, carrying each window from and to the pool.
-
-    Writes in place the last d_conv - 1 raw inputs at each request's end into its final slot, and at each chunk's end
-    into its chunk slot. Initial windows are read before any write.
-
-    Args:
-        x: [tokens, conv_dim].
-        weight: [conv_dim, d_conv]; the last column weighs the newest input.
-        bias: [conv_dim].
-        conv_pool: [slots, window, conv_dim], oldest input first; its first d_conv - 1 window rows are used.
-        ends: A pool of the same kind, for the windows at chunk ends. None: `conv_pool`.
-
-    Returns:
-        [tokens, conv_dim] in x's dtype; zeros past the last request.
-    """
+    """Torch twin of `causal_conv`; initial windows are read before any write."""
     num_tokens, num_rows, d_conv = x.shape[0], rows.initial_slots.shape[0], weight.shape[1]
     if num_rows == 0:
         return torch.zeros_like(x)
@@ -54,19 +40,7 @@ def conv_verify_ref(
     *,
     drafts: DraftInputs | None = None,
 ) -> Tensor:
-    """Convolve each request's base token and drafts, apply SiLU and advance its window in place.
-
-    Bit-equal to as many steps of one token each, whatever drafts follow a token. Window inputs past those that a
-    request keeps are unchanged.
-
-    Args:
-        x: [tokens, conv_dim].
-        weight, bias: As in `causal_conv_ref`.
-        conv_pool, drafts: As in `conv_verify`.
-
-    Returns:
-        [tokens, conv_dim] in x's dtype; zeros past the last request.
-    """
+    """Torch twin of `conv_verify`."""
     window_len, dtype = weight.shape[1] - 1, compute_dtype(x)
     tokens = PackedTokens(rows)
     inputs = tokens.gather(x).to(dtype)  # [requests, max_len, conv_dim]
@@ -101,7 +75,7 @@ class _RawInputs:
         self._row_starts = rows.cu_seqlens[:-1].to(torch.int64)
 
     def at(self, positions: Tensor, owner: Tensor) -> Tensor:
-        """Return inputs [n, conv_dim] of requests `owner` [n] at packed `positions` [n], up to a window before the
+        """Return inputs [n, conv_dim] of requests `owner` [n] at packed `positions` [n], at most a window before the
         start.
         """
         tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)

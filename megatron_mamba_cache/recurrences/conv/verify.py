@@ -5,13 +5,12 @@ input `accepted` - 1, and after the step at the slot's start:
 
     history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
 
-Layout: a program owns one request and a tile of channels. It reads the window before it writes, and its tokens in
-order. Grid: a program for each request and tile, plus one that clears the outputs past the last request. Graph safe: no
-host sync, one launch, grid fixed by the shapes of the arguments.
+Grid: a program for each request and tile of channels, plus one that clears the outputs past the last request. It reads
+the window before it writes, and its tokens in order. Graph safe: no host sync, one launch, grid fixed by the shapes of
+the arguments.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from torch import Tensor
 from ...kernels.kernel_language import appended, only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_then_release, overlapping
-from ..batches import PAD_SLOT, DecodeBatch, check_decode_batch
+from ..batches import PAD_SLOT, DecodeBatch, DecodeView, check_decode_batch
 from ..draft_inputs import DraftInputs, check_draft_inputs, kernel_draft_inputs
 from .parts import ConvInputs, ConvWindows, check_conv, load_bias, load_taps, weigh_and_activate
 from .reference import conv_verify_ref
@@ -29,11 +28,11 @@ from .reference import conv_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class ConvVerifyTiling:
-    """How rows are split over programs; every choice computes the same bits.
+    """How requests are split over programs; every choice computes the same bits.
 
     Args:
-        channels: channels of a program, a power of two.
-        num_warps: warps of a program.
+        channels: Of a program, a power of two.
+        num_warps: Of a program.
     """
 
     channels: int
@@ -44,31 +43,11 @@ TILING = ConvVerifyTiling(channels=512, num_warps=2)
 _PAD = tl.constexpr(PAD_SLOT)
 
 
-class _Rows(NamedTuple):
-    """The kernel's view of `DecodeBatch`."""
-
-    cu_tokens: Tensor
-    columns: Tensor
-    accepted: Tensor
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
 def _conv_verify_kernel(
-    y,
-    inputs,
-    weight,
-    bias,
-    windows,
-    drafts,
-    rows,
-    num_rows,
-    num_tokens,
-    columns_stride,
-    CONV_DIM: tl.constexpr,
-    D_CONV: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    y, inputs, weight, bias, windows, drafts, rows, num_rows, num_tokens, columns_stride,
+    CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, CHANNELS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Long because of its arguments."""
     await_then_release(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
@@ -200,7 +179,7 @@ def _launch(
         bias=bias,
         windows=ConvWindows(conv_pool, *conv_pool.stride()[:2]),
         drafts=kernel_draft_inputs(drafts),
-        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
+        rows=DecodeView(rows.cu_tokens, rows.columns, rows.accepted),
         num_rows=num_rows,
         num_tokens=x.shape[0],
         columns_stride=rows.columns.stride(0),

@@ -65,7 +65,7 @@ class PackedTiles:
 
 @aggregate
 class Span:
-    """A request's tiles: packed tokens low to high, cut from `begin` on; the number of the first tile, and how many."""
+    """A request's tiles: packed tokens `low` to `high`, cut from `begin` on; their first number, and their count."""
 
     low: gl.tensor
     high: gl.tensor
@@ -240,7 +240,7 @@ class Scratch:
 
 @gluon.jit
 def await_scratch(results, kept):
-    """Wait until the last tile's outputs are stored, and its state, in slot `kept` if any, if its buffer is reused."""
+    """Wait until the last tile's outputs are stored, and its state in slot `kept`, if its buffer is reused."""
     if results.pool.dtype.element_ty != gl.bfloat16 and kept >= 0:
         tma.store_wait(1)
     else:

@@ -38,10 +38,9 @@ class SSMTokens:
 
 @dataclass(frozen=True, slots=True)
 class SSMWeights:
-    """Weights, one value a head.
+    """Weights, one value for each head: A_log, D and dt_bias are [heads].
 
     Args:
-        A_log, D, dt_bias: [heads].
         dt_limit: Range that time steps are clamped to, after softplus.
     """
 

@@ -25,12 +25,7 @@ CONV, SSM = "conv", "ssm"
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """The weights of a layer's convolution and recurrence.
-
-    Args:
-        conv: [conv_dim, d_conv].
-        bias: [conv_dim].
-    """
+    """The weights of a layer's convolution, [conv_dim, d_conv] and [conv_dim], and of its recurrence."""
 
     conv: Tensor
     bias: Tensor | None
@@ -87,11 +82,7 @@ class Mamba2:
         return replays_fast(self.head_dim, self.d_state)
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> RingLayout:
-        """Return the layout of the replay buffer of each running request.
-
-        Args:
-            fold_len: Tokens after which a replayed state is written.
-        """
+        """Return the layout of each running request's replay buffer; a state is written after `fold_len` tokens."""
         return RingLayout(
             num_layers=num_layers,
             capacity=least_capacity(fold_len, 1 + num_drafts),

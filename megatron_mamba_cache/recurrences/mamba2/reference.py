@@ -23,19 +23,10 @@ def ssd_scan_ref(
     chunk_size: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Scan packed requests chunk by chunk, carrying each request's state from and to the pool.
+    """Torch twin of `ssd_scan`, by the block decomposition of section 6.
 
-    Computes the recurrence of `inputs` by the block decomposition of section 6. Every chunk is padded to
-    `chunk_size`, so its bits depend on its tokens and incoming state alone: a request resumed at a chunk's end, in any
-    packing, continues bit-equal. Writes the states at chunk and request ends into `ssm_pool` in place.
-
-    Args:
-        ssm_pool: [slots, heads, d_state, head_dim].
-        chunk_size: The longest chunk in `rows`.
-        quantized: The states that `rows.chunk_slots` number, for those at chunk ends; None: `ssm_pool`.
-
-    Returns:
-        [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
+    Every chunk is padded to `chunk_size`, so its bits depend on its tokens and incoming state alone: a request resumed
+    at a chunk's end, in any packing, continues bit-equal.
     """
     x = tokens.x
     num_tokens, num_chunks = x.shape[0], rows.chunk_requests.shape[0]
@@ -64,16 +55,7 @@ def ssd_scan_ref(
 
 
 def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeBatch) -> Tensor:
-    """Advance each state over its base token and drafts, and keep the state after each, in place.
-
-    Bit-equal to as many steps of one token each: between tokens states have the pool's dtype.
-
-    Args:
-        ssm_pool: [slots, heads, d_state, head_dim].
-
-    Returns:
-        [tokens, heads, head_dim] in x's dtype; zeros past the last request.
-    """
+    """Torch twin of `state_verify`: between tokens states have the pool's dtype."""
     dtype, heads = compute_dtype(tokens.x), tokens.x.shape[1]
     A, D = weights.decay(dtype), weights.D.to(dtype)
     packed = PackedTokens(rows)
@@ -121,7 +103,7 @@ def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: tor
 
 
 def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: QuantizedStates | None) -> None:
-    """Write the states at chunk ends, [chunks, ...], to their slots, [chunks, 2]: see `_ChunkSlots`."""
+    """Write the states at chunk ends, [chunks, ...], to their slots, [chunks, 2]."""
     if quantized is None:
         store_slots(ssm_pool, slots.flatten(), states.repeat_interleave(2, dim=0))
     else:

@@ -30,8 +30,8 @@ def cut_rows(
 ) -> ScanTiles | None:
     """Cut requests into tiles for a scan, from their time steps; None if the scan uses the twin.
 
-    Sizes of heads and states that use the twin too are not checked. Launched right before `causal_conv`, with its
-    `after_cut` set, it runs concurrently.
+    Launched right before `causal_conv`, with its `after_cut` set, it runs concurrently. Sizes of heads and states that
+    use the twin too are not checked.
 
     Args:
         dt: [tokens, heads]; as in `SSMTokens`.

@@ -150,36 +150,12 @@ def _share(scores, decays, gains, OPERAND: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _scan_kernel(
-    x_tiles,
-    B_tiles,
-    C_tiles,
-    y_tiles,
-    decay_tiles,
-    pool_states,
-    rows,
-    y,
-    D,
-    decays,
-    tile_slots,
-    pool,
-    slot_stride,
-    quantized,
-    num_tiles,
-    HEADS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    FIRST: gl.constexpr,
-    SPLITS: gl.constexpr,
-    D_STATE: gl.constexpr,
-    CHANNELS: gl.constexpr,
-    TOGETHER: gl.constexpr,
-    LENGTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    PER_CHUNK: gl.constexpr,
-    SCAN_REGISTERS: gl.constexpr,
-    FILL_REGISTERS: gl.constexpr,
-):
-    """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
+    x_tiles, B_tiles, C_tiles, y_tiles, decay_tiles, pool_states, rows, y, D, decays, tile_slots, pool, slot_stride,
+    quantized, num_tiles,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr, SPLITS: gl.constexpr,
+    D_STATE: gl.constexpr, CHANNELS: gl.constexpr, TOGETHER: gl.constexpr, LENGTH: gl.constexpr, STAGES: gl.constexpr,
+    PER_CHUNK: gl.constexpr, SCAN_REGISTERS: gl.constexpr, FILL_REGISTERS: gl.constexpr,
+):  # fmt: skip
     sizes = Sizes(HEADS, GROUPS, HEAD_DIM, D_STATE, CHANNELS, TOGETHER, LENGTH, STAGES)
     PER_ROW: gl.constexpr = HEADS // TOGETHER * SPLITS
     row = gl.load(rows.longest_first + gl.program_id(0) // PER_ROW)

@@ -114,32 +114,11 @@ def _store_boundary(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _scan_kernel(
-    packed,
-    x_tiles,
-    B_tiles,
-    C_tiles,
-    y_tiles,
-    rows,
-    D,
-    decays,
-    tile_slots,
-    pool,
-    slot_stride,
-    quantized,
-    num_tiles,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-    D_STATE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    packed, x_tiles, B_tiles, C_tiles, y_tiles, rows, D, decays, tile_slots, pool, slot_stride, quantized, num_tiles,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
+    LANES: tl.constexpr, D_STATE: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PER_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Long because Triton takes descriptors one by one, and tiles at a request's edges are scanned differently."""
     row = tl.load(rows.longest_first + tl.program_id(0) // HEADS)
     head = tl.program_id(0) % HEADS

@@ -1,8 +1,7 @@
 """Cuts of the SSD scan: requests into tiles, with the decays of their tokens; heads into slices.
 
-`request_tiles` defines where tiles begin.
-
-Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
+Grid: every tile number of `request_tiles` by groups of heads. Graph safe: no host sync, grid fixed by the number of
+chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -24,12 +23,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class HeadSlice:
-    """Channels of every head that one launch scans; channels share only the decays.
-
-    Args:
-        first: The first channel.
-        width: Number of channels, a power of two.
-    """
+    """Channels of every head that one launch scans, from `first` on; `width` is a power of two."""
 
     first: int
     width: int
@@ -101,30 +95,10 @@ class ScanTiles:
 
 @triton.jit(do_not_specialize=["dt_stride", "num_tiles", "num_rows", "num_tokens"])
 def _tiles_kernel(
-    dt,
-    A_log,
-    dt_bias,
-    rows,
-    decays,
-    slots,
-    y,
-    dt_stride,
-    least_step,
-    most_step,
-    num_tiles,
-    num_rows,
-    num_tokens,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_CHUNK: tl.constexpr,
-    HEADS_AT_A_TIME: tl.constexpr,
-    LANES: tl.constexpr,
-    SUBTRACTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Long because one launch finds a tile, sums its decays and clears the outputs past the last request."""
+    dt, A_log, dt_bias, rows, decays, slots, y, dt_stride, least_step, most_step, num_tiles, num_rows, num_tokens,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PER_CHUNK: tl.constexpr,
+    HEADS_AT_A_TIME: tl.constexpr, LANES: tl.constexpr, SUBTRACTS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_then_release(OVERLAPS)
     tile = tl.program_id(0)
     head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
@@ -169,13 +143,12 @@ def _tiles_kernel(
 def cut_tiles(
     dt: Tensor, weights: SSMWeights, rows: PrefillBatch, shape: TileShape, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles:
-    """Cut requests into tiles, sum their decays, and clear the outputs of padding tokens.
+    """Cut requests, of at least one chunk, into tiles, sum their decays, and clear the outputs of padding tokens.
 
     The next kernel may immediately read anything written before this one.
 
     Args:
         dt: [tokens, heads]; as in `SSMTokens`.
-        rows: At least one chunk.
         dtype: Of the scanned tokens and of the outputs.
     """
     num_tokens, num_heads = dt.shape

@@ -5,13 +5,12 @@
 Each request reads the state that its last step accepted, once, and writes one state a token; between tokens a state
 stays in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one.
 
-Layout: a program owns one request and `width` columns of head_dim of one head's state [d_state, head_dim], all of
-d_state: no sum crosses programs. Grid: a program for each request, head and width, plus one request that clears the
-outputs past the last request. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+Grid: a program for each request and `width` columns of one head's state [d_state, head_dim], all of d_state, so that no
+sum crosses programs; plus one request that clears the outputs past the last one. Graph safe: no host sync, one launch,
+grid fixed by the shapes of the arguments.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from torch import Tensor
 from ...kernels.kernel_language import only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
-from ..batches import PAD_SLOT, DecodeBatch, check_decode_batch
+from ..batches import PAD_SLOT, DecodeBatch, DecodeView, check_decode_batch
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens, kernel_weights, time_step
 from .reference import state_verify_ref
 
@@ -31,8 +30,8 @@ class VerifyTiling:
     """How states are split over programs; may change only the order of the sum over d_state.
 
     Args:
-        width: columns of head_dim of a program, a power of two.
-        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+        width: Columns of head_dim of a program, a power of two.
+        max_registers: Of a thread; they bound the programs that fit on a multiprocessor.
     """
 
     width: int
@@ -44,14 +43,6 @@ TILING = VerifyTiling(width=64, num_warps=4, max_registers=128)
 _FEW_HEADS, _OF_FEW_HEADS = 64, VerifyTiling(width=32, num_warps=4, max_registers=128)
 """For models of so few heads that a request would keep only half of a GPU's multiprocessors busy."""
 _PAD = tl.constexpr(PAD_SLOT)
-
-
-class _Rows(NamedTuple):
-    """The kernel's view of `DecodeBatch`."""
-
-    cu_tokens: Tensor
-    columns: Tensor
-    accepted: Tensor
 
 
 @triton.jit
@@ -68,23 +59,10 @@ def _load_inputs(tokens, token, end, head, group, n, p, D_STATE: tl.constexpr, H
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
 def _state_verify_kernel(
-    y,
-    tokens,
-    weights,
-    pool,
-    slot_stride,
-    rows,
-    num_rows,
-    num_tokens,
-    columns_stride,
-    HEADS: tl.constexpr,
-    HEADS_A_GROUP: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    READS_EARLY: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    y, tokens, weights, pool, slot_stride, rows, num_rows, num_tokens, columns_stride,
+    HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, READS_EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Long because it is one loop with its values kept in registers."""
     if READS_EARLY:
         release(OVERLAPS)
@@ -200,7 +178,7 @@ def _launch(
         weights=kernel_weights(weights),
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
-        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
+        rows=DecodeView(rows.cu_tokens, rows.columns, rows.accepted),
         num_rows=num_rows,
         num_tokens=num_tokens,
         columns_stride=rows.columns.stride(0),

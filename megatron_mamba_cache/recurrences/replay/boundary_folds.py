@@ -7,9 +7,9 @@ The plan is made on the device. With running = computed + scheduled - drafts,
 A step folds its base up to the last multiple of the ring length among its computed tokens, so the fold for the boundary
 begins there. A program decides for _ROWS requests.
 
-The fold takes a base and the ring entries after it. Grid: the resident programs. Each reads all requests, numbers those
-with a target, and takes every n-th of their tiles, all layers: one request uses the whole GPU, and a step without a
-target costs one decision.
+The fold takes a base and the ring entries after it. Grid: the resident programs. Each reads all requests and takes
+every n-th tile of those with a target, all layers: one request uses the whole GPU, and a step without a target costs
+one decision.
 
 Graph safe: no host sync, one launch each, grids fixed at capture.
 """
@@ -38,21 +38,10 @@ _PAD = tl.constexpr(PAD_SLOT)
 
 @triton.jit(do_not_specialize=["plan_stride", "num_rows", "block_size", "ring_len", "accepted_stride"])
 def _plan_kernel(
-    plan,
-    plan_stride,
-    computed,
-    scheduled,
-    drafts,
-    accepted,
-    accepted_stride,
-    targets,
-    slots,
-    folded,
-    num_rows,
-    block_size,
-    ring_len,
+    plan, plan_stride, computed, scheduled, drafts, accepted, accepted_stride, targets, slots, folded, num_rows,
+    block_size, ring_len,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     start = tl.load(computed + row, mask=exists, other=0)
@@ -72,8 +61,7 @@ def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, blo
     """Return the folds of a verify step's requests that reached a boundary, for `fold_boundaries`.
 
     Args:
-        rows: The step's batch of replayed states.
-        align: The same requests, with the tokens that each kept; columns are not read.
+        align: The batch's requests, with the tokens that each kept; columns are not read.
 
     Reference: `plan_boundary_folds_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
     """
@@ -108,8 +96,8 @@ def fold_boundaries(
     """Write each request's state after its first `ends` tokens into its target, all layers, in place.
 
     The state is the request's base and the ring entries from `folded` to `ends`, folded as `state_replay` does: at a
-    multiple of the ring's length it is bit-equal to the base of a later step, unless it is quantized. A request
-    without a target or slot writes nothing, whatever its counts. Every other slot stays as it is.
+    multiple of the ring's length it is bit-equal to the base of a later step, unless it is quantized. A request without
+    a target or slot writes nothing. Every other slot stays as it is.
 
     Args:
         ssm_pools: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
@@ -156,25 +144,11 @@ def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fold_boundaries_kernel(
-    pool,
-    slot_stride,
-    quantized,
-    ring,
-    layers,
-    rows,
-    num_rows,
-    ROWS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_A_GROUP: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    X_CAPACITY: tl.constexpr,
-    RING: tl.constexpr,
+    pool, slot_stride, quantized, ring, layers, rows, num_rows,
+    ROWS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
-):
-    """Long because decisions stay in registers."""
+):  # fmt: skip
     programs = tl.num_programs(0)
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
     A_LAYER: tl.constexpr = HEADS * PARTS

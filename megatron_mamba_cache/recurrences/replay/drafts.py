@@ -93,7 +93,7 @@ class RingLayout:
     These inputs are not in the slots, so that a slot takes the same bytes with any number of drafts.
 
     Args:
-        capacity, x_capacity: Positions of a ring, and of x in it; see `least_capacity`.
+        capacity, x_capacity: Positions of a ring, and of x in it.
         x_dtype, key_dtype: Of x, and of B.
         conv_dim, conv_dtype: Of the convolution's inputs.
         num_drafts: The most drafts of a step.

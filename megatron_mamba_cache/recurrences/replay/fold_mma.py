@@ -1,15 +1,13 @@
 """Folds by products on tensor cores, in Gluon, for Hopper GPUs and bf16 rings: ring entries, and boundaries' states.
 
-Every kernel that folds so gives the same bits. With m the ring's period that holds the entries, and L_j the sum of
-dt * A of those after entry j,
+Every kernel that folds so gives the same bits. With m the ring's period that holds the entries, and L_j the sum of dt *
+A of those after entry j,
 
     S = exp(L_m) S + sum over j of B_j (exp(L_j) dt_j x_j)
 
 This is one sum for a whole period; token by token, each entry takes two operations for each element of the state. The
 factors of x are split into three bf16 numbers that add up to them, so that every product is exact. A state's tile goes
 from memory to memory in slices of d_state, because a tile, its sums and their operands do not fit in registers.
-
-The kernel of boundaries' states has the grid of `boundary_folds`, with programs of one warp.
 """
 
 from torch import Tensor
@@ -29,7 +27,7 @@ _PAD = gl.constexpr(PAD_SLOT)
 
 @gluon.constexpr_function
 def _eighths(d_state: int, bits: int) -> int:
-    """Return how many elements, of so many bits, of each eighth of d_state fit in registers: a slice's."""
+    """Return the elements of each eighth of d_state in a slice: as many, of so many bits, as fit in registers."""
     return min(64 // bits, d_state // 8)
 
 
@@ -62,20 +60,10 @@ def _factors(
 
 @gluon.jit
 def _load_slice(
-    source,
-    b,
-    ring,
-    begin,
-    position,
-    until,
-    SLICE: gl.constexpr,
-    EIGHTHS: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    PADDED: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
+    source, b, ring, begin, position, until,
+    SLICE: gl.constexpr, EIGHTHS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
+    PADDED: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
     """Return a slice of the state, [elements, width], and of the entries' B, [PADDED, elements]."""
     TILE: gl.constexpr = left_layout(8 * EIGHTHS, WIDTH)
     KEYS: gl.constexpr = left_layout(PADDED, 8 * EIGHTHS)
@@ -99,13 +87,9 @@ def _elements(SLICE: gl.constexpr, EIGHTHS: gl.constexpr, D_STATE: gl.constexpr,
 
 @gluon.jit
 def _tile_offsets(
-    SLICE: gl.constexpr,
-    EIGHTHS: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    WIDTH: gl.constexpr,
+    SLICE: gl.constexpr, EIGHTHS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr,
     TILE: gl.constexpr,
-):
+):  # fmt: skip
     """Return the offsets of a slice of a state's tile, [elements, width]."""
     n = _elements(SLICE, EIGHTHS, D_STATE, gl.SliceLayout(1, TILE))
     return n[:, None] * HEAD_DIM + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TILE))[None, :]
@@ -113,27 +97,11 @@ def _tile_offsets(
 
 @gluon.jit
 def _fold_period(
-    source,
-    target,
-    x,
-    b,
-    steps,
-    ring,
-    begin,
-    position,
-    until,
-    HEADS: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    X_CAPACITY: gl.constexpr,
-    RING: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
-    """Fold the entries from `position` to `until`, all of the period that starts at `begin`.
-
-    Long because the operands stay in registers.
-    """
+    source, target, x, b, steps, ring, begin, position, until,
+    HEADS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Fold the entries from `position` to `until`, all of the period that starts at `begin`."""
     PADDED: gl.constexpr = _padded(RING)
     EIGHTHS: gl.constexpr = _eighths(D_STATE, target.dtype.element_ty.primitive_bitwidth)
     SLICES: gl.constexpr = D_STATE // (8 * EIGHTHS)
@@ -179,26 +147,14 @@ def _fold_period(
 
 @gluon.jit
 def fold_tile(
-    source,
-    target,
-    x,
-    b,
-    steps,
-    ring,
-    position,
-    end,
-    HEADS: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    X_CAPACITY: gl.constexpr,
-    RING: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
-    """Write the state at `source` after the ring's entries from `position` to `end` to `target`: `width` columns.
+    source, target, x, b, steps, ring, position, end,
+    HEADS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Write the state at `source`, after the ring's entries from `position` to `end`, to `target`: `width` columns.
 
-    Both are where the tile begins, and may be the same. The state is cast to their dtype at every multiple of RING
-    on the way, and at the end; without entries it is copied. Every lane may read the tile and overwrite the entries
+    Both are where the tile begins, and may be the same. The state is cast to their dtype at every multiple of RING on
+    the way, and at the end; without entries it is copied. Every lane may read the tile and overwrite the entries
     afterwards. One warp.
 
     Args:
@@ -219,24 +175,10 @@ def fold_tile(
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _fold_boundaries_kernel(
-    pool,
-    slot_stride,
-    ring,
-    layers,
-    rows,
-    num_rows,
-    ROWS: gl.constexpr,
-    LAYERS: gl.constexpr,
-    HEADS: gl.constexpr,
-    HEADS_A_GROUP: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    X_CAPACITY: gl.constexpr,
-    RING: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
-    """Long because of its arguments and the addresses of each tile's inputs."""
+    pool, slot_stride, ring, layers, rows, num_rows,
+    ROWS: gl.constexpr, LAYERS: gl.constexpr, HEADS: gl.constexpr, HEADS_A_GROUP: gl.constexpr, D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     A_LAYER: gl.constexpr = HEADS * PARTS
     TILES: gl.constexpr = LAYERS * A_LAYER
@@ -272,7 +214,7 @@ def _fold_boundaries_kernel(
 
 
 def fold_by_mma(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
-    """Write each request's state at its end into its target, all layers, in place; see `fold_boundaries`, which checks.
+    """Write each request's state at its end into its target, all layers, in place; `fold_boundaries` checks.
 
     Args:
         ssm_pools: States of a shape that `folds_by_mma`.

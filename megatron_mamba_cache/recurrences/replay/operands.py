@@ -98,7 +98,7 @@ def from_sums(sums, TILE: gl.constexpr):
 
 @gluon.jit
 def sync_lanes():
-    """Wait for all lanes of the warp: each may then read or write what another one has written or read."""
+    """Wait for all lanes of the warp, so that each may read what others wrote, and overwrite what they read."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -119,11 +119,7 @@ def slice_len(d_state: int) -> int:
 
 @gluon.jit
 def prefetch_state(state, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Prefetch a head's state to the L2 cache: its slices are read one after another.
-
-    Args:
-        state: Where it begins, at a multiple of 16 bytes.
-    """
+    """Prefetch a head's state, aligned to 16 bytes, to the L2 cache, because its slices are read one by one."""
     BYTES: gl.constexpr = D_STATE * HEAD_DIM * state.dtype.element_ty.primitive_bitwidth // 8
     gl.inline_asm_elementwise(
         "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
@@ -138,16 +134,9 @@ def prefetch_state(state, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def load_slice(
-    states,
-    queries,
-    C_stride,
-    count,
-    INDEX: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    OWN: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
+    states, queries, C_stride, count,
+    INDEX: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
     """Return a slice of d_state: of the state, [slice, width], and of the tokens' C, [tokens, slice]."""
     SLICE: gl.constexpr = slice_len(D_STATE)
     STATE: gl.constexpr = left_layout(SLICE, WIDTH)
@@ -165,27 +154,11 @@ def load_slice(
 
 @gluon.jit
 def multiply_slices(
-    state,
-    keys,
-    sums,
-    states,
-    queries,
-    C_stride,
-    count,
-    FIRST: gl.constexpr,
-    END: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    OWN: gl.constexpr,
-    WIDTH: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-):
-    """Add the products of slices to `sums`; return the next slice, which is read meanwhile, and the sums.
-
-    Args:
-        state, keys: The slice FIRST.
-    """
+    state, keys, sums, states, queries, C_stride, count,
+    FIRST: gl.constexpr, END: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, OWN: gl.constexpr,
+    WIDTH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Add the products of slices from FIRST (`state`, `keys`) on to `sums`; return the slice at END, and the sums."""
     SLICES: gl.constexpr = D_STATE // slice_len(D_STATE)
     for index in gl.static_range(FIRST, END):
         if index + 1 < SLICES:

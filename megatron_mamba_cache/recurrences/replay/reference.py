@@ -13,7 +13,7 @@ from .ring import BoundaryFolds, ReplayRing
 def fold_boundaries_ref(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
-    """Write each request's state at its end into its target, all layers, in place; see `fold_boundaries`."""
+    """Torch twin of `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
         return
     targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
@@ -29,7 +29,7 @@ def fold_boundaries_ref(
 
 
 def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
-    """Return what to fold for the requests of a verify step that reached a boundary; see `plan_boundary_folds`."""
+    """Torch twin of `plan_boundary_folds`."""
     running = align.computed + align.scheduled - align.drafts
     end = (running + align.accepted.to(torch.int32).clamp_min(1) - 1) // block_size * block_size
     reached = (align.targets != PAD_SLOT) & (rows.slots != PAD_SLOT) & (end >= running) & (end > 0)
@@ -58,7 +58,7 @@ def folded(
 
 
 def most(counts: Tensor, is_row: Tensor, bound: int) -> int:
-    """Return the most tokens of any request; on a GPU the bound, as reading the counts would wait for it."""
+    """Return the most tokens of any request; on a GPU the bound, because reading the counts would wait."""
     return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
 
 

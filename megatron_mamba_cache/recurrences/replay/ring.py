@@ -64,7 +64,7 @@ class BoundaryFolds(NamedTuple):
 
 
 def least_capacity(ring_len: int, max_tokens: int) -> int:
-    """Return the positions that a ring needs: a step appends its tokens before it folds those of the last one."""
+    """Return the positions that a ring needs: a step appends its tokens before it folds earlier ones."""
     return ring_len + 2 * max_tokens - 1
 
 

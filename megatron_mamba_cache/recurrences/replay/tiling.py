@@ -17,11 +17,7 @@ def runs_gluon(pool: Tensor) -> bool:
 
 
 def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
-    """Return True if the kernels chosen for a pool's states fold them by mma.
-
-    Args:
-        inputs: Dtype of the rings' x and B.
-    """
+    """Return True if a pool's states are folded by mma; `inputs` is the dtype of the rings' x and B."""
     fits = hopper_width(ssm_pools.shape[-1], ssm_pools.shape[-2]) is not None
     return fits and inputs == torch.bfloat16 and runs_gluon(ssm_pools)
 

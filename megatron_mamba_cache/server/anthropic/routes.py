@@ -51,7 +51,7 @@ class MessagesFormat:
     `max_tokens` is the client's limit; fewer may fit. Without `includes_thinking`, blocks of reasoning have no text.
     """
 
-    def __init__(self, model: str, max_tokens: int, *, includes_thinking: bool = True) -> None:
+    def __init__(self, model: str, max_tokens: int, *, includes_thinking: bool) -> None:
         self._common = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
         self._includes_thinking = includes_thinking

@@ -70,7 +70,7 @@ class LinePosition:
     A grammar that holds the text (`is_held`) knows neither fences nor which quotes belong together.
     """
 
-    def __init__(self, *, is_held: bool = False) -> None:
+    def __init__(self, *, is_held: bool) -> None:
         self._is_held = is_held
         self.is_in_code = False
         """True within a fenced block."""

@@ -159,7 +159,7 @@ def each(
         try:
             piece = next(reading)
         except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
+            return done.value
         yield None if piece is None else change(piece)
 
 

@@ -25,7 +25,7 @@ _BOOLEANS = {"true": True, "false": False}
 _JSON_NAMES = {**_BOOLEANS, "null": None}
 
 
-def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
+def json_of(text: str, types: Collection[str], *, is_held: bool) -> str:
     """Return a parameter's text as JSON of one of its types, else as text.
 
     `types` is empty if the schema has none; unknown names are ignored. If a grammar holds the text (`is_held`), numbers

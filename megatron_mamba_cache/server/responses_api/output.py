@@ -17,7 +17,7 @@ class ResponseOutput:
         summarizes: True if reasoning is its own summary too: many clients show only that.
     """
 
-    def __init__(self, *, summarizes: bool = False) -> None:
+    def __init__(self, *, summarizes: bool) -> None:
         self.items: list[Item] = []
         self._num_events = 0
         self._summarizes = summarizes

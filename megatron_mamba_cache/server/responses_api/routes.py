@@ -71,7 +71,7 @@ class ResponsesFormat:
         settings: Mapping[str, Any],
         keep: Callable[[ChatMessage, dict[str, Any]], None],
         *,
-        summarizes: bool = False,
+        summarizes: bool,
     ) -> None:
         self._common = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
         self._common |= {"model": model, **settings}

@@ -91,17 +91,17 @@ def _factors_kernel(
     has_h = h < TIMES
     head = key_head * TIMES + h
     begin = computed // RING * RING
-    place = begin + w
-    is_kept = (place >= folded) & (place < computed)
+    positions = begin + w
+    is_kept = (positions >= folded) & (positions < computed)
     keys = ring.B + number * ring.B_ring + key_head * KEY_DIM + n
     kept = tl.load(
-        keys[None, :] + (place % CAPACITY)[:, None] * ring.B_stride,
+        keys[None, :] + (positions % CAPACITY)[:, None] * ring.B_stride,
         mask=is_kept[:, None] & has_n[None, :],
         other=0.0,
     )  # [RING, key_dim]
     steps = ring.steps + number * ring.steps_ring + head
     kept_decays = tl.load(
-        steps[:, None] + HEADS + (place % CAPACITY)[None, :] * ring.steps_stride,
+        steps[:, None] + HEADS + (positions % CAPACITY)[None, :] * ring.steps_stride,
         mask=has_h[:, None] & is_kept[None, :],
         other=0.0,
     )  # [value heads, RING]
@@ -122,9 +122,9 @@ def _factors_kernel(
     line = tl.cast(row, tl.int64) * max_tokens * HEADS + head
     position = computed
     while position < until:
-        place = begin + w
-        own = start + place - computed
-        is_own = (place >= computed) & (place < until)
+        positions = begin + w
+        own = start + positions - computed
+        is_own = (positions >= computed) & (positions < until)
         sources = tokens.k + own.to(tl.int64)[:, None] * tokens.k_stride + (key_head * KEY_DIM + n)[None, :]
         own_keys = tl.load(sources, mask=is_own[:, None] & has_n[None, :], other=0.0)
         tile = tl.where(is_own[:, None], own_keys, kept).to(tl.float32)
@@ -139,7 +139,7 @@ def _factors_kernel(
             k = tl.load(tokens.k + token * tokens.k_stride + key_head * KEY_DIM + n, mask=has_n, other=0.0)
             q = tl.load(tokens.q + token * tokens.q_stride + key_head * KEY_DIM + n, mask=has_n, other=0.0)
             b = tl.load(tokens.b + token * tokens.b_stride + head, mask=has_h, other=0.0)
-            is_this = (place == at)[None, :]
+            is_this = (positions == at)[None, :]
             decay = tl.sum(tl.where(is_this, decays, 0.0), axis=1)
             tl.store(keys + at % CAPACITY * ring.B_stride, k, mask=has_n)
             tl.store(steps + at % CAPACITY * ring.steps_stride, tl.full(h.shape, 1.0, tl.float32), mask=has_h)
@@ -158,7 +158,7 @@ def _factors_kernel(
             tl.store(of_scalars + 2, of_q * since_base, mask=has_h)
             tl.store(of_scalars + 3, tl.zeros_like(strength) + of_q * tl.sum(q * k, axis=0), mask=has_h)
             # A rejected draft's NaN stays out: it comes later.
-            is_earlier = (place < at)[None, :]
+            is_earlier = (positions < at)[None, :]
             of_keys = tl.sum(tile * k[None, :], axis=1)[None, :] * (strength * of_k)[:, None] * since_each
             of_queries = tl.sum(tile * q[None, :], axis=1)[None, :] * of_q * since_each
             of_inputs = inputs + line[:, None] * (2 * RING) + w[None, :]
@@ -181,7 +181,7 @@ def append_and_weigh(
     *,
     after_conv: bool,
 ) -> ReplayFactors:
-    """Append each request's keys and log decays to its ring, clear padding in `y`, in place; return the factors.
+    """Append each request's keys and log decays to its ring, clear padding in `y`, in positions; return the factors.
 
     Args:
         after_conv: As in `delta_replay`.

@@ -74,7 +74,7 @@ def delta_replay(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Fold due ring entries, compute the outputs of each request's tokens, and append them to its ring, in place.
+    """Fold due ring entries, compute the outputs of each request's tokens, and append them to its ring, in positions.
 
     With boundary = computed // ring_len * ring_len, a request with boundary > folded first folds the ring's entries
     from `folded` to `boundary` into its base; the caller then counts them as folded. No other state is written. The
@@ -177,10 +177,10 @@ def _delta_replay_kernel(
     xs = ring.x + number * ring.x_ring + head * VALUE_DIM + p
     bs = ring.B + number * ring.B_ring + key_head * KEY_DIM + n
     steps = ring.steps + number * ring.steps_ring + head
-    place = computed // RING * RING + w
+    positions = computed // RING * RING + w
     written = tl.load(
-        xs[None, :] + (place % X_CAPACITY)[:, None] * ring.x_stride,
-        mask=((place >= first) & (place < computed))[:, None] & has_p[None, :],
+        xs[None, :] + (positions % X_CAPACITY)[:, None] * ring.x_stride,
+        mask=((positions >= first) & (positions < computed))[:, None] & has_p[None, :],
         other=0.0,
     )  # [RING, width]
     if first > folded:

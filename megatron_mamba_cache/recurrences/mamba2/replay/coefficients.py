@@ -59,28 +59,11 @@ def _scores(c, b):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_tokens"])
 def _coefficients_kernel(
-    y,
-    base_factors,
-    input_factors,
-    tokens,
-    weights,
-    ring,
-    rows,
-    num_rows,
-    num_tokens,
-    max_tokens,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    RING: tl.constexpr,
-    OWN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    READS_EARLY: tl.constexpr,
+    y, base_factors, input_factors, tokens, weights, ring, rows, num_rows, num_tokens, max_tokens,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr, CAPACITY: tl.constexpr,
+    RING: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute the factors of a request and some heads of a group; append their time steps, and B.
 
     Long because all factors follow from the same few values in registers.

@@ -8,8 +8,8 @@ have passed a multiple of the ring's length, it folds them first: S = exp(dt * A
 `state_verify` does or, on a Hopper GPU where x and B are bf16, a period at once; rounded to the pool's dtype at every
 multiple. So a base's bits depend on its tokens alone. It appends x last, and may overwrite what it has folded.
 
-Layout: a program owns one request and `width` columns of head_dim of one head's state [d_state, head_dim], all of
-d_state: no sum crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
+Layout: a program owns one request and `width` columns of one head's state [d_state, head_dim], all of d_state: no sum
+crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ def state_replay(
 
     With boundary = computed // ring_len * ring_len, a request with boundary > folded first folds the ring's entries
     from `folded` to `boundary` into its base; the caller then counts them as folded. No other state is written. The
-    bits of a base depend on its tokens alone, not on the steps that fed them. Padding requests and tokens past the last
-    request give zeros and write nothing.
+    bits of a base depend on its tokens alone. Padding requests and tokens past the last request give zeros and write
+    nothing.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
@@ -86,10 +86,7 @@ def replay_tiled(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Compute with this tiling's kernel; `state_replay` checks and chooses.
-
-    Long because it names the arguments that all kernels take.
-    """
+    """Compute with this tiling's kernel; `state_replay` checks and chooses."""
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
@@ -135,26 +132,11 @@ def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
 
 @triton.jit(do_not_specialize=["max_tokens"])
 def _state_replay_kernel(
-    y,
-    tokens,
-    pool,
-    slot_stride,
-    ring,
-    rows,
-    base_factors,
-    input_factors,
-    max_tokens,
-    HEADS: tl.constexpr,
-    HEADS_A_GROUP: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    X_CAPACITY: tl.constexpr,
-    RING: tl.constexpr,
-    OWN: tl.constexpr,
-    WIDTH: tl.constexpr,
+    y, tokens, pool, slot_stride, ring, rows, base_factors, input_factors, max_tokens,
+    HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     """Long because state and inputs stay in registers."""
     release(OVERLAPS)
     PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH

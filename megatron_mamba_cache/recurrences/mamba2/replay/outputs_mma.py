@@ -1,10 +1,9 @@
 """Replay outputs by bf16 tensor-core mma, in Gluon, for Hopper GPUs and bf16 tokens.
 
-A warp owns `width` columns of a head's state. It loads them in the layout of the operands, so nothing moves between
-lanes. float32 states and factors are split into three bf16 numbers that add up to them: every product is exact, every
-sum is float32. Bases have the bits of `fold_mma`. The fold and the state's loads begin while `coefficients` runs. A
-state is read in slices, one after another, and once more if it is folded: so a 16-bit one is prefetched to the L2 cache
-as a whole.
+A warp owns `width` columns of a head's state, in the layout of the operands, so nothing moves between lanes. float32
+states and factors are split into three bf16 numbers that add up to them: every product is exact, every sum is float32.
+Bases have the bits of `fold_mma`. The fold and the state's loads begin while `coefficients` runs. A state is read in
+slices, and once more if it is folded: so a 16-bit one is prefetched to the L2 cache as a whole.
 """
 
 from typing import Any
@@ -46,29 +45,11 @@ def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["max_tokens"])
 def _state_mma_kernel(
-    y,
-    tokens,
-    pool,
-    slot_stride,
-    ring,
-    rows,
-    base_factors,
-    input_factors,
-    max_tokens,
-    HEADS: gl.constexpr,
-    HEADS_A_GROUP: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    X_CAPACITY: gl.constexpr,
-    RING: gl.constexpr,
-    OWN: gl.constexpr,
-    WIDTH: gl.constexpr,
-    PADDED: gl.constexpr,
-    TOKENS: gl.constexpr,
-    PREFETCHES: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-):
+    y, tokens, pool, slot_stride, ring, rows, base_factors, input_factors, max_tokens,
+    HEADS: gl.constexpr, HEADS_A_GROUP: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
+    PADDED: gl.constexpr, TOKENS: gl.constexpr, PREFETCHES: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
     """Long because state and inputs stay in registers."""
     release(OVERLAPS)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # [width, tokens]
@@ -228,7 +209,7 @@ def _state_mma_kernel(
 
 
 def replay_by_mma(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append x and write the outputs, in place; as `replay_by_sums`, for a d_state from 16 on."""
+    """Fold, append x and write the outputs, in place; as `replay_by_sums`, but d_state is at least 16."""
     pool = arguments["pool"]
     _state_mma_kernel[(num_heads * (arguments["HEAD_DIM"] // tiling.width),)](
         **arguments,

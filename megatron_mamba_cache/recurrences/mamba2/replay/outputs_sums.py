@@ -35,19 +35,9 @@ def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: 
 
 @gluon.jit
 def _fold_entries(
-    state,
-    pool,
-    x,
-    b,
-    steps,
-    ring,
-    position,
-    end,
-    HEADS: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    X_CAPACITY: gl.constexpr,
-    RING: gl.constexpr,
-):
+    state, pool, x, b, steps, ring, position, end,
+    HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
     """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `outputs`."""
     entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY, X_CAPACITY)
     following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY, X_CAPACITY)
@@ -78,27 +68,11 @@ def _load_factors(c, base_factors, input_factors, c_stride, HEADS: gl.constexpr,
 
 @gluon.jit(do_not_specialize=["max_tokens"])
 def _state_sums_kernel(
-    y,
-    tokens,
-    pool,
-    slot_stride,
-    ring,
-    rows,
-    base_factors,
-    input_factors,
-    max_tokens,
-    HEADS: gl.constexpr,
-    HEADS_A_GROUP: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    X_CAPACITY: gl.constexpr,
-    RING: gl.constexpr,
-    OWN: gl.constexpr,
-    WIDTH: gl.constexpr,
-    LANES: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-):
+    y, tokens, pool, slot_stride, ring, rows, base_factors, input_factors, max_tokens,
+    HEADS: gl.constexpr, HEADS_A_GROUP: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
+    LANES: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
     """Long because state and inputs stay in registers."""
     release(OVERLAPS)
     BY_PRODUCTS: gl.constexpr = ring.x.dtype.element_ty == gl.bfloat16
@@ -202,7 +176,7 @@ def _state_sums_kernel(
 
 
 def replay_by_sums(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append x and write the outputs, in place; as `replay_portably`, for a d_state that is a power of two."""
+    """Fold, append x and write the outputs, in place; as `replay_portably`, but d_state is a power of two."""
     pool = arguments["pool"]
     # Lanes side by side in head_dim read 16 bytes each.
     lanes = 32 * tiling.num_warps * (_ACCESS // pool.element_size()) // tiling.width

@@ -14,11 +14,7 @@ from ..inputs import SSMTokens, SSMWeights
 def state_replay_ref(
     tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
 ) -> Tensor:
-    """Torch twin of `state_replay`.
-
-    Returns:
-        [tokens, heads, head_dim] in x's dtype; zeros past the last request.
-    """
+    """Torch twin of `state_replay`."""
     num_tokens, heads = tokens.x.shape[:2]
     y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the last takes what is not a token
     if rows.slots.shape[0] == 0 or num_tokens == 0:

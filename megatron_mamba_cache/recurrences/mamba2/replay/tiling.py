@@ -22,9 +22,9 @@ class ReplayTiling:
     Args:
         kernel: "portable" takes all shapes; "sums" takes heads of whole tiles and a d_state that is a power of two, and
             "mma" such heads of bf16 tokens.
-        width: columns of head_dim of a program, a power of two.
-        num_warps: warps of a program; 1 but for "portable".
-        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+        width: Columns of head_dim of a program, a power of two.
+        num_warps: Of a program; 1 but for "portable".
+        max_registers: Of a thread; they bound the programs that fit on a multiprocessor.
     """
 
     kernel: Literal["portable", "sums", "mma"]
