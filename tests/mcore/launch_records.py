@@ -29,6 +29,8 @@ from megatron_mamba_cache.recurrences.gated_delta import scan as delta_scan
 from megatron_mamba_cache.recurrences.gated_delta import scan_portable as delta_scan_portable
 from megatron_mamba_cache.recurrences.gated_delta import tile_systems
 from megatron_mamba_cache.recurrences.gated_delta import verify as delta_verify
+from megatron_mamba_cache.recurrences.gated_delta.replay import factors
+from megatron_mamba_cache.recurrences.gated_delta.replay import outputs as delta_outputs
 from megatron_mamba_cache.recurrences.mamba2 import scan, scan_hopper, scan_portable, tiles, verify
 from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs, outputs_mma, outputs_sums, tiling
 from megatron_mamba_cache.recurrences.replay import boundary_folds, fold_mma
@@ -44,11 +46,13 @@ KERNELS = (
     (conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
     (delta_scan_portable, "_scan_kernel"),
+    (delta_outputs, "_delta_replay_kernel"),
     (delta_verify, "_delta_verify_kernel"),
     (expert_order, "_order_kernel"),
     (expert_order, "_count_kernel"),
     (expert_order, "_sum_counts_kernel"),
     (expert_order, "_scatter_kernel"),
+    (factors, "_factors_kernel"),
     (gated_norm, "_gated_group_norm_kernel"),
     (grouped_gemm, "_grouped_gemm_kernel"),
     (grouped_gemm_hopper, "_gemm_kernel"),
