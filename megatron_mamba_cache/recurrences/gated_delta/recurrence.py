@@ -110,6 +110,7 @@ class GatedDelta:
             conv_dim=self.conv_dim,
             conv_dtype=dtypes.window,
             num_drafts=num_drafts,
+            by_period=True,
         )
 
     def prefill(

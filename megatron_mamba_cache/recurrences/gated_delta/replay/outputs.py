@@ -27,7 +27,7 @@ from ....kernels.kernel_launches import INTERPRETED, is_computed_in_fp32, is_hop
 from ....kernels.overlap import await_launcher, overlapping, release
 from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
-from ...replay.fold import fold_entries
+from ...replay.fold import fold_periods
 from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows
 from ..inputs import DeltaTokens, GateWeights, check_pool, check_tokens, kernel_tokens
 from .factors import NUM_SCALARS, ReplayFactors, append_and_weigh
@@ -184,7 +184,7 @@ def _delta_replay_kernel(
         other=0.0,
     )  # [RING, width]
     if first > folded:
-        state = fold_entries(
+        state = fold_periods(
             state, pool, xs, bs, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
         )
         tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
@@ -210,7 +210,7 @@ def _delta_replay_kernel(
         if (t > 0) & (position % RING == 0):
             tl.debug_barrier()  # another thread of this program may have appended what this one folds
             begin = tl.maximum(first, position - RING)
-            state = fold_entries(
+            state = fold_periods(
                 state, pool, xs, bs, steps, ring, begin, position, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
             )
             written = tl.zeros_like(written)
