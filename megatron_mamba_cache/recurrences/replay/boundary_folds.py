@@ -23,7 +23,7 @@ from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel, res
 from ..batches import PAD_SLOT, AlignBatch, ReplayBatch
 from ..quantized_states import QuantizedStates, quantized_pointers, store_quantized
 from ..slot_tiles import next_turn, numbered, of_number
-from .fold import fold_entries, fold_periods
+from .fold import fold
 from .reference import fold_boundaries_ref, plan_boundary_folds_ref
 from .ring import BoundaryFolds, ReplayRing, check_boundary_folds, check_ring_len, check_shapes, fold_arguments
 from .tiling import folds_by_mma
@@ -159,7 +159,8 @@ def _fold_boundaries_kernel(
     programs = tl.num_programs(0)
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
     A_LAYER: tl.constexpr = HEADS * PARTS
-    n = tl.arange(0, triton.next_power_of_2(D_STATE))
+    ROWS_OF_STATE: tl.constexpr = triton.next_power_of_2(D_STATE)
+    n = tl.arange(0, 16 if BY_PERIOD and ROWS_OF_STATE < 16 else ROWS_OF_STATE)  # a matmul has at least 16
     has_n = n < D_STATE
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
@@ -189,14 +190,10 @@ def _fold_boundaries_kernel(
                     x = ring.x + layer * layers.x + ring_number * ring.x_ring + head * HEAD_DIM + p
                     b = ring.B + layer * layers.B + ring_number * ring.B_ring + head // HEADS_A_GROUP * D_STATE + n
                     steps = ring.steps + layer * layers.steps + ring_number * ring.steps_ring + head
-                    if BY_PERIOD:
-                        state = fold_periods(
-                            state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
-                        )
-                    else:
-                        state = fold_entries(
-                            state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
-                        )
+                    state = fold(
+                        state, pool, x, b, steps, ring, folded, end, has_n, has_p,
+                        HEADS, CAPACITY, X_CAPACITY, RING, BY_PERIOD,
+                    )  # fmt: skip
                     if quantized is None:
                         tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
                     else:
@@ -217,8 +214,8 @@ def fold_portably(
     _fold_boundaries_kernel[(resident_programs(ssm_pools.device, PROGRAMS_PER_SM),)](
         **fold_arguments(ssm_pools, rings, rows, ring_len),
         quantized=quantized_pointers(quantized),
-        TILE_WIDTH=min(WIDTH, triton.next_power_of_2(ssm_pools.shape[4])),
+        TILE_WIDTH=16 if by_period else min(WIDTH, triton.next_power_of_2(ssm_pools.shape[4])),
         BY_PERIOD=by_period,
-        num_warps=NUM_WARPS,
+        num_warps=1 if by_period else NUM_WARPS,
         enable_fp_fusion=True,
     )

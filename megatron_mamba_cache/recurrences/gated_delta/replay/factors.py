@@ -38,9 +38,9 @@ class ReplayFactors(NamedTuple):
     """The factors of a step's tokens, float32; those of tokens that a request lacks are undefined.
 
     Args:
-        scalars: [requests, max_tokens, value heads, 4]; of w: of v, and of k S (subtracted); of y: of q S, and of w.
-        inputs: [requests, max_tokens, value heads, 2, ring_len]; of the w of earlier tokens, by their positions after a
-            multiple of the ring's length: of w (subtracted), then of y; 0 for those that are not earlier.
+        scalars: [requests, max_tokens, value heads, 4]; of w: of v, and of k S (subtracted); of y: of q S; undefined.
+        inputs: [requests, max_tokens, value heads, 2, ring_len]; of the tokens' w, by their positions after a multiple
+            of the ring's length: of w (subtracted; of earlier ones), then of y (no later ones); 0 for the others.
     """
 
     scalars: Tensor
@@ -156,14 +156,13 @@ def _factors_kernel(
             tl.store(of_scalars, strength, mask=has_h)
             tl.store(of_scalars + 1, strength * of_k * since_base, mask=has_h)
             tl.store(of_scalars + 2, of_q * since_base, mask=has_h)
-            tl.store(of_scalars + 3, tl.zeros_like(strength) + of_q * tl.sum(q * k, axis=0), mask=has_h)
             # A rejected draft's NaN stays out: it comes later.
-            is_earlier = (positions < at)[None, :]
+            is_earlier, is_later = (positions < at)[None, :], (positions > at)[None, :]
             of_keys = tl.sum(tile * k[None, :], axis=1)[None, :] * (strength * of_k)[:, None] * since_each
             of_queries = tl.sum(tile * q[None, :], axis=1)[None, :] * of_q * since_each
             of_inputs = inputs + line[:, None] * (2 * RING) + w[None, :]
             tl.store(of_inputs, tl.where(is_earlier, of_keys, 0.0), mask=has_h[:, None])
-            tl.store(of_inputs + RING, tl.where(is_earlier, of_queries, 0.0), mask=has_h[:, None])
+            tl.store(of_inputs + RING, tl.where(is_later, 0.0, of_queries), mask=has_h[:, None])
             line += HEADS
         position = stop
         begin += RING
