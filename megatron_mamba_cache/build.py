@@ -194,7 +194,7 @@ def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: b
         return
     name, width = type(drafter).__name__, drafter.hidden_size
     if width != hidden_size:
-        raise ValueError(f"{name} reads hidden states of width {width}, the model's have {hidden_size}")
+        raise ValueError(f"{name} reads hidden states of width {width}, but the model's have {hidden_size}")
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
     if num_stages > 1:

@@ -160,7 +160,7 @@ class CacheConfig:
 
     def __new__(cls, *_: object, **settings: object) -> "CacheConfig":
         for name in settings.keys() & REMOVED.keys():
-            raise TypeError(f"{name} is no setting any more: {REMOVED[name]}; leave it out")
+            raise TypeError(f"{name} is not a setting anymore: {REMOVED[name]}; leave it out")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

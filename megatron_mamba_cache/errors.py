@@ -16,7 +16,7 @@ class CacheIntegrityError(CacheError):
 
 
 class GrammarError(ValueError):
-    """A reply cannot be held to a grammar; the message says why."""
+    """A grammar cannot be enforced on a reply; the message says why."""
 
 
 class HostBudgetError(ValueError):
@@ -29,7 +29,7 @@ class HostBudgetError(ValueError):
 
     def __init__(self, found_gb: float, free_bytes: int) -> None:
         super().__init__(
-            f"host_cache_gb is {found_gb:g} GiB, and this host has {free_bytes / 2**30:.3g} GiB to give: lower "
+            f"host_cache_gb is {found_gb:g} GiB, but this host has only {free_bytes / 2**30:.3g} GiB available: lower "
             "--host-cache-gb"
         )
 
@@ -60,10 +60,10 @@ class CacheBudgetError(ValueError):
         self.max_sequence_length = max_sequence_length
         self.num_live = num_live
         part = "" if share == 1 else f", of which this model has {share:.0%}"
-        live = f" beside the live states of max_requests={num_live}" if num_live else ""
+        live = f" next to the live states of max_requests={num_live}" if num_live else ""
         ending = f", or lower --max-model-len{' or max_requests' if num_live else ''}"
         if is_draft:
-            ending = "; it drafts only for texts that its part has room for"
+            ending = "; it drafts only for texts that fit in its part"
         super().__init__(
             f"cache_gb is {found_gb:g} GiB{part}, which cannot hold one request of max_sequence_length="
             f"{max_sequence_length} tokens with its states{live}: set --cache-gb to "

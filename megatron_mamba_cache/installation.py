@@ -1,4 +1,4 @@
-"""The requirements of this installation, read from its own metadata, and which of them are not met."""
+"""The requirements of this installation, from its own metadata, and the check that they are met."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ DISTRIBUTION = "megatron-mamba-cache"
 
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {
-        "server": "serve, and replicas behind a coordinator",
+        "server": "serve, and replicas with a coordinator",
         "hf": "models by hub name, chat templates, and tokenizers without a tokenizer.json",
         "otel": "OpenTelemetry traces of serve",
         "gpu": "attention on an NVIDIA GPU",

@@ -1,4 +1,4 @@
-"""Properties of the settings: what is refused and how, and what command-line flags mean."""
+"""Properties of the settings: refused values and their errors, and command-line flags."""
 
 import dataclasses
 from argparse import ArgumentParser
@@ -124,7 +124,7 @@ def test_states_are_quantized_only_if_cached() -> None:
     [("ring_len", "block_size_tokens"), ("chunked_prefill", "max_tokens"), ("paused_buffer_size_gb", "a quarter")],
 )
 def test_removed_setting_names_its_replacement(name: str, replacement: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is no setting any more: .*{replacement}"):
+    with pytest.raises(TypeError, match=f"{name} is not a setting anymore: .*{replacement}"):
         CacheConfig(**{name: 1})  # type: ignore[arg-type]
 
 

@@ -141,8 +141,8 @@ def _checked_version(version: object) -> object:
 def _warn_of_loss(share: float) -> None:
     if share > _LARGE_LOSS:
         _LOG.warning(
-            "%.0f %% of what a rank's slabs hold for KV blocks or for states stays empty: its part of the model has "
-            "another ratio of attention to recurrent layers than other ranks'; even out the pipeline stages",
+            "%.0f %% of the memory of a rank's slabs stays empty, for KV blocks or for states: its ratio of attention "
+            "to recurrent layers differs from that of other ranks; balance the pipeline stages",
             100 * share,
         )
 

@@ -176,13 +176,9 @@ class RankDigest:
     def _noted_of(self, request: RunningRequest) -> "_NotedRequest":
         noted = self._noted.get(request.request_id)
         if noted is None or noted.request is not request:  # new, or admitted once more
-            start = (
-                request.computed,
-                request.cursor.live_slot,
-                -1 if request.source_slot is None else request.source_slot,
-            )
-            prompt = crc32(request.spec.prompt.tobytes())
-            self.log.note(DecisionKind.ADMIT, request.request_id, prompt, *start, *request.block_ids)
+            source = -1 if request.source_slot is None else request.source_slot
+            start = crc32(request.spec.prompt.tobytes()), request.computed, request.cursor.live_slot, source
+            self.log.note(DecisionKind.ADMIT, request.request_id, *start, *request.block_ids)
             return _NotedRequest(request, len(request.block_ids), request.num_published_blocks)
         return noted
 
@@ -225,7 +221,7 @@ class RankDigest:
         if lowest != highest:
             raise CacheIntegrityError(
                 f"the ranks of the model disagree; {first_difference(self._ranks.gather(self.log.recent()))}. "
-                "Requests must come in the same order to all of them"
+                "Add requests in the same order on all ranks"
             )
 
 

@@ -93,7 +93,7 @@ def _type_of(module: str, name: str) -> type:
 
 
 def _content_of(error: BaseException, message: str) -> bytes | None:
-    """Return what an error is rebuilt from, without attributes that cannot be pickled; None if it cannot be."""
+    """Return the pickled content that an error is rebuilt from; None if it cannot be rebuilt."""
     with suppress(Exception):
         kind = _type_of(type(error).__module__, type(error).__qualname__)
         reduced: tuple[Any, ...] = tuple(_builtin_base(kind).__reduce__(error))  # (type, args) or (type, args, state)
@@ -126,7 +126,7 @@ def _rebuilt(kind: type, content: _Content) -> BaseException:
 
 
 def _packed(value: Any) -> Any:
-    """Return an argument with errors in it, as a group has, as plain values."""
+    """Replace errors inside an argument, as exception groups have, by plain values."""
     if isinstance(value, BaseException):
         return RaisedError.of(value)
     return type(value)(map(_packed, value)) if type(value) in (list, tuple) else value

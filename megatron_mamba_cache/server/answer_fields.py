@@ -20,7 +20,7 @@ def _schema(found: Any) -> Any:
         try:
             found = strict_value(found)
         except ValueError as error:
-            raise schema_error("no_schema", f"it is no JSON text: {error}") from error
+            raise schema_error("no_schema", f"it is not JSON: {error}") from error
     if not isinstance(found, dict | bool):
         raise schema_error("no_schema", "a JSON schema is an object, true or false")
     return found
@@ -124,6 +124,6 @@ class AnswerFields(PartlySupported):
     def _has_one_form(self) -> Self:
         names = list(self._answers)
         if len(names) > 1:
-            sentence = f"an answer follows one form only, and {' and '.join(names)} each ask for one; send one of them"
+            sentence = f"an answer has one format only, but {' and '.join(names)} each set one; send one of them"
             raise schema_error("several_forms", sentence, names[1])
         return self

@@ -87,8 +87,8 @@ class Bodies:
         if self._num_bytes[owner] + len(part) > self._share:
             raise ApiError(
                 429,
-                f"requests of {self._num_bytes[owner]} bytes wait for this API key, and at most {self._share} may; "
-                "try again later",
+                f"requests of {self._num_bytes[owner]} bytes are pending for this API key, and at most {self._share} "
+                "may be; try again later",
                 "rate_limit_exceeded",
                 retry_after_s=1,
             )

@@ -51,7 +51,7 @@ class CoordinatorBackend:
         rules: Rules of the replicas' engines, which are identical.
         end_ids: Tokens that end a reply.
         access: How to reach the coordinator; None for one on loopback.
-        tokenizer: The model's; None: replies cannot be held to grammars.
+        tokenizer: The model's; None: no grammar can be enforced on replies.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class CoordinatorBackend:
                 except Exception:
                     logger.exception("a message of the coordinator cannot be read")
             elif time.monotonic() - self._last_heard > COORDINATOR_SILENCE_S and self._state.failure is None:
-                reason = f"nothing has come from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s"
+                reason = f"nothing was received from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s"
                 self._state = replace(self._state, failure=reason)
                 self.fail_all(reason)
 

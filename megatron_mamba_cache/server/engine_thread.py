@@ -152,7 +152,7 @@ class EngineThread:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= MOST_FAILED_STEPS:
                 raise
-            logger.exception("a step failed; its requests are tried again")
+            logger.exception("a step failed; its requests are retried")
             return
         mail: _Mail = []
         generated = self._generated

@@ -85,7 +85,7 @@ def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
 
 def unexpected() -> ApiError:
     """Return the error of a bug in the server."""
-    return ApiError(500, "the server failed at this request; its log says why", "internal_error")
+    return ApiError(500, "the server failed to handle this request; its log says why", "internal_error")
 
 
 def engine_failed(reason: str) -> ApiError:

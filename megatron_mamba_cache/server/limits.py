@@ -59,15 +59,15 @@ class QueueGate:
         if count > self._most:
             raise ApiError(
                 400,
-                f"the request has {count} choices (prompts times n), and at most {self._most} may run or wait: send "
-                "fewer, or raise --max-queued-requests",
+                f"the request has {count} choices (prompts times n), and at most {self._most} may run or be queued: "
+                "send fewer, or raise --max-queued-requests",
                 param="n",
             )
         if self.num_inside + count > self._most:
             self.num_refused += 1
             raise ApiError(
                 429,
-                f"{self.num_inside} requests run or wait, and at most {self._most} may; try again later",
+                f"{self.num_inside} requests are running or queued, and at most {self._most} may be; try again later",
                 code="rate_limit_exceeded",
                 retry_after_s=self.retry_after_s(),
             )

@@ -47,7 +47,7 @@ def _known(role: str) -> str:
         sentence = "a message of role function is not supported by this server; send one of role tool"
         raise schema_error(REFUSED, sentence)
     if role not in _ROLES:
-        raise schema_error("role", f"the role is one of {', '.join(_ROLES)}")
+        raise schema_error("role", f"the role must be one of {', '.join(_ROLES)}")
     return role
 
 

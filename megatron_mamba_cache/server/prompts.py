@@ -89,9 +89,9 @@ class PromptReader:
         if not template:
             raise bad_request("this model has no chat template; use /v1/completions", "messages")
         if conversation.tools and "tools" not in template:
-            raise bad_request("this model's chat template has no place for tools; leave them out", "tools")
+            raise bad_request("this model's chat template does not support tools; leave them out", "tools")
         if conversation.has_calls and "tool_calls" not in template and "tools" not in template:
-            raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
+            raise bad_request("this model's chat template does not support tool calls; leave them out", "messages")
         fit = self._fits[bool(conversation.tools)]
         conversation = fit.efforts.fitted(conversation)
         fit.note_unread_values(conversation)

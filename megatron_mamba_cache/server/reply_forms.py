@@ -83,9 +83,9 @@ class FormMaker:
             if not callable_tools:
                 raise bad_request(f"{_CHOICE} names {choice.function.name!r:.100}, which is not in {_TOOLS}", _CHOICE)
         if not callable_tools:
-            raise bad_request(f"{_CHOICE} asks for a call, and there are no {_TOOLS}", _CHOICE)
+            raise bad_request(f"{_CHOICE} requires a call, but there are no {_TOOLS}", _CHOICE)
         if self._syntax.tool_calls is None:
-            reason = "it is not known how this model writes calls, so none can be asked for; start serve with"
+            reason = "the format of this model's calls is unknown, so none can be required; start serve with"
             raise bad_request(f"{reason} --tool-call-parser, or send tool_choice auto", _CHOICE)
         only_one = may_call_several is False or isinstance(choice, NamedTool)
         family = self._syntax.tool_calls

@@ -111,8 +111,8 @@ class DrainingServer(uvicorn.Server):
         try:
             await asyncio.wait_for(self._served.app.open_requests_end(), seconds)
         except TimeoutError:
-            logger.warning("requests that are not done %g s after the signal end with an error", seconds)
-            self._served.end(f"the server was stopped, and the request not done {seconds:g} s later")
+            logger.warning("requests that are unfinished %g s after the signal end with an error", seconds)
+            self._served.end(f"the server was stopped, and the request was unfinished {seconds:g} s later")
         self.should_exit = True
         await asyncio.sleep(_BACKSTOP_S)
         self._abort_connections()

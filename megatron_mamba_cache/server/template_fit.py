@@ -153,7 +153,7 @@ class TemplateFit:
             reading = self._reading(found)
             if not reading.is_refused and not reading.unread:
                 if not reading.is_whole:
-                    note_ignored("the chat template has no place for it", ["text of replies that also call tools"])
+                    note_ignored("the chat template does not support it", ["text of replies that also call tools"])
                 if reading.num_names < len(_named(conversation)):
                     note_ignored("the chat template does not read it", ["messages.name"])
                 return found

@@ -46,7 +46,9 @@ class ApiKeys:
                 "match it; give another"
             )
         if admin_keys and not keys:
-            raise ValueError("an admin key is given, but no API key, so everyone would be served; give one")
+            raise ValueError(
+                "an admin key is given, but no API key, so requests without a key would be served; give an API key"
+            )
         self._owners = [_owner(key) for key in (*keys, *admin_keys)]
         self._admins = frozenset(_owner(key) for key in admin_keys)
         self._names = {owner: f"key-{owner[:8]}" for owner in self._owners}

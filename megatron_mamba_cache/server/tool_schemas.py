@@ -116,7 +116,7 @@ def _distinct(tools: list[Tool | ForeignTool]) -> list[Tool | ForeignTool]:
     names = [tool.function.name for tool in own_tools(tools)]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise schema_error("repeated_name", f"two tools are called {repeated}; give each a name of its own")
+        raise schema_error("repeated_name", f"two tools are named {repeated}; give each a different name")
     return tools
 
 

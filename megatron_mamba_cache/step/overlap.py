@@ -164,8 +164,8 @@ class OverlappedSteps:
         """Raise `RuntimeError` if a step is launched: no request can join it."""
         if self.launched is not None:
             raise RuntimeError(
-                "the next step runs already, and no request can join it; admit requests by the engine, or set "
-                "CacheConfig(run_ahead=False)"
+                "the next step is already running, and no request can join it; admit requests through the engine, or "
+                "set CacheConfig(run_ahead=False)"
             )
 
     def leave_graph(self) -> None:

@@ -1,6 +1,7 @@
 """The host's available memory, and the number of processes that share it."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _MEMORY_INFO = Path("/proc/meminfo")
@@ -19,10 +20,8 @@ def available_bytes() -> int:
     for line in _MEMORY_INFO.read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) * 1024)
-    try:
+    with suppress(OSError):  # no container, or cgroups v1
         limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
         if limit != "max":
             found.append(int(limit) - int(_CGROUP_USE.read_text(encoding="ascii")))
-    except OSError:  # no container, or cgroups v1
-        pass
     return min(found, default=2**62)

@@ -87,7 +87,7 @@ def _allocated(num_bytes: int, device: torch.device) -> Tensor:
             _pin(memory, device)
     except (RuntimeError, MemoryError, OSError) as error:
         raise CacheCapacityError(
-            f"cannot have {num_bytes / 2**30:.3g} GiB of the host's memory, pinned; lower --host-cache-gb ({error})"
+            f"cannot allocate {num_bytes / 2**30:.3g} GiB of pinned host memory; lower --host-cache-gb ({error})"
         ) from error
     return memory
 

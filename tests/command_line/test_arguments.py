@@ -23,7 +23,7 @@ STORED = "--cached-state-dtype"
 STATES = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 
 BAD_FLAGS = [
-    (["--hf-model", "no-folder"], "--hf-model: no-folder is no directory"),
+    (["--hf-model", "no-folder"], "--hf-model: no-folder is not a directory"),
     (["--load", "no-folder"], "--load: cannot read no-folder"),
     (["--hf-model", "a", "--load", "b"], "--load: not allowed with argument --hf-model"),
     (["--load", "a", "--random-model"], "--random-model: not allowed with argument --load"),
@@ -31,12 +31,15 @@ BAD_FLAGS = [
     ([DRAFTS, "9"], f"{DRAFTS}: num_speculative_tokens is 9; it must be an int from 0 to 8"),
     ([DRAFTS, "8", BLOCK, "8"], f"{DRAFTS}: num_speculative_tokens is 8; it must be below block_size_tokens=8"),
     ([DRAFTS, "two"], DRAFTS),
-    (["--drafter", "prompt-lookup"], "--drafter prompt-lookup: nothing is drafted; set --num-speculative-tokens"),
-    (["--drafter", "draft-model", DRAFTS, "0"], "--drafter draft-model: nothing is drafted; set"),
-    (["--draft-hf-model", "a"], "--draft-hf-model a: nothing is drafted; set --num-speculative-tokens"),
+    (
+        ["--drafter", "prompt-lookup"],
+        "--drafter prompt-lookup: speculative decoding is off; set --num-speculative-tokens",
+    ),
+    (["--drafter", "draft-model", DRAFTS, "0"], "--drafter draft-model: speculative decoding is off; set"),
+    (["--draft-hf-model", "a"], "--draft-hf-model a: speculative decoding is off; set --num-speculative-tokens"),
     (["--drafter", "oracle", DRAFTS, "2"], "--drafter: invalid choice: 'oracle' (choose from"),
-    (["--drafter", "draft-model", DRAFTS, "2"], "--drafter draft-model: which model? name its directory with"),
-    (["--draft-hf-model", "a", DRAFTS, "2"], "--draft-hf-model a: only --drafter draft-model reads it"),
+    (["--drafter", "draft-model", DRAFTS, "2"], "--drafter draft-model needs a draft model; give its directory with"),
+    (["--draft-hf-model", "a", DRAFTS, "2"], "--draft-hf-model a: used only with --drafter draft-model; add"),
     ([GRAPHS, "-4"], f"{GRAPHS}: num_cuda_graphs is -4"),
     ([GRAPHS, "513"], f"{GRAPHS}: num_cuda_graphs is 513; it must be an int from 0 to 512"),
     (["--num-tokens-to-generate", "0"], "--num-tokens-to-generate is 0"),
@@ -71,8 +74,8 @@ BAD_FOR_THE_MODEL = [
     ([KV, "1e6"], "lower --cache-gb"),
     ([KV, "1e7"], "below 1048576"),
     ([*WINDOWS, KV, "1e-4", STATES, "1e-4"], "which cannot hold one request"),
-    ([STORED, "int8", *WINDOWS, KV, "1e-4", STATES, "1e-4"], "states beside the live states of max_requests="),
-    ([STORED, "int8", "--cache-gb", "1e-4"], "states beside the live states of max_requests="),
+    ([STORED, "int8", *WINDOWS, KV, "1e-4", STATES, "1e-4"], "states next to the live states of max_requests="),
+    ([STORED, "int8", "--cache-gb", "1e-4"], "states next to the live states of max_requests="),
 ]
 
 

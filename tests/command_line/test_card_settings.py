@@ -28,37 +28,17 @@ from megatron_mamba_cache.recurrences.gated_delta.recurrence import GatedDelta
 from megatron_mamba_cache.recurrences.gated_delta.tile_systems import TileSystems
 from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
 from megatron_mamba_cache.recurrences.mamba2.recurrence import Mamba2
-from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
+from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
 from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape
 from megatron_mamba_cache.step.prefill_metadata import plan_chunks
 from megatron_mamba_cache.step.shapes import StepShape
 from tests.models.published_configs import QWEN
+from tests.published_shapes import DENSE_8B, NANO_30B, shape_of
 
 GIB = 2**30
 
 
-_MAMBA_8B = Mamba2(num_heads=128, head_dim=64, d_state=128, num_groups=8, d_conv=4, grain=128)
-
-
-def shape_of(pattern: str, recurrence: Mamba2 = _MAMBA_8B, **sizes: Any) -> HybridModelShape:
-    """Return a shape of Nemotron-H 8B's sizes, but for the layers."""
-    whole = HybridModelShape(
-        layer_types=tuple(pattern),
-        recurrent=(RecurrentLayers(recurrence, tuple(range(pattern.count("M")))),),
-        num_heads=32,
-        num_kv_heads=8,
-        softmax_scale=1.0,
-        kv_channels=128,
-        vocab_size=131_072,
-        params_dtype=torch.bfloat16,
-        fingerprint="",
-    )
-    return replace(whole, **sizes)
-
-
-DENSE_8B = shape_of("M" * 24 + "*" * 4 + "-" * 24)
-NANO_30B = shape_of("M" * 23 + "*" * 6 + "E" * 23, replace(_MAMBA_8B, num_heads=64), num_kv_heads=2)
 SMALL = shape_of("M*-", Mamba2(12, 32, 16, 2, d_conv=4, grain=64), num_kv_heads=2, vocab_size=2048)
 SHAPES = (DENSE_8B, NANO_30B, SMALL)
 
@@ -259,7 +239,7 @@ def test_experts_leave_room_for_the_outputs_of_their_gemms(
 
 
 def other_scratch_bytes(sizes: GatedDelta, hidden_size: int, num_rows: int, num_tokens: int) -> int:
-    """Return what is live in a Gated DeltaNet layer while it scans: inputs, projections, tile systems and outputs."""
+    """Return the bytes of a Gated DeltaNet layer's live tensors during its scan."""
     heads, keys, values = (
         sizes.num_value_heads,
         sizes.num_key_heads * sizes.key_dim,
@@ -281,7 +261,7 @@ def other_scratch_bytes(sizes: GatedDelta, hidden_size: int, num_rows: int, num_
 @pytest.mark.parametrize("num_requests", [256, 4096])
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"])
 def test_thousands_of_one_token_prompts_have_room_for_their_tiles(name: str, num_requests: int, tmp_path: Path) -> None:
-    """A step of one prompt that goes on within a chunk, and of new ones, of one token but for the last."""
+    """A step of one prompt that resumes within a chunk, and of new ones, of one token except for the last."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN[name]))
     shape = shard_shape(*read_sizes(tmp_path), num_tensor_ranks=1)
     given = {"max_tokens": 8192, "max_requests": num_requests}
@@ -408,7 +388,7 @@ def test_ranks_with_different_layers_agree_on_state_priority_and_report_slab_was
     capacity = CacheCapacity.of(config, shape_of("M" * 12 + "*" * 3), Ranks())
     bytes_of_state, bytes_of_block = (sum(getattr(unit, name) for unit in units) for name in ("state", "block"))
     assert capacity.state_len == pytest.approx(256 * bytes_of_state / bytes_of_block)
-    assert "stays empty" in caplog.text and "even out the pipeline stages" in caplog.text
+    assert "stays empty" in caplog.text and "balance the pipeline stages" in caplog.text
     caplog.clear()
     CacheCapacity.of(config, DENSE_8B, OneRank())
     assert not caplog.text

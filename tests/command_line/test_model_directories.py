@@ -275,9 +275,9 @@ def test_unusable_draft_model_exits_with_one_line(
     tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other_vocabulary = run_here(capsys, "--random-model", *DRAFTS, nemotron)
-    assert ends_with_one_line(other_vocabulary, "--draft-hf-model", "of 512 tokens", "one of 256")
+    assert ends_with_one_line(other_vocabulary, "--draft-hf-model", "has 512 tokens", "has 256")
     missing = run_here(capsys, "--random-model", *DRAFTS, tmp_path / "nothing")
-    assert ends_with_one_line(missing, "--draft-hf-model: ", "nothing is no directory")
+    assert ends_with_one_line(missing, "--draft-hf-model: ", "nothing is not a directory")
 
 
 def test_draft_model_with_sharded_experts_is_refused_before_loading(

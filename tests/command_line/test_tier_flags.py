@@ -21,16 +21,16 @@ MEMORY = ["--cache-gb", "0.1", "--host-cache-gb", "0.1"]
 PROMPT = "def add(a, b):\n    return a + b\n" * 12
 BAD = {
     "without prefix caching": ([*MEMORY, "--no-prefix-caching"], "which needs prefix caching"),
-    "beyond the host": (["--cache-gb", "0.1", "--host-cache-gb", "900000"], "GiB to give: lower --host-cache-gb"),
+    "beyond the host": (["--cache-gb", "0.1", "--host-cache-gb", "900000"], "GiB available: lower --host-cache-gb"),
     "too little": (["--cache-gb", "0.1", "--host-cache-gb", "1e-6"], "set --host-cache-gb to 0."),
     "not a number": (["--cache-gb", "0.1", "--host-cache-gb", "nan"], "it must be more than 0"),
     "a directory alone": (["--cache-gb", "0.1", "--disk-cache-dir", "DIR/new"], "which needs --host-cache-gb"),
     "a limit alone": ([*MEMORY, "--disk-cache-gb", "1"], "which needs --disk-cache-dir"),
     "below a file": (
         [*MEMORY, "--disk-cache-dir", "DIR/file/x"],
-        "--disk-cache-dir DIR/file/x: cannot be made or written",
+        "--disk-cache-dir DIR/file/x: cannot be created or written to",
     ),
-    "a file": ([*MEMORY, "--disk-cache-dir", "DIR/file"], "--disk-cache-dir DIR/file: cannot be made or written"),
+    "a file": ([*MEMORY, "--disk-cache-dir", "DIR/file"], "--disk-cache-dir DIR/file: cannot be created or written to"),
     "a limit below one entry": (
         [*MEMORY, "--disk-cache-dir", "DIR/new", "--disk-cache-gb", "1e-6"],
         "bytes: set --disk-cache-gb to 0.",
@@ -61,7 +61,7 @@ def test_unusable_tier_flags_exit_2_before_allocation(
 def test_directory_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     arguments = command_parser().parse_args(["generate", *MEMORY, "--disk-cache-dir", str(tmp_path / "below" / "that")])
-    with pytest.raises(UsageError, match="cannot be made or written"):
+    with pytest.raises(UsageError, match="cannot be created or written to"):
         check_tiers(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that share a model mask, bias and penalise alike, with drafts and without, as one process does."""
+"""Ranks of a sharded model mask, bias and penalize like one process, with drafts and without."""
 
 import pytest
 
@@ -32,4 +32,4 @@ def test_all_ranks_have_the_tokens_of_one_process(layout: Layout, worlds: Worlds
 def test_failed_grammar_fails_its_request_on_all_ranks(layout: Layout, num_drafts: int, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(changed_logits_cases.replies_despite_a_failure, layout, num_drafts)
     (alone,) = worlds.of(1).run(changed_logits_cases.replies_despite_a_failure, Layout(), num_drafts)
-    assert first == second == alone and "too complex to go on" in alone[1]
+    assert first == second == alone and "too complex to continue" in alone[1]

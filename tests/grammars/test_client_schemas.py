@@ -1,4 +1,4 @@
-"""Schemas of the kinds that clients send: each is held in every reply, or refused in one line before it begins."""
+"""Each schema like those of clients is enforced in every reply, or refused in one line before it."""
 
 import json
 from random import Random
@@ -9,20 +9,11 @@ import pytest
 
 from megatron_mamba_cache.grammars import forms
 from megatron_mamba_cache.grammars.compiler import Grammars
-from tests.grammars.client_schemas import mcp_schema, zod_3_schema, zod_4_schema
+from tests.grammars.client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 from tests.grammars.piece_tokenizer import PieceTokenizer
-from tests.grammars.pydantic_schemas import random_model
 from tests.grammars.random_replies import random_reply
 
 TOKENIZER = PieceTokenizer()
-MAKERS = {
-    "mcp": (mcp_schema, 100),
-    "zod 3": (zod_3_schema, 50),
-    "zod 4": (zod_4_schema, 50),
-    "pydantic": (lambda random: random_model(random).model_json_schema(), 100),
-}
-REASONS = ("uniqueItems", "looks ahead or behind", "oneOf", "no JSON value", "no value is allowed")
-LIBRARY_WORDS = ("x-guidance", "coerce", "llguidance", "Unimplemented", "Unsatisfiable", "lookaround", "\n")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +24,7 @@ def grammars() -> Grammars:
 
 
 def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
-    """Check that a schema is held in 3 replies, or refused by name; return whether it is held."""
+    """Check that a schema is enforced in 3 replies, or refused by name; return True if it is enforced."""
     grammar = forms.json_grammar(schema).text
     error = grammars.error_of(grammar)
     if error is not None:
@@ -120,15 +111,18 @@ BAD = {"minItems": 3, "maxItems": 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unique texts": (of(a={"type": "array", "items": TEXT, "uniqueItems": True}), "properties.a: uniqueItems"),
     "many orders": ({"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True}, "uniqueItems of 9 values"),
-    "overlap": (of(a={"oneOf": [TEXT, {"const": "a"}]}), "properties.a: oneOf cannot be held to"),
-    "numbers overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "alternatives 1 and 0 may be the same"),
-    "look-ahead": (of(a={"type": "string", "pattern": "^(?!x).*$"}), "properties.a: the pattern '^(?!x).*$' looks"),
+    "overlap": (of(a={"oneOf": [TEXT, {"const": "a"}]}), "properties.a: oneOf cannot be enforced"),
+    "numbers overlap": (
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        "alternatives 1 and 0 may allow the same value",
+    ),
+    "look-ahead": (of(a={"type": "string", "pattern": "^(?!x).*$"}), "properties.a: the pattern '^(?!x).*$' has"),
     "class of POSIX": ({"type": "string", "pattern": "^[[:alpha:]]$"}, "the pattern has '[:alpha:]', which"),
     "class of Java": (of(a={**TEXT, "pattern": "^[a-z&&[^b]]$"}), "properties.a: the pattern has '&&', which"),
     "an end inside": ({"type": "string", "pattern": "a$b"}, "the pattern /a$b/ has `^`, `$` or the end of a word"),
     "index": ({"anyOf": [ONE, {"$ref": f"#/anyOf/{'1' * 5000}"}]}, "$ref names"),
-    "word ends": ({"type": "string", "pattern": r"\bfoo\b"}, "looks ahead or behind"),
-    "if": ({"anyOf": [{"if": TEXT, "then": False}]}, "anyOf.0: if cannot be held to"),
+    "word ends": ({"type": "string", "pattern": r"\bfoo\b"}, "has lookahead or lookbehind"),
+    "if": ({"anyOf": [{"if": TEXT, "then": False}]}, "anyOf.0: if cannot be enforced"),
     "bounds inside": (
         of("a", a={"type": "array", "minItems": 1, "items": of("b", b={"type": "array", **BAD})}),
         "properties.a.items.properties.b: no value is allowed: minItems (3)",
@@ -136,14 +130,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "conflict": ({"allOf": [of("a", a={"type": "integer"}), of(a=TEXT)]}, "no value is allowed for a"),
     "nothing in common": ({"allOf": [{"enum": ["a"]}, {"enum": ["b"]}]}, "no "),
     "control character": (of("a", a={"const": "\x01"}), "properties.a: const has control characters"),
-    "endless": (of("a", a={"$ref": "#"}), "references never come to an end"),
-    "never": (of("a", a={"not": {}}), "properties.a: no JSON value is of the schema"),
+    "endless": (of("a", a={"$ref": "#"}), "references never end"),
+    "never": (of("a", a={"not": {}}), "properties.a: no JSON value matches the schema"),
     "never within all": (of("a", a={"allOf": [TEXT, {"not": {}}]}), "properties.a.allOf.1: no JSON value"),
     "missing": (of(a={"$ref": "#/$defs/x"}), "$ref names #/$defs/x, which is not in the schema"),
-    "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum has to be a number"),
+    "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum must be a number"),
     "far bound": (of(a={"type": "number", "minimum": 1e19}), "properties.a: minimum or maximum is beyond 2**63"),
     "farthest bound": ({"type": "integer", "exclusiveMinimum": int(1.7976931348623157e308)}, "no float64 is within"),
-    "draft": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired cannot be held to"),
+    "draft": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired cannot be enforced"),
 }
 
 

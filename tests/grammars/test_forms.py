@@ -1,4 +1,4 @@
-"""Grammars as text: what they allow, and what is refused with a reason."""
+"""Grammars as text: the replies they allow, and refusals with a reason."""
 
 import json
 import re
@@ -156,20 +156,23 @@ def nested(depth: int) -> dict[str, Any]:
 
 REFUSED = {
     "type": ({"type": "text"}, '"text" is not a type of JSON Schema'),
-    "not": ({"not": {"type": "string"}}, "not cannot be held to; leave it out"),
-    "nothing": (False, "no JSON value is of the schema"),
+    "not": ({"not": {"type": "string"}}, "not cannot be enforced; leave it out"),
+    "nothing": (False, "no JSON value matches the schema"),
     "unique": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     "overlap": ({"oneOf": [{"type": "string"}, {"const": "a"}]}, "oneOf"),
-    "look ahead": ({"type": "string", "pattern": "(?=a)b"}, "looks ahead or behind"),
+    "look ahead": ({"type": "string", "pattern": "(?=a)b"}, "has lookahead or lookbehind"),
     "elsewhere": ({"$ref": "http://127.0.0.1/schema"}, "127.0.0.1"),
     "reference": ({"$ref": "#/$defs/none"}, "none"),
     "depth": (nested(300), "recursion limit exceeded"),
-    "objects": ({"anyOf": [{"const": number} for number in range(10_000)]}, "10003 objects in it; at most 2000"),
-    "size": ({"const": "x" * 2**20}, "characters in it; at most 262144 are allowed"),
-    "circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "references never come to an end"),
+    "objects": ({"anyOf": [{"const": number} for number in range(10_000)]}, "10003 objects; at most 2000"),
+    "size": ({"const": "x" * 2**20}, "characters; at most 262144 are allowed"),
+    "circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "references never end"),
     "large constant": ({"enum": ["a", [9007199254740993]]}, "enum holds 9007199254740993, beyond 2**53"),
     "endless bound": ({"type": "integer", "maximum": 10**400}, "more than 308 digits"),
-    "free names": ({"type": "object", "minProperties": 2}, "minProperties is 2, of which 0 are required"),
+    "free names": (
+        {"type": "object", "minProperties": 2},
+        "minProperties is 2, but only 0 properties are required by name",
+    ),
     "bounds": ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum (3) is greater than maximum (2)"),
 }
 
@@ -206,7 +209,13 @@ def test_large_schema_compiles_quickly(name: str, grammars: Grammars) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("", "no JSON text"), ("[" * 5000, "nested too deeply"), ("{}", "grammars"), ("7", ""), ('{"grammars": []}', "")],
+    [
+        ("", "the grammar is not JSON"),
+        ("[" * 5000, "nested too deeply"),
+        ("{}", "grammars"),
+        ("7", ""),
+        ('{"grammars": []}', ""),
+    ],
 )
 def test_invalid_grammar_is_refused(text: str, reason: str, grammars: Grammars) -> None:
     error = grammars.error_of(text)

@@ -301,7 +301,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "short ring": (lambda t, p, r, w, n: (t, p, r, w, 8), "at least 13 positions"),
     "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x.bfloat16()), w, n), "need x of the ring of"),
     "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "need B of the ring of"),
-    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "need slots"),
+    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "need int32 slots"),
     "max_tokens": (lambda t, p, r, w, n: (t, p, r, replace(w, max_tokens=0), n), "max_tokens"),
 }
 

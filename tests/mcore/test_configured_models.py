@@ -1,16 +1,13 @@
-"""Models of experts that are configured in Megatron itself; what cannot be served is refused, not built."""
+"""Models with experts configured in Megatron itself are built or refused."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -18,53 +15,18 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_mamba_cache import CacheConfig, build_engine, with_mamba_cache
+from megatron_mamba_cache import build_engine, with_mamba_cache
 from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
 from megatron_mamba_cache.mcore.expert_settings import routing_rule
-from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
-from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
+from megatron_mamba_cache.mcore.local_spec import local_hybrid_spec
+from tests.mcore.configured_models import SETTINGS, built, configured, spec_with_experts
 
-PATTERN = "MEM*"
 GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_topk": 4}
-SETTINGS = CacheConfig(block_size_tokens=128, buffer_size_gb=0.01, max_sequence_length=256)
-
-
-def configured(**settings: Any) -> TransformerConfig:
-    """Return the configuration of a tiny hybrid with four experts; the settings are set when Megatron has checked."""
-    config = TransformerConfig(
-        num_layers=len(PATTERN),
-        hidden_size=64,
-        num_attention_heads=2,
-        num_moe_experts=4,
-        moe_ffn_hidden_size=32,
-        mamba_num_heads=4,
-        mamba_head_dim=32,
-        mamba_state_dim=16,
-        mamba_num_groups=1,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        use_mamba_mem_eff_path=False,
-    )
-    for name, value in settings.items():
-        setattr(config, name, value)
-    return config
-
-
-def built(config: TransformerConfig, spec: ModuleSpec | None = None, **settings: Any) -> MambaModel:
-    """Build the model as a user of Megatron does, by default from the local spec with experts."""
-    initialize_single_process()
-    sizes: dict[str, Any] = {"vocab_size": 128, "max_sequence_length": 64, "hybrid_override_pattern": PATTERN}
-    model = MambaModel(config, spec or spec_with_experts(), **(sizes | settings))
-    return model.to(torch.cuda.current_device())
-
-
-def spec_with_experts() -> ModuleSpec:
-    return local_hybrid_spec(LocalSpecOptions(num_experts=4))
 
 
 @pytest.fixture
 def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test fail that builds a layer."""
+    """Fail a test that builds a layer."""
 
     def build(*_arguments: Any, **_settings: Any) -> None:
         raise RuntimeError("a layer took memory first")
@@ -72,7 +34,7 @@ def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MambaLayer, "__init__", build)
 
 
-def test_model_with_experts_is_built() -> None:
+def test_moe_model_is_built() -> None:
     config = configured()
     assert (routing_rule(config).top_k, routing_rule(config).score) == (2, "softmax")
     assert isinstance(built(config).decoder.layers[1], ExpertLayer)
@@ -90,10 +52,10 @@ def test_model_with_experts_is_built() -> None:
         ("moe_expert_capacity_factor", 1.5, "1.5.*support"),
         ("moe_shared_expert_overlap", True, "True.*support"),
         ("add_bias_linear", True, "True.*support"),
-        ("num_moe_experts", None, "None.*set it"),
-        ("top_k", {"moe_router_topk": 8}, "8, and a token can choose from 4"),
-        ("moe_router_topk", GROUPS | {"moe_router_topk": 1}, "1, fewer than the 2 groups.*no score"),
-        ("moe_router_pre_softmax", GROUPS | {"moe_router_pre_softmax": True}, "True, which scores groups by sums of"),
+        ("num_moe_experts", None, "None.*set num_moe_experts"),
+        ("top_k", {"moe_router_topk": 8}, "8, but a token can choose from 4"),
+        ("moe_router_topk", GROUPS | {"moe_router_topk": 1}, "1, which is less than .*group_topk, 2; each"),
+        ("moe_router_pre_softmax", GROUPS | {"moe_router_pre_softmax": True}, "True, but a group with more"),
         ("activation_func_clamp_value", 7.0, "7.0.*support"),
         ("glu_linear_offset", 1.0, "1.0.*support"),
         ("window_size", (4, 0), r"\(4, 0\).*support"),
@@ -112,23 +74,23 @@ def test_unsupported_configuration_is_refused(setting: str, value: Any, shown: s
 
 
 @pytest.mark.usefixtures("no_layers")
-def test_spec_without_experts_is_refused_for_a_pattern_with_experts() -> None:
-    """Megatron would leave these layers out, and tokens would be wrong."""
-    with pytest.raises(ValueError, match=r"num_experts of LocalSpecOptions is None.*hybrid_override_pattern.*set it"):
+def test_moe_layer_pattern_is_refused_when_the_spec_has_no_experts() -> None:
+    """Megatron would skip these layers, and tokens would be wrong."""
+    with pytest.raises(ValueError, match=r"num_experts is None.*hybrid_override_pattern.*set num_experts"):
         built(configured(), local_hybrid_spec())
 
 
 def test_model_with_skipped_layers_is_refused() -> None:
-    """A spec of the user's own may have none for a symbol; Megatron builds the model all the same."""
+    """A custom spec may lack a symbol; Megatron builds the model all the same."""
     spec = local_hybrid_spec()
     spec.submodules.mlp_layer = IdentityOp
     model = built(configured(), spec, hybrid_override_pattern="M-M*")
-    with pytest.raises(ValueError, match="the model's spec has no layer for '-'"):
+    with pytest.raises(ValueError, match="layer pattern contains '-', but its spec has no such layer"):
         build_engine(model, SETTINGS)
 
 
 @pytest.mark.parametrize("setting", ["qk_layernorm", "qk_l2_norm"])
-def test_query_and_key_norms_missing_from_the_spec_are_refused(setting: str) -> None:
+def test_spec_without_the_configured_query_and_key_norms_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting} is True, but the spec has no norm.*set it to False"):
         built(configured(**{setting: True}))
 
@@ -137,7 +99,7 @@ def test_query_and_key_norms_missing_from_the_spec_are_refused(setting: str) -> 
     ("setting", "value"),
     [("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("moe_input_jitter_eps", 0.1)],
 )
-def test_expert_layer_whose_tokens_depend_on_the_batch_or_chance_is_refused(setting: str, value: Any) -> None:
+def test_moe_routing_with_capacity_limits_or_randomness_is_refused(setting: str, value: Any) -> None:
     spec = spec_with_experts()
     spec.submodules.moe_layer.module = TransformerLayer
     spec.submodules.moe_layer.submodules.mlp = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
@@ -149,9 +111,9 @@ def test_expert_layer_whose_tokens_depend_on_the_batch_or_chance_is_refused(sett
         build_engine(model, SETTINGS)
 
 
-def test_requests_may_not_exceed_learned_positions() -> None:
+def test_request_longer_than_the_learned_positions_is_refused() -> None:
     model = built(configured(), position_embedding_type="learned_absolute")
-    with pytest.raises(ValueError, match="embeddings of 64 positions, and a request may have 256 tokens; set"):
+    with pytest.raises(ValueError, match="embeddings for 64 positions, but a request may have 256 tokens; set"):
         build_engine(model, SETTINGS)
     build_engine(model, replace(SETTINGS, max_sequence_length=64)).close()
 
@@ -160,7 +122,7 @@ def test_requests_may_not_exceed_learned_positions() -> None:
     ("layer", "part", "base"),
     [("attention_layer", "self_attention", SelfAttention), ("mamba_layer", "mixer", MambaMixer)],
 )
-def test_custom_layer_that_would_not_be_called_is_refused(layer: str, part: str, base: type) -> None:
+def test_custom_mixer_or_attention_class_is_refused(layer: str, part: str, base: type) -> None:
     own = type("Own", (base,), {})
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=ModuleSpec(MambaMixer))),
@@ -171,13 +133,13 @@ def test_custom_layer_that_would_not_be_called_is_refused(layer: str, part: str,
     spec = ModuleSpec(MambaStack, submodules=layers)
     with_mamba_cache(spec)
     setattr(getattr(layers, layer).submodules, part, ModuleSpec(own))
-    with pytest.raises(ValueError, match=f"Own.*, not a {base.__name__}"):
+    with pytest.raises(ValueError, match=f"Own.* instead of a {base.__name__}"):
         with_mamba_cache(spec)
 
 
-def test_custom_attention_that_would_not_be_called_is_refused() -> None:
+def test_custom_core_attention_class_is_refused() -> None:
     spec = spec_with_experts()
     own = type("Own", (DotProductAttention,), {"__module__": "somewhere"})
     spec.submodules.attention_layer.submodules.self_attention.submodules.core_attention = own
-    with pytest.raises(ValueError, match="core_attention is Own, which no step would call"):
+    with pytest.raises(ValueError, match="core_attention is Own, which steps would not call"):
         built(configured(), spec)

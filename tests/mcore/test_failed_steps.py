@@ -1,4 +1,4 @@
-"""A step that raises anywhere releases what it reserved, and its requests continue to the same tokens."""
+"""A step that raises anywhere releases its reservations, and its requests generate the same tokens."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("either_form")
 
 
 def start_run(**settings: Any) -> EngineRun:
-    """Return an engine with a cached prefix and three requests that wait: a hit, a miss, a prompt of several chunks."""
+    """Return an engine with a cached prefix and three waiting requests: a hit, a miss, a prompt of several chunks."""
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, boundary_stride=1, max_tokens=48, **settings))
     rng = random.Random(0)
@@ -41,7 +41,7 @@ def assert_nothing_reserved(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize("point", ERROR_POINTS)
-def test_error_anywhere_returns_reservations_and_loses_no_token(
+def test_error_in_any_part_of_a_step_frees_reservations_and_loses_no_token(
     point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run()
@@ -71,7 +71,7 @@ def test_consecutive_errors_lose_no_token(steps_between: int, monkeypatch: pytes
     run.assert_exact()
 
 
-def test_failed_step_publishes_nothing_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_caches_no_block_or_state(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     before = run.context.snapshot()
     raise_once(monkeypatch, run.subject.model.decoder.layers[2].mixer, "forward")

@@ -1,6 +1,6 @@
-"""Log-probs equal the oracle's for the requests that want them, and cost the others nothing."""
+"""Log-probs equal the oracle's for the requests that ask for them, and cost others nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,29 +8,13 @@ import torch
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.injected_errors import InjectedError, raise_once
-
-TOLERANCE = 1e-4
+from tests.mcore.oracle_log_probs import TOLERANCE, assert_log_probs, assert_top_n, oracle_log_probs
 
 
 def start_run(**settings: Any) -> EngineRun:
     """Return an engine that keeps the logits of every token."""
     subject = tiny_hybrid()
     return EngineRun.start(subject, cache_config(subject.sizes, **settings), materialize_only_last_token_logits=False)
-
-
-def oracle_log_probs(run: EngineRun, request_id: int) -> torch.Tensor:
-    """Return the log-probs of the vocabulary after each token of a request's prompt and reply."""
-    return run.subject.oracle.logits(run.prompts[request_id] + run.tokens(request_id)).log_softmax(-1)
-
-
-def assert_log_probs(run: EngineRun, request_id: int) -> None:
-    """Assert that the request's prompt and generated log-probs are the oracle's."""
-    request = run.finished[request_id]
-    text = torch.tensor(run.prompts[request_id] + run.tokens(request_id))
-    wanted = oracle_log_probs(run, request_id).cpu()[:-1].gather(1, text[1:, None])[:, 0].tolist()
-    num_prompt = len(run.prompts[request_id]) - 1
-    assert request.prompt_log_probs == pytest.approx(wanted[:num_prompt], abs=TOLERANCE)
-    assert request.generated_log_probs == pytest.approx(wanted[num_prompt:], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("align", [True, False])
@@ -46,7 +30,7 @@ def test_prompt_log_probs_match_the_oracle_under_chunked_prefill(max_tokens: int
     run.assert_matches_oracle().assert_few_stops()
 
 
-def test_request_for_prompt_log_probs_skips_nothing_and_publishes() -> None:
+def test_request_with_prompt_log_probs_reuses_no_cache_but_fills_it() -> None:
     run = start_run()
     assert run.run(0, some_tokens(50), greedy(4, return_log_probs=True)) == 50
     assert run.run(1, some_tokens(50)) == 2
@@ -60,7 +44,7 @@ def test_request_for_prompt_log_probs_skips_nothing_and_publishes() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [24, 64])
-def test_generated_log_probs_alone_allow_skipping(max_tokens: int) -> None:
+def test_request_for_generated_log_probs_only_reuses_the_cache(max_tokens: int) -> None:
     run = start_run(max_tokens=max_tokens)
     run.run(0, some_tokens(50), 2)
     prompt = some_tokens(50) + some_tokens(40, seed=1)
@@ -72,7 +56,7 @@ def test_generated_log_probs_alone_allow_skipping(max_tokens: int) -> None:
     assert not request.prompt_log_probs
 
 
-def test_requests_without_log_probs_get_none_next_to_others() -> None:
+def test_only_requests_that_want_log_probs_get_them() -> None:
     run = start_run()
     run.add(0, some_tokens(30), greedy(6, return_log_probs=True))
     run.add(1, some_tokens(30, seed=1))
@@ -94,9 +78,7 @@ def _fail_a_step(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("interrupt", [_suspend, _fail_a_step])
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 4, 6])
-def test_interrupted_request_has_undisturbed_log_probs(
-    steps_before: int, interrupt: Callable[[EngineRun], None]
-) -> None:
+def test_interruption_does_not_change_log_probs(steps_before: int, interrupt: Callable[[EngineRun], None]) -> None:
     run = start_run(max_tokens=16)
     run.add(0, some_tokens(50), greedy(6, return_log_probs=True))
     for _ in range(steps_before):
@@ -119,16 +101,8 @@ def test_top_n_log_probs_match_the_oracle(skip_prompt: bool, interrupt: Callable
         interrupt(run)
     run.finish()
     log_probs = oracle_log_probs(run, 1).cpu()
-    _assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
+    assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
     if skip_prompt:
         assert not run.finished[1].prompt_top_n_logprobs
     else:
-        _assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])
-
-
-def _assert_top_n(found: Sequence[dict[str, float]], log_probs: torch.Tensor) -> None:
-    assert len(found) == len(log_probs)
-    for named, request in zip(found, log_probs, strict=True):
-        best = request.topk(3)
-        assert [int(token) for token in named] == best.indices.tolist()
-        assert list(named.values()) == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+        assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])

@@ -1,4 +1,4 @@
-"""Assumptions of this package about megatron-core: the shape of every method that it overrides or calls.
+"""Assumptions of this package about megatron-core: the signature of every method that it overrides or calls.
 
 Another version of megatron-core fails here first, by name.
 """
@@ -193,7 +193,7 @@ PINS = [(cls, name) for cls, methods in PINNED.items() for name in methods]
 
 
 def shape_of(method: object) -> str:
-    """Return a method's parameters and their defaults, without annotations, and whether it is a coroutine."""
+    """Return a method's parameters and defaults, without annotations, and True if it is a coroutine."""
     assert callable(method)
     signature = inspect.signature(method)
     bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
@@ -202,7 +202,7 @@ def shape_of(method: object) -> str:
 
 
 def overridden_methods(cls: type) -> Iterator[tuple[type, str]]:
-    """Yield each method of `cls` that megatron-core defines too, with the class that defines it."""
+    """Yield each method of `cls` that megatron-core also defines, with the class that defines it."""
     ours = [base for base in cls.__mro__ if base.__module__.startswith("megatron_mamba_cache.")]
     theirs = [base for base in cls.__mro__ if base.__module__.startswith("megatron.")]
     for name in sorted({name for base in ours for name in vars(base)}):
@@ -222,7 +222,7 @@ def test_megatron_method_has_the_expected_signature(cls: type, name: str) -> Non
 
 
 @pytest.mark.parametrize("cls", OUR_CLASSES)
-def test_every_overridden_method_is_pinned(cls: type) -> None:
+def test_every_overridden_megatron_method_has_a_recorded_signature(cls: type) -> None:
     overridden = list(overridden_methods(cls))
     assert overridden
     assert [(origin.__name__, name) for origin, name in overridden if name not in PINNED.get(origin, {})] == []
@@ -240,7 +240,7 @@ def test_override_takes_every_positional_argument_of_megatron(cls: type) -> None
 
 
 @pytest.mark.parametrize("ours", OUR_CLASSES, ids=lambda ours: ours.__name__)
-def test_exactly_the_replacing_methods_are_marked(ours: type) -> None:
+def test_override_decorator_marks_exactly_the_overriding_methods(ours: type) -> None:
     theirs = {name for base in ours.__mro__ if base.__module__.startswith("megatron.core") for name in vars(base)}
     methods = {name: method for name, method in vars(ours).items() if inspect.isfunction(method) and name[:2] != "__"}
     marked = {name for name, method in methods.items() if getattr(method, "__override__", False)}

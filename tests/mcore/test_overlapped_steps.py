@@ -1,4 +1,4 @@
-"""Steps that are launched before the one before has landed: when they are, and what may happen while they run.
+"""Steps launched before the previous one has landed: their conditions, and events while they run.
 
 Where there is no CUDA, a step is computed when it is launched; all else is as on a GPU.
 """
@@ -20,21 +20,27 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore.cpu import WallClockEvent
 from megatron_mamba_cache.policy.kept_tokens import StepTokens
 from megatron_mamba_cache.policy.requests import Candidate
-from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import overlapped_step
 from megatron_mamba_cache.step.step import Step
 from megatron_mamba_cache.step.step_graph import StepGraph
-from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, add_fields, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import InjectedError, raise_once
+from tests.mcore.launch_records import rehearse_engine
+from tests.mcore.oracle_log_probs import TOLERANCE, oracle_log_probs
+from tests.mcore.overlapped_runs import (
+    EVENTS_DURING_A_STEP,
+    MAMBA2,
+    is_ahead,
+    recapture,
+    start,
+    step_until_ahead,
+)
 from tests.mcore.random_workloads import FLAVOURS, GATED_DELTA_MODELS, MODELS, make_workload, run_workload, undisturbed
-from tests.mcore.test_log_probs import TOLERANCE, oracle_log_probs
-from tests.mcore.test_warmup import rehearse_engine
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
-MAMBA2: dict[str, Any] = {}
 GATED_DELTA = GATED_DELTA_MODELS[0]
 KINDS = ["mamba2", "gated delta"]
 
@@ -45,44 +51,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     capture_without_cuda(monkeypatch)
 
 
-def start(
-    num_requests: int = 3,
-    num_tokens: int = 40,
-    drafter: Drafter | None = None,
-    ends: dict[int, int] | None = None,
-    model: dict[str, Any] = MAMBA2,
-    **settings: Any,
-) -> EngineRun:
-    """Return an engine whose requests are prefilled; `ends` are the termination ids of some."""
-    subject = tiny_hybrid(**model)
-    config = replace(cache_config(subject.sizes, **settings), num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
-    run = EngineRun.start(subject, config, drafter=drafter)
-    for request_id in range(num_requests):
-        sampling = greedy(num_tokens, termination_id=(ends or {}).get(request_id, -1))
-        run.add(request_id, some_tokens(20 + 3 * request_id, seed=request_id), sampling)
-    while not run.context.running_requests or any(request.is_prefilling for request in run.context.running_requests):
-        run.step()
-    return run
-
-
-def penalised(num_tokens: int) -> SamplingParams:
-    """Return parameters of a request that draws from logits that depend on its text."""
-    sampling = SamplingParams(num_tokens_to_generate=num_tokens, temperature=1.0, termination_id=-1)
-    add_fields(sampling, logits={"presence_penalty": 0.5})
-    return sampling
-
-
-def is_ahead(run: EngineRun) -> bool:
-    return run.context.overlapped_step is not None
-
-
-def step_until_ahead(run: EngineRun) -> None:
-    while not is_ahead(run):
-        run.step()
-
-
 def count_overlapped_steps(run: EngineRun) -> int:
-    """Run all requests to their end and return how many steps ended with the next one launched."""
+    """Run all requests to their end and return the number of steps that ended with the next one launched."""
     num_early = 0
     while run.engine.has_unfinished_requests():
         run.step()
@@ -129,7 +99,7 @@ def test_every_step_but_the_first_overlaps() -> None:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_steps_wait_if_more_than_tokens_is_undecided(settings: dict[str, Any]) -> None:
+def test_steps_do_not_overlap_when_disabled_or_when_ranks_are_compared(settings: dict[str, Any]) -> None:
     assert count_overlapped_steps(start(**settings)) == 0
 
 
@@ -142,7 +112,7 @@ SAMPLED = {
 
 
 def start_sampled(**settings: Any) -> EngineRun:
-    """Return an engine whose requests sample, each with settings of its own, next to a greedy one."""
+    """Return an engine with sampled requests of different settings, next to a greedy one."""
     run = start(1, 40, **settings)
     for request_id, sampling in enumerate(SAMPLED.values(), 1):
         params = SamplingParams(num_tokens_to_generate=40, termination_id=-1, **sampling)
@@ -193,7 +163,9 @@ ASKED: dict[str, dict[str, Any]] = {
         for at, others in enumerate(("greedy", "sampled"))
     ],
 )
-def test_steps_overlap_next_to_requests_with_extra_outputs(asked: dict[str, Any], are_others_sampled: bool) -> None:
+def test_steps_still_overlap_when_some_requests_want_extra_outputs(
+    asked: dict[str, Any], are_others_sampled: bool
+) -> None:
     found = []
     for may_be_ahead in (True, False):
         run, num_ahead, num_steps = start_sampled(run_ahead=may_be_ahead), 0, 0
@@ -231,8 +203,8 @@ def test_steps_overlap_next_to_requests_with_extra_outputs(asked: dict[str, Any]
     print(f"{num_steps} steps; request 8: {ahead.tokens(8)[:12]}")
 
 
-def test_requested_settings_change_tokens() -> None:
-    """So that the comparison above is one."""
+def test_penalties_and_biases_of_these_tests_change_the_tokens() -> None:
+    """Shows that the comparison above can fail."""
     texts = set()
     for asked in ({}, *ASKED.values()):
         run = start(1, 20)
@@ -243,7 +215,7 @@ def test_requested_settings_change_tokens() -> None:
     assert len(texts) == 4  # log-probs change nothing
 
 
-def test_empty_stop_word_ends_nothing() -> None:
+def test_empty_stop_word_ends_no_request() -> None:
     run = start(2, 20)
     run.add(2, some_tokens(20, seed=9), greedy(20, stop_words=["", ""]))
     assert count_overlapped_steps(run) > 15
@@ -281,7 +253,7 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 def test_random_workloads_sample_the_same_tokens(
     name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
 ) -> None:
-    """With graphs, overlapped steps, the cache, drafts and errors, or without any of these."""
+    """Compare graphs, overlapped steps, the cache, drafts and errors with a plain run."""
     shares = {"sampled_share": 0.6, "changed_share": changed_share}
     work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, models=models, **shares)
     plain = undisturbed(work)
@@ -295,7 +267,7 @@ def test_random_workloads_sample_the_same_tokens(
 
 
 def test_steps_overlap_with_several_end_tokens() -> None:
-    """As models have them whose replies end a turn or a text."""
+    """Several tokens may end a reply, as in models with separate ends of a turn and a text."""
     subject = tiny_hybrid()
     alone = EngineRun.start(subject)
     alone.run(0, some_tokens(20, seed=9), greedy(20))
@@ -313,7 +285,7 @@ def test_steps_overlap_with_several_end_tokens() -> None:
     run.assert_exact()
 
 
-def test_arriving_request_joins_after_the_running_step() -> None:
+def test_new_request_joins_after_the_running_step() -> None:
     run = start()
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
@@ -329,7 +301,7 @@ def test_nothing_is_scheduled_during_a_running_step() -> None:
     run = start()
     step_until_ahead(run)
     runner, scheduler = run.context.runner, run.engine.scheduler
-    with pytest.raises(RuntimeError, match="runs already"):
+    with pytest.raises(RuntimeError, match="is already running"):
         runner.step_requests.schedule(scheduler, ())
     assert is_ahead(run)
     run.finish()
@@ -347,35 +319,19 @@ def test_steps_overlap_while_waiting_requests_do_not_fit() -> None:
     run.assert_exact()
 
 
-def suspend_and_resume(run: EngineRun) -> None:
-    run.engine.suspend()
-    assert not is_ahead(run)
-    run.engine.resume()
-
-
-WHILE_ONE_RUNS: dict[str, Callable[[EngineRun], None]] = {
-    "flush": lambda run: run.engine.flush(),
-    "flush of another version": lambda run: run.engine.flush("new"),
-    "suspend and resume": suspend_and_resume,
-    "warmup": lambda run: run.engine.warmup() and None,
-    "graphs captured again": lambda run: run.engine.create_cuda_graphs(),
-    "one request sent back": lambda run: run.engine._send_back([1]),
-    "two requests sent back": lambda run: run.engine._send_back([0, 2]),
-    "all requests sent back": lambda run: run.engine._send_back([0, 1, 2]),
-}
-
-
 @pytest.mark.parametrize(
     ("model", "resident"),
     [(MAMBA2, False), (MAMBA2, True), (GATED_DELTA, False), pytest.param(GATED_DELTA, True, marks=pytest.mark.long)],
     ids=["mamba2", "mamba2, resident", "gated delta", "gated delta, resident"],
 )
-@pytest.mark.parametrize("name", WHILE_ONE_RUNS)
-def test_events_during_a_step_change_no_token(name: str, resident: bool, model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", EVENTS_DURING_A_STEP)
+def test_flush_suspend_or_warmup_during_a_step_changes_no_token(
+    name: str, resident: bool, model: dict[str, Any]
+) -> None:
     run = start(resident_pools=resident, model=model)
     for _ in range(4):
         step_until_ahead(run)
-        WHILE_ONE_RUNS[name](run)
+        EVENTS_DURING_A_STEP[name](run)
         run.context.check_integrity()
         run.step()
         run.context.check_integrity()
@@ -384,19 +340,19 @@ def test_events_during_a_step_change_no_token(name: str, resident: bool, model: 
     run.assert_nothing_held()
 
 
-@pytest.mark.parametrize("name", WHILE_ONE_RUNS)
-def test_events_during_a_sampled_step_change_no_token(name: str) -> None:
+@pytest.mark.parametrize("name", EVENTS_DURING_A_STEP)
+def test_flush_suspend_or_warmup_during_a_step_changes_no_sampled_token(name: str) -> None:
     run = start_sampled()
     for _ in range(2):
         step_until_ahead(run)
-        WHILE_ONE_RUNS[name](run)
+        EVENTS_DURING_A_STEP[name](run)
         run.step()
     run.finish()
     assert {request_id: run.tokens(request_id) for request_id in range(1 + len(SAMPLED))} == sampled_tokens()
     run.assert_nothing_held()
 
 
-def test_capture_never_waits_for_a_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_capture_does_not_wait_for_a_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     waits, in_capture = [], [False]
@@ -444,7 +400,7 @@ def test_error_during_the_next_step_loses_no_token(point: str, monkeypatch: pyte
     run.assert_nothing_held()
 
 
-def test_live_states_ahead_of_their_requests_are_hidden() -> None:
+def test_reading_live_states_during_an_overlapped_step_raises() -> None:
     run = start()
     step_until_ahead(run)
     with pytest.raises(CacheIntegrityError, match="run_ahead=False"):
@@ -454,14 +410,14 @@ def test_live_states_ahead_of_their_requests_are_hidden() -> None:
     assert len(run.context.mamba_metadata.request_to_mamba_state_idx) == len(run.context.running_requests)
 
 
-def test_overlapped_step_is_timed_from_its_predecessor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapped_step_is_timed_from_the_end_of_the_previous_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     monkeypatch.setattr(run.engine, "_step_ended", run.engine._step_ended - 100.0)
     assert 100.0 < run.engine.step_modern()["step_time"] < 200.0
 
 
-def test_steps_are_timed_by_the_host_after_a_reset() -> None:
+def test_steps_on_a_cpu_use_a_wall_clock_after_a_reset() -> None:
     run = start()
     run.engine.reset()
     assert isinstance(run.engine.step_start_event, WallClockEvent)
@@ -477,9 +433,7 @@ OVERLAPPED_POINTS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
 
 
 @pytest.mark.parametrize("point", OVERLAPPED_POINTS)
-def test_step_failing_before_it_lands_the_launched_one_loses_no_token(
-    point: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_while_an_overlapped_step_runs_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     for _ in range(3):
         step_until_ahead(run)
@@ -495,7 +449,7 @@ def test_step_failing_before_it_lands_the_launched_one_loses_no_token(
     run.assert_nothing_held()
 
 
-def test_aborted_layout_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_warmup_between_overlapped_steps_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     for _ in range(3):
         step_until_ahead(run)
@@ -509,7 +463,9 @@ def test_aborted_layout_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["rehearsal", "capture", "drop"])
-def test_buffers_are_written_after_the_overlapped_step_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_buffers_are_not_written_until_the_overlapped_step_ends(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = start()
     step_until_ahead(run)
     events: list[str] = []
@@ -540,10 +496,6 @@ def test_every_overlapped_step_is_awaited(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.undo()
 
 
-def recapture(run: EngineRun) -> None:
-    run.engine.create_cuda_graphs()
-
-
 def test_recapture_releases_an_overlapped_steps_graphs() -> None:
     run = start()
     step_until_ahead(run)
@@ -567,7 +519,7 @@ def test_no_request_joins_an_overlapped_step() -> None:
     run.assert_exact()
 
 
-def test_step_landed_by_the_caller_launches_no_other() -> None:
+def test_no_further_step_is_launched_when_the_caller_finishes_one() -> None:
     run = start()
     step_until_ahead(run)
     run.engine.schedule_waiting_requests()
@@ -583,7 +535,7 @@ def test_step_landed_by_the_caller_launches_no_other() -> None:
     )
 
 
-def test_tokens_not_fed_to_the_overlapped_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_differ_from_the_overlapped_steps_input_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     context = run.context
@@ -597,7 +549,7 @@ def test_tokens_not_fed_to_the_overlapped_step_are_refused(monkeypatch: pytest.M
     assert [request.generated[-2:] for request in context.running_requests] == [[token, token] for token in fed]
 
 
-def test_reports_of_overlapped_steps_equal_those_of_others() -> None:
+def test_step_reports_are_the_same_with_and_without_overlap() -> None:
     reports, runs = [], [start(), start(run_ahead=False)]
     for run in runs:
         reports.append([])
@@ -613,7 +565,7 @@ def test_reports_of_overlapped_steps_equal_those_of_others() -> None:
     assert reports[0] == reports[1] and reports[0][-1][2] is not None
 
 
-def test_request_after_a_cancelled_one_is_admitted_at_once() -> None:
+def test_request_queued_after_a_cancelled_one_is_admitted_promptly() -> None:
     run = start(1, 60, kv_blocks=5, paused_blocks=1, block_size_tokens=64, max_sequence_length=300)
     run.add(1, some_tokens(256, seed=1), 5)  # all five blocks, one of which is in use
     run.add(2, some_tokens(20, seed=2), 5)
@@ -628,7 +580,7 @@ def test_request_after_a_cancelled_one_is_admitted_at_once() -> None:
     run.assert_exact()
 
 
-def test_request_cannot_be_cancelled_within_a_step() -> None:
+def test_cancelling_a_request_during_a_step_raises() -> None:
     run = start()
     step_until_ahead(run)
 

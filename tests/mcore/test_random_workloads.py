@@ -1,4 +1,4 @@
-"""Random workloads in fp32: whatever is cached, chunked, paused or evicted, the tokens are the oracle's."""
+"""Random workloads in fp32: tokens match the oracle with caching, chunking, pauses and evictions."""
 
 from collections.abc import Iterator
 
@@ -43,7 +43,7 @@ def totals() -> Iterator[WorkloadTotals]:
 
 @pytest.mark.parametrize(("form", "replays", "seeds"), SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
-def test_tokens_match_the_oracle_and_everything_is_returned(
+def test_random_requests_match_the_oracle_and_leak_nothing(
     name: str, form: str, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     flavour, models = FLAVOURS[name], MODEL_FORMS[form]

@@ -1,4 +1,4 @@
-"""New weights while the engine is suspended, as reinforcement learning has them: no old state is found, no token lost.
+"""New weights during a suspend, as in reinforcement learning: no old state is found, no token lost.
 
 Where there is no CUDA, graphs are padded steps that are computed again, over the memory that parameters had when they
 were captured. Memory that parameters have left holds NaN.
@@ -28,7 +28,7 @@ FOUND = PROMPT_LEN // BLOCK * BLOCK
 
 @dataclass(slots=True)
 class Refit:
-    """An engine whose model changes from one set of weights to the next; oracles know each of them whole."""
+    """An engine whose model changes from one set of weights to the next, with an oracle for each."""
 
     run: EngineRun
     versions: tuple[Hybrid, ...]
@@ -46,12 +46,12 @@ class Refit:
         return cls(EngineRun.start(subject, cache_config(subject.sizes, **(sizes | settings))), versions)
 
     def load(self, version: int) -> None:
-        """Copy weights of a version over those there are."""
+        """Copy a version's weights into the current parameters."""
         self.run.subject.model.load_state_dict(self.versions[version].model.state_dict())
         self._are_those_of(version)
 
     def replace(self, version: int) -> None:
-        """Put new parameters with the weights of a version instead of the current ones."""
+        """Replace the parameters by new ones with the weights of a version."""
         weights = self.versions[version].model.state_dict()
         for name, parameter in list(self.run.subject.model.named_parameters()):
             path, _, last = name.rpartition(".")
@@ -61,12 +61,12 @@ class Refit:
         self._are_those_of(version)
 
     def assert_exact(self, *request_ids: int) -> None:
-        """Assert that whole requests have the tokens of the present weights, and that nothing is held."""
+        """Assert that whole requests have the tokens of the current weights, and that nothing is held."""
         self.run.assert_matches_oracle(request_ids).assert_few_stops()
         self.run.assert_nothing_held()
 
     def assert_continued(self, request_id: int, before: list[int], num_tokens: int) -> None:
-        """Assert that a request kept what it had and went on with the tokens of the present weights."""
+        """Assert that a request kept its tokens and continued with those of the current weights."""
         tokens = self.run.tokens(request_id)
         assert tokens[: len(before)] == before and len(tokens) == num_tokens
         prompt = self.run.prompts[request_id] + before
@@ -90,7 +90,7 @@ class ReportedKeys:
 
 @pytest.fixture(params=[False, True], ids=["dropped", "resident"])
 def refit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refit]:
-    """Serve with either kind of pools; every test ends with an engine that is whole."""
+    """Serve with either kind of pools; check the engine after every test."""
     found = Refit.start(monkeypatch, resident_pools=request.param)
     yield found
     found.run.context.check_integrity()
@@ -151,7 +151,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("change", WAYS)
-def test_nothing_of_the_old_weights_is_found(change: Callable[[Refit], None], refit: Refit) -> None:
+def test_states_cached_with_old_weights_are_not_reused(change: Callable[[Refit], None], refit: Refit) -> None:
     run = refit.run
     run.run(0, some_tokens(PROMPT_LEN))
     assert run.run(1, some_tokens(PROMPT_LEN)) == PROMPT_LEN - FOUND
@@ -205,7 +205,7 @@ def test_running_requests_continue_with_the_new_weights(
 # Graphs.
 
 
-def test_weights_loaded_in_place_keep_resident_graphs(resident: Refit, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_loaded_in_place_keep_their_captured_graphs(resident: Refit, caplog: pytest.LogCaptureFixture) -> None:
     run = resident.run
     memory, graphs = run.context.memory, run.context.graphs
     for version in (1, 2):
@@ -219,7 +219,7 @@ def test_weights_loaded_in_place_keep_resident_graphs(resident: Refit, caplog: p
     assert run.counters.graph_steps and "captured again" not in caplog.text
 
 
-def test_dropped_pools_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_again_when_suspend_frees_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     refit = Refit.start(monkeypatch)
     context, memory, graphs = refit.run.context, refit.run.context.memory, refit.run.context.graphs
     refit.run.engine.suspend()
@@ -258,7 +258,7 @@ def _add_a_buffer(model: torch.nn.Module) -> str:
 
 @pytest.mark.parametrize("is_suspended", [True, False])
 @pytest.mark.parametrize("move", [_move_one, _move_the_data_of_one, _turn_one, _add_a_buffer])
-def test_moved_weights_are_captured_again(
+def test_graphs_are_captured_again_when_weights_move_in_memory(
     move: Callable[[torch.nn.Module], str], is_suspended: bool, resident: Refit, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, graphs = resident.run, resident.run.context.graphs
@@ -282,7 +282,7 @@ def test_moved_weights_are_captured_again(
     resident.assert_exact(0)
 
 
-def test_recapture_between_steps_loses_no_token(resident: Refit) -> None:
+def test_capturing_graphs_again_between_steps_loses_no_token(resident: Refit) -> None:
     run, graphs = resident.run, resident.run.context.graphs
     run.add(0, some_tokens(PROMPT_LEN), 30)
     for _ in range(6):
@@ -296,7 +296,7 @@ def test_recapture_between_steps_loses_no_token(resident: Refit) -> None:
 
 
 def test_rotary_tables_read_by_graphs_are_not_freed(resident: Refit) -> None:
-    """Forwards over many other lengths, as training has them, push the engine's table out of Megatron's."""
+    """Forwards of many other lengths, as in training, evict the engine's table from Megatron's cache."""
     table = resident.run.subject.model.rotary_pos_emb
     assert isinstance(table, RotaryEmbedding)
     held = resident.run.context.graphs._tables
@@ -312,7 +312,7 @@ def test_rotary_tables_read_by_graphs_are_not_freed(resident: Refit) -> None:
 # What stays cached.
 
 
-def test_resident_prefixes_are_found_after_a_plain_resume(resident: Refit) -> None:
+def test_prefixes_kept_in_memory_are_reused_after_resume(resident: Refit) -> None:
     run = resident.run
     run.run(0, some_tokens(PROMPT_LEN))
     before = run.context.snapshot()
@@ -324,7 +324,7 @@ def test_resident_prefixes_are_found_after_a_plain_resume(resident: Refit) -> No
     resident.assert_exact(0, 1)
 
 
-def test_resident_prefixes_of_the_same_version_are_found(resident: Refit) -> None:
+def test_prefixes_kept_in_memory_are_reused_for_the_same_weights_version(resident: Refit) -> None:
     run = resident.run
     run.run(0, some_tokens(PROMPT_LEN))
     run.engine.suspend()
@@ -333,7 +333,7 @@ def test_resident_prefixes_of_the_same_version_are_found(resident: Refit) -> Non
     resident.assert_exact(0, 1)
 
 
-def test_running_requests_find_their_own_prefix_in_resident_pools(resident: Refit) -> None:
+def test_resumed_requests_reuse_their_prefix_if_the_cache_was_kept(resident: Refit) -> None:
     run = resident.run
     run.add(0, some_tokens(PROMPT_LEN), 40)
     for _ in range(20):
@@ -349,7 +349,7 @@ def test_running_requests_find_their_own_prefix_in_resident_pools(resident: Refi
 
 
 @pytest.mark.parametrize("is_suspended", [True, False])
-def test_flush_with_the_same_version_leaves_nothing_findable(is_suspended: bool, refit: Refit) -> None:
+def test_flush_empties_the_cache_even_for_the_same_weights_version(is_suspended: bool, refit: Refit) -> None:
     run = refit.run
     run.run(0, some_tokens(PROMPT_LEN))
     if is_suspended:
@@ -361,7 +361,7 @@ def test_flush_with_the_same_version_leaves_nothing_findable(is_suspended: bool,
     refit.assert_exact(0, 1, 2)
 
 
-def test_returning_version_finds_nothing_of_its_first_use(resident: Refit) -> None:
+def test_weights_version_loaded_again_reuses_no_earlier_states(resident: Refit) -> None:
     run = resident.run
     for request_id, (version, name) in enumerate([(0, "a"), (1, "b"), (0, "a")]):
         run.engine.suspend()
@@ -371,7 +371,7 @@ def test_returning_version_finds_nothing_of_its_first_use(resident: Refit) -> No
         resident.assert_exact(request_id)
 
 
-def test_coordinator_is_sent_only_changes_after_a_suspend(refit: Refit) -> None:
+def test_coordinator_is_sent_only_cache_changes_after_a_suspend(refit: Refit) -> None:
     run, reported = refit.run, ReportedKeys()
     run.engine._reports = reports = CacheReports(run.context, reported)
     run.run(0, some_tokens(PROMPT_LEN))
@@ -397,13 +397,13 @@ def test_coordinator_is_sent_only_changes_after_a_suspend(refit: Refit) -> None:
 # Mistakes.
 
 
-def test_new_version_of_a_running_engine_is_refused(refit: Refit) -> None:
+def test_new_weights_version_is_refused_while_the_engine_runs(refit: Refit) -> None:
     with pytest.raises(ValueError, match=r"'2' is given to resume\(\), but the engine is not suspended: call flush"):
         refit.run.engine.resume("2")
     assert refit.run.context.weights_version == "0"
 
 
-def test_invalid_version_leaves_the_engine_suspended(refit: Refit) -> None:
+def test_invalid_weights_version_leaves_the_engine_suspended(refit: Refit) -> None:
     run = refit.run
     run.engine.suspend()
     for call in (run.engine.resume, run.engine.flush):

@@ -1,4 +1,4 @@
-"""A request that makes steps fail again and again is found and fails alone; reports lose nothing to an error."""
+"""A request that makes steps fail repeatedly is found and fails alone; reports lose nothing to an error."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.injected_errors import InjectedError, raise_once, raise_where
+from tests.mcore.injected_errors import InjectedError, finish_through_errors, raise_once, raise_where
 
 NUM_TOKENS = 6
 POISONED = 2
 
 
 def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
-    """Return an engine with requests of one prefix, but for the poisoned one, whose prompt takes two steps."""
+    """Return an engine with requests of one prefix, except the failing one, whose prompt takes two steps."""
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, max_tokens=48, **settings))
     for request_id in range(num_requests):
@@ -25,21 +25,8 @@ def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
     return run
 
 
-def finish_through_errors(run: EngineRun) -> int:
-    """Run every request to its end however many steps fail, and return how many did."""
-    num_failed = 0
-    while run.engine.has_unfinished_requests():
-        try:
-            run.step()
-        except InjectedError:
-            run.context.check_integrity()
-            num_failed += 1
-            assert num_failed < 50
-    return num_failed
-
-
 def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
-    """Assert that one request failed with its reason, and that all others went to their ends."""
+    """Assert that one request failed with its reason, and that all others finished."""
     reason = failure_reason(run.finished[poisoned])
     assert reason is not None and str(FAILURES_BEFORE_REFUSAL) in reason and "InjectedError" in reason
     others = [request_id for request_id in run.prompts if request_id != poisoned]
@@ -104,7 +91,7 @@ def test_two_failing_requests_are_refused_and_others_continue(monkeypatch: pytes
     run.assert_exact()
 
 
-def test_suspects_run_isolated_until_each_generated_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_failed_steps_run_alone_until_each_has_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run, steps = start_run(), []
     lay_out = run.context.runner.lay_out
 
@@ -123,7 +110,7 @@ def test_suspects_run_isolated_until_each_generated_a_token(monkeypatch: pytest.
     run.assert_exact()
 
 
-def test_failures_separated_by_tokens_never_cause_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_failures_with_tokens_in_between_fail_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(1)
     for _ in range(NUM_TOKENS - 1):
         for _ in range(FAILURES_BEFORE_REFUSAL - 1):
@@ -137,7 +124,7 @@ def test_failures_separated_by_tokens_never_cause_a_refusal(monkeypatch: pytest.
     run.assert_exact()
 
 
-def test_interrupt_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupts_fail_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(1)
 
     def interrupt(*_: Any) -> None:
@@ -157,7 +144,7 @@ def test_interrupt_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("call", range(1, 9))
-def test_failed_detokenization_loses_no_token_or_report(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detokenization_error_loses_no_token_or_report(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
     assert finish_through_errors(run) == 1
@@ -168,7 +155,9 @@ def test_failed_detokenization_loses_no_token_or_report(call: int, monkeypatch: 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 @pytest.mark.parametrize("kv_blocks", [12, 200])
-def test_error_between_two_reports_loses_no_token(call: int, kv_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_between_the_reports_of_two_requests_loses_no_token(
+    call: int, kv_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = start_run(kv_blocks=kv_blocks)
     # Megatron asks for each request of a step in which one ends, once it has appended the token.
     raise_once(monkeypatch, run.engine, "_check_stop_words_for_request_post_append", call=call)
@@ -178,7 +167,7 @@ def test_error_between_two_reports_loses_no_token(call: int, kv_blocks: int, mon
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_failed_batch_of_reports_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_while_tokens_are_reported_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     raise_once(monkeypatch, engine_module, "append_tokens", call=call)
     assert finish_through_errors(run) == 1
@@ -186,7 +175,7 @@ def test_failed_batch_of_reports_loses_no_token(call: int, monkeypatch: pytest.M
     run.assert_exact()
 
 
-def test_request_with_undecodable_alternatives_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_whose_top_n_tokens_cannot_be_decoded_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes))
     wanted = greedy(NUM_TOKENS, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2)

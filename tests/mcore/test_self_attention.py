@@ -1,4 +1,4 @@
-"""Attention with norms of heads, a partial rotation and an output gate computes what Megatron's own modules compute."""
+"""Attention with head norms, partial rotation and an output gate matches Megatron's own modules."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -28,7 +28,7 @@ LENGTHS, BLOCK, NUM_PADDING = (9, 1, 4), 8, 2
 def built_layer(
     *, has_gate: bool, has_norms: bool, rotates: bool, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[CachingSelfAttention, Tensor | None]:
-    """Return a layer of 6 heads, 3 a KV head, with random weights, and the angles of its positions."""
+    """Return a layer of 6 heads, 3 per KV head, with random weights, and the angles of its positions."""
     initialize_single_process()
     config = TransformerConfig(
         num_layers=2,
@@ -60,7 +60,7 @@ def built_layer(
 
 @dataclass
 class StubContext:
-    """As much of a context as a layer needs: prompts of `LENGTHS` tokens, and padding after them."""
+    """The part of a context that a layer needs: prompts of `LENGTHS` tokens, followed by padding."""
 
     layer: CachingSelfAttention
     device: torch.device
@@ -123,7 +123,7 @@ def inputs_of(layer: CachingSelfAttention) -> tuple[Tensor, StubContext]:
 
 
 def by_megatrons_parts(layer: CachingSelfAttention, prompt: Tensor, angles: Tensor | None) -> Tensor:
-    """Return the output [tokens, 1, hidden] of one prompt: Megatron's own parts around torch's attention."""
+    """Return the output [tokens, 1, hidden] of one prompt: Megatron's own modules around torch's attention."""
     query, key, value, *gates = layer.get_query_key_value_tensors(
         prompt, output_gate=layer.config.attention_output_gate
     )
@@ -143,7 +143,7 @@ COMBINATIONS = pytest.mark.parametrize(("has_gate", "has_norms", "rotates"), lis
 @COMBINATIONS
 @pytest.mark.parametrize("is_zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_step_matches_megatrons_modules(
+def test_attention_step_matches_megatrons_modules(
     has_gate: bool,
     has_norms: bool,
     rotates: bool,
@@ -177,7 +177,7 @@ def test_step_matches_megatrons_modules(
 
 
 @COMBINATIONS
-def test_step_matches_megatrons_ops_for_each_prompt(has_gate: bool, has_norms: bool, rotates: bool) -> None:
+def test_packed_attention_matches_megatrons_ops_for_each_prompt(has_gate: bool, has_norms: bool, rotates: bool) -> None:
     layer, angles = built_layer(
         has_gate=has_gate, has_norms=has_norms, rotates=rotates, layernorm_zero_centered_gamma=True
     )
@@ -191,7 +191,7 @@ def test_step_matches_megatrons_ops_for_each_prompt(has_gate: bool, has_norms: b
 
 
 @pytest.mark.parametrize("setting", ["rotary_interleaved", "test_mode"])
-def test_unsupported_settings_are_computed_by_megatron(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_attention_settings_run_megatrons_code(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, angles = built_layer(has_gate=True, has_norms=False, rotates=True)
     monkeypatch.setattr(layer.config, setting, True)
     monkeypatch.setattr(CachingSelfAttention, "run_realtime_tests", lambda self: None)
@@ -204,7 +204,7 @@ def test_unsupported_settings_are_computed_by_megatron(setting: str, monkeypatch
     torch.testing.assert_close(found[: len(prompt)], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_unsupported_norms_are_computed_by_their_modules() -> None:
+def test_unsupported_head_norms_run_their_own_modules() -> None:
     layer, angles = built_layer(has_gate=True, has_norms=True, rotates=True)
     layer.q_layernorm, layer.k_layernorm = (nn.LayerNorm(16, device=layer.linear_qkv.weight.device) for _ in range(2))
     hidden, context = inputs_of(layer)
@@ -215,7 +215,7 @@ def test_unsupported_norms_are_computed_by_their_modules() -> None:
     torch.testing.assert_close(found[: len(prompt)], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rotation_table_lives_as_long_as_its_angles() -> None:
+def test_cached_rotation_table_is_freed_with_its_angles() -> None:
     angles = torch.rand(5, 1, 1, 8)
     table = rotation_table(angles, torch.bfloat16)
     assert table.shape == (5, 2, 4) and rotation_table(angles, torch.bfloat16) is table

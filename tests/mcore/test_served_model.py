@@ -1,4 +1,4 @@
-"""Which models are refused before anything is built for them."""
+"""Unsupported models are refused before anything is built for them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.mcore.engine_runs import EngineRun, tiny_hybrid
 
 
 class FirstOfTwoStages(OneRank):
-    """A rank whose twin is the next stage."""
+    """A rank that is also its next pipeline stage."""
 
     num_ranks = num_stages = 2
 
@@ -28,9 +28,9 @@ def model_with_fp32_residuals(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("ranks", [OneRank(), FirstOfTwoStages()])
-def test_fp32_residuals_passed_on_as_bf16_are_refused(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_residual_connection_is_refused_in_a_bf16_model(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_fp32_residuals(torch.bfloat16, monkeypatch)
-    message = r"fp32_residual_connection is True, and layers and stages hand torch\.bfloat16 on"
+    message = r"fp32_residual_connection is True, but layers and stages pass torch\.bfloat16 on"
     with pytest.raises(ValueError, match=message):
         check_served(model, ranks, 512)
 
@@ -50,5 +50,5 @@ def test_length_beyond_the_models_positions_is_served_with_one_warning(
     run = EngineRun.start(tiny_hybrid(), config)
     found = [record.getMessage() for record in caplog.records if "positions" in record.getMessage()]
     assert len(found) == num_warnings
-    assert all(f"requests may have {length} tokens, and the model was made for 4096 positions" in one for one in found)
+    assert all(f"requests may have {length} tokens, but the model has 4096 positions" in one for one in found)
     assert run.run(0, [1, 2, 3], 4) >= 0

@@ -1,4 +1,4 @@
-"""Requests end with their end token or stop word, whatever happened to them on the way."""
+"""Requests end with their end token or stop word, despite interruptions."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def start_run(**settings: Any) -> EngineRun:
 
 
 def prompt_and_reply() -> tuple[list[int], list[int]]:
-    """Return a prompt and what the model says to it greedily."""
+    """Return a prompt and the model's greedy reply."""
     rng = random.Random(0)
     prompt = [rng.randrange(256) for _ in range(20)]
     run = start_run()
@@ -28,12 +28,12 @@ def prompt_and_reply() -> tuple[list[int], list[int]]:
 
 
 def first_end_of(word: list[int], tokens: list[int]) -> int:
-    """Return how many tokens there are up to the end of the first occurrence of `word`."""
+    """Return the number of tokens up to the end of the first occurrence of `word`."""
     return next(end for end in range(len(word), len(tokens) + 1) if tokens[end - len(word) : end] == word)
 
 
 def as_text(tokens: list[int]) -> str:
-    """Return the tokens in the words of `TokenIdTokenizer`."""
+    """Return the tokens as words of `TokenIdTokenizer`."""
     return " ".join(map(str, tokens))
 
 
@@ -65,7 +65,7 @@ def test_stop_word_of_a_text_tokenizer_ends_a_request() -> None:
     assert run.tokens(0) == reply[: first_end_of(word, reply)]
 
 
-def test_stop_word_that_begins_in_the_prompt_ends_nothing() -> None:
+def test_stop_word_that_begins_in_the_prompt_ends_no_request() -> None:
     prompt, reply = prompt_and_reply()
     run = start_run()
     run.run(0, prompt, greedy(NUM_TOKENS, stop_words=[as_text([prompt[-1], reply[0]])]))
@@ -86,7 +86,9 @@ def _fail_a_step(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("interrupt", [_suspend, _fail_a_step])
 @pytest.mark.parametrize("already_generated", [0, 1, 2])
-def test_stop_word_spans_an_interruption(interrupt: Callable[[EngineRun], None], already_generated: int) -> None:
+def test_stop_word_is_matched_across_an_interruption(
+    interrupt: Callable[[EngineRun], None], already_generated: int
+) -> None:
     prompt, reply = prompt_and_reply()
     word = reply[10:13]
     end = first_end_of(word, reply)
@@ -99,7 +101,7 @@ def test_stop_word_spans_an_interruption(interrupt: Callable[[EngineRun], None],
     assert run.tokens(0) == reply[:end]
 
 
-def test_stop_word_spans_an_eviction() -> None:
+def test_stop_word_is_matched_across_an_eviction() -> None:
     subject = tiny_hybrid(vocab_size=256)
     prompt, reply = prompt_and_reply()
     rng = random.Random(1)

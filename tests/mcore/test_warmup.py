@@ -1,4 +1,4 @@
-"""Warmup: afterwards nothing compiles, and nothing else has changed."""
+"""After warmup nothing compiles, and nothing else has changed."""
 
 import random
 from dataclasses import replace
@@ -28,10 +28,10 @@ from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling
 from megatron_mamba_cache.step import graphs, warmup
 from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.step_graph import StepGraph
-from megatron_mamba_cache.step.warmup import batch_sizes, decode_steps, prefill_steps, rehearse, rehearse_prefill
+from megatron_mamba_cache.step.warmup import batch_sizes, decode_steps, prefill_steps, rehearse_prefill
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches
+from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches, rehearse_engine
 
 NUM_ROWS = 20
 SMALL = {"mamba_head_dim": 16, "mamba_state_dim": 16, "ssm_chunk_size": 16}
@@ -59,7 +59,7 @@ MODELS = {
 
 
 def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> EngineRun:
-    """Return an engine of `NUM_ROWS` requests whose memory is short."""
+    """Return an engine of `NUM_ROWS` requests with little memory."""
     small = {
         "max_requests": NUM_ROWS,
         "max_tokens": 512,
@@ -71,12 +71,8 @@ def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> En
     return EngineRun.start(hybrid(sizes), cache_config(sizes, **(small | settings)))
 
 
-def rehearse_engine(run: EngineRun) -> None:
-    rehearse(run.engine.controller.inference_wrapped_model, run.context.runner)
-
-
 def run_workload(run: EngineRun) -> None:
-    """Prefill one request, some and many, hit, decode in changing company, settle, pause and resume."""
+    """Prefill one request, some and many, hit, decode in changing batches, resolve, pause and resume."""
     block = run.context.block_size_tokens
     document = some_tokens(3 * block)
     run.run(0, [*document, 1])
@@ -129,7 +125,7 @@ OTHERS_REHEARSED = [
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "num_drafts", "draft_states"), REHEARSED + OTHERS_REHEARSED)
-def test_warmup_launches_everything_that_steps_launch(name: str, num_drafts: int, draft_states: str) -> None:
+def test_warmup_launches_every_kernel_used_by_steps(name: str, num_drafts: int, draft_states: str) -> None:
     sizes = MODELS[name]
     with recorded_launches(on_hopper="hopper" in name) as record:
         run = start_run(sizes, num_drafts, draft_states=draft_states)
@@ -153,7 +149,7 @@ def test_warmup_launches_everything_that_steps_launch(name: str, num_drafts: int
 
 
 @needs_compiler
-def test_warmup_launches_everything_that_a_draft_model_launches() -> None:
+def test_warmup_launches_every_kernel_used_by_a_draft_model() -> None:
     sizes = MODELS["bf16-odd"]
     with recorded_launches(on_hopper=False) as record:
         drafter = DraftModelDrafter(hybrid(MODELS["bf16"]).model, cache_config(sizes, max_requests=NUM_ROWS))
@@ -186,13 +182,13 @@ def test_warmup_covers_every_scan_variant(num_heads: int, max_requests: int, mon
 
 
 def cache_snapshot(run: EngineRun) -> CacheSnapshot:
-    """Return all that a snapshot counts but compilations, which a rehearsal is for."""
+    """Return all counts of a snapshot except compilations."""
     return replace(run.context.snapshot(), num_compiled_kernels=0, compile_seconds=0.0)
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_requests": 1, "max_tokens": 1}, {"block_size_tokens": 8}])
 @pytest.mark.parametrize("num_drafts", [0, 1, 7])
-def test_warmup_changes_nothing(num_drafts: int, settings: dict[str, int]) -> None:
+def test_warmup_changes_no_state_or_counter(num_drafts: int, settings: dict[str, int]) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, **settings)
     run = EngineRun.start(subject, config)
@@ -245,7 +241,7 @@ def test_no_warmup_request_exceeds_the_models_length(max_length: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("pattern", ["M-M*-M-M*-", "ME*"])
 @pytest.mark.parametrize(("num_drafts", "form"), [(0, "window"), (3, "window"), (3, "replay")])
-def test_warmup_without_launches_changes_nothing(pattern: str, num_drafts: int, form: str) -> None:
+def test_warmup_without_kernel_launches_changes_no_state_or_counter(pattern: str, num_drafts: int, form: str) -> None:
     """Its kernels compute nothing, as while they are compiled ahead."""
     run = start_run(tiny_sizes(**SMALL, pattern=pattern), num_drafts, draft_states=form)
     with recorded_launches(on_hopper=False) as record:
@@ -256,7 +252,7 @@ def test_warmup_without_launches_changes_nothing(pattern: str, num_drafts: int, 
 
 
 @needs_compiler
-def test_shared_experts_order_needs_no_kernel() -> None:
+def test_tile_order_of_one_shared_expert_is_built_without_a_kernel() -> None:
     _order_of_one.cache_clear()
     with recorded_launches(on_hopper=True) as record:
         for num_tokens in (1, 300, 1000):
@@ -271,7 +267,7 @@ def test_shared_experts_order_needs_no_kernel() -> None:
 
 @pytest.mark.parametrize("num_graphs", [0, 3])
 def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once: not again where graphs are captured anew, or before a warmup."""
+    """Compile once: not again for a recapture, or before a warmup."""
     capture_without_cuda(monkeypatch)
     events: list[str] = []
 
@@ -318,7 +314,7 @@ def test_engine_works_if_kernels_cannot_be_compiled_ahead(
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_tokens_and_counts_equal_those_without_warmup(num_drafts: int) -> None:
+def test_warmup_changes_no_token_or_counter_of_later_requests(num_drafts: int) -> None:
     outcomes = []
     for rehearses in (False, True):
         subject = tiny_hybrid()
@@ -349,7 +345,7 @@ def test_failed_warmup_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch)
     run.assert_exact()
 
 
-def test_warmup_on_a_cpu_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_on_a_cpu_runs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("engines run on the GPU here")
     run = EngineRun.start(tiny_hybrid())
@@ -390,7 +386,7 @@ def test_warmup_of_a_draft_model_changes_nothing() -> None:
 
 
 class WarmDrafter:
-    """Drafts nothing; counts how often it is warmed up."""
+    """Drafts nothing; counts its warmups."""
 
     def __init__(self) -> None:
         self.warmups = 0
@@ -399,14 +395,14 @@ class WarmDrafter:
         raise AssertionError("nothing is to be drafted")
 
     def forget(self, request_id: int) -> None:
-        """Know nothing."""
+        """Do nothing."""
 
     def warmup(self) -> None:
-        """Count."""
+        """Count the warmup."""
         self.warmups += 1
 
 
-def test_warmup_reaches_the_drafter() -> None:
+def test_warmup_also_warms_up_the_drafter() -> None:
     subject, drafter = tiny_hybrid(), WarmDrafter()
     run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=3), drafter=drafter)
     run.context.planner.warmup()
@@ -419,7 +415,7 @@ def test_warmup_reaches_the_drafter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="counts compilations")
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_compiles_after_warmup(name: str, num_drafts: int) -> None:
+def test_no_kernel_compiles_after_warmup(name: str, num_drafts: int) -> None:
     run = start_run(MODELS[name], num_drafts)
     before = run.context.snapshot()
     compiled = run.engine.warmup()

@@ -61,7 +61,7 @@ def test_two_kinds_of_recurrent_layers_are_refused(tmp_path: Path) -> None:
 
 def test_value_heads_must_divide_by_key_heads() -> None:
     check_architecture(GATED_DELTA)
-    with pytest.raises(ValueError, match="6 value heads do not divide by 4 key heads"):
+    with pytest.raises(ValueError, match="6 value heads are not divisible by 4 key heads"):
         check_architecture(replace(GATED_DELTA, recurrent=GatedDeltaSizes(4, 6, 4, 5)))
 
 

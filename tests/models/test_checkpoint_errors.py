@@ -1,4 +1,4 @@
-"""A checkpoint whose files or tensors are not the model's is refused by name, and nothing of it is loaded."""
+"""A checkpoint with wrong files or tensors is refused by name, and nothing of it is loaded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_any_tensor_of_a_wrong_shape_is_refused_with_both_shapes(
         with pytest.raises(ValueError) as refusal:
             load_hugging_face(directory, torch.float32)
         found, needed = tuple(grown.shape), tuple(tensor.shape)
-        message = f"{directory / 'model.safetensors'}: tensor {name} has shape {found} where the model has {needed}, "
+        message = f"{directory / 'model.safetensors'}: tensor {name} has shape {found}, but the model needs {needed}, "
         sizes = str(refusal.value).removeprefix(message)
         assert sizes in [
             f"{words} {directory / 'config.json'}" for words in ("by", "the vocab_size and hidden_size of")
@@ -67,7 +67,7 @@ def test_superfluous_tensors_are_refused(family: str, checkpoints: dict[str, Pat
     directory = copy_of(checkpoints[family], tmp_path)
     tensors = tensors_of(directory)
     write_tensors(directory, tensors | {"model.layers.99.mamba.D": torch.ones(4)})
-    assert_refused(directory, str(directory), "has 1 tensors: model.layers.99.mamba.D, which the model has no place")
+    assert_refused(directory, str(directory), "has 1 tensors: model.layers.99.mamba.D, which the model does not have")
     write_tensors(directory, tensors | {f"extra.{index}": torch.ones(1) for index in range(12)})
     assert_refused(directory, "has 12 tensors: extra.0, ", " and 4 more, ")
 
@@ -115,7 +115,7 @@ def test_file_of_another_format_is_refused(sharded: Path) -> None:
 )
 def test_damaged_index_is_refused(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)
-    assert_refused(sharded, f"{sharded / INDEX} is no index of safetensors shards")
+    assert_refused(sharded, f"{sharded / INDEX} is not an index of safetensors shards")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
@@ -161,4 +161,4 @@ def test_config_megatron_cannot_build_is_refused(
 ) -> None:
     directory = copy_of(checkpoints["granite_moe"], tmp_path)
     set_fields(directory, **fields)
-    assert_refused(directory, f"{directory / 'config.json'} describes no model that Megatron builds: ")
+    assert_refused(directory, f"{directory / 'config.json'} describes a model that Megatron cannot build: ")

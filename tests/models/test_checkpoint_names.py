@@ -1,4 +1,4 @@
-"""A family's tensors load under every name that some version of transformers writes, into the same weights."""
+"""A family's tensors load into the same weights under every name that a version of transformers writes."""
 
 import random
 import re
@@ -71,7 +71,7 @@ IN_A_LARGER_MODEL = replacing(("model.", "model.language_model."))
 
 
 def packing(tensors: Tensors) -> Tensors:
-    """Stack the tensors of a layer's experts as `stacking` does, and join the first two projections."""
+    """Stack the tensors of a layer's experts like `stacking`, and join the first two projections."""
     stacks = stacking(tensors)
     joined = {
         name: tensor for name, tensor in stacks.items() if not name.endswith(("experts.gate_proj", "experts.up_proj"))
@@ -248,7 +248,7 @@ def test_unknown_name_is_refused_with_the_missing_ones(checkpoints: dict[str, Pa
     write_tensors(directory, replacing(("backbone.norm_f", "backbone.last_norm"))(tensors_of(directory)))
     assert_refused(
         directory,
-        "has 1 tensors: backbone.last_norm.weight, which the model has no place for, and lacks 1 tensors: "
+        "has 1 tensors: backbone.last_norm.weight, which the model does not have, and lacks 1 tensors: "
         "backbone.norm_f.weight (the first is also read as model.norm_f.weight, norm_f.weight)",
     )
 
@@ -271,7 +271,7 @@ WRAPPERS: dict[str, tuple[str, str, str, Scheme]] = {
 
 
 def wrap(directory: Path, name: str) -> None:
-    """Make a checkpoint the language model of a larger one."""
+    """Wrap a checkpoint as the language model of a multimodal one."""
     _, field, prefix, scheme = WRAPPERS[name]
     tensors = {f"{prefix}{name}": tensor for name, tensor in scheme(tensors_of(directory)).items()}
     output = f"{prefix}lm_head.weight"
@@ -313,7 +313,7 @@ def test_unknown_tensors_or_families_in_a_multimodal_checkpoint_are_refused(
     wrap(directory, "Nemotron as released")
     extra = "language_model.backbone.layers.99.mixer.D"
     write_tensors(directory, {**load_file(directory / "model.safetensors"), extra: torch.ones(4)})
-    assert_refused(directory, f"has 1 tensors: {extra}, which the model has no place for")
+    assert_refused(directory, f"has 1 tensors: {extra}, which the model does not have")
     edit_json(directory / "config.json", lambda config: config["llm_config"].update(model_type="llama"))
     assert_refused(directory, f"{directory / 'config.json'}: llm_config.model_type='llama' is not supported, only ")
 
@@ -344,7 +344,7 @@ def test_vision_layers_next_to_a_flat_config_are_skipped(
     write_tensors(directory, {**tensors, "model.visual.patch_embed.proj.bias": torch.ones(4)})
     assert_same_weights(usual["qwen3_5"], load_hugging_face(directory, torch.float32))
     write_tensors(directory, {**tensors, "visuals.bias": torch.ones(4)})
-    assert_refused(directory, "has 1 tensors: visuals.bias, which the model has no place for")
+    assert_refused(directory, "has 1 tensors: visuals.bias, which the model does not have")
 
 
 @pytest.mark.parametrize("inner", [False, None, True])

@@ -1,4 +1,4 @@
-"""A configuration that is not supported, or not one, is refused with the names of its file and field."""
+"""An unsupported or invalid configuration is refused with the names of its file and field."""
 
 import sys
 from pathlib import Path
@@ -120,7 +120,9 @@ def test_impossible_expert_groups_are_refused_by_name(copies: dict[str, Path]) -
 )
 def test_absurd_expert_count_is_refused_by_name(family: str, field: str, copies: dict[str, Path]) -> None:
     set_fields(copies[family], **{field: 2**19})
-    assert_refused(copies[family], f"{config_of(copies[family])}: {field}=524288, but must be an integer from", "8192")
+    assert_refused(
+        copies[family], f"{config_of(copies[family])}: {field}=524288, but must be an integer between", "8192"
+    )
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3"])
@@ -190,7 +192,7 @@ def test_directory_without_config_is_refused(copies: dict[str, Path]) -> None:
 
 def test_path_that_is_not_a_directory_is_refused(copies: dict[str, Path]) -> None:
     for source in (copies["bamba"] / "config.json", "/no/such/directory", "no-such-directory", "no/such/directory"):
-        assert_refused(source, f"{source} is no directory")
+        assert_refused(source, f"{source} is not a directory")
 
 
 def test_unavailable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_unavailable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert_refused(
         "no-such-owner/no-such-model",
-        f"no-such-owner/no-such-model is no directory in {Path.cwd()}",
+        f"no-such-owner/no-such-model is not a directory in {Path.cwd()}",
         "huggingface_hub cannot fetch",
     )
 
@@ -218,6 +220,6 @@ def test_hub_name_without_huggingface_hub_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert_refused(
         "no-such-owner/no-such-model",
-        "is no directory",
+        "is not a directory",
         "huggingface_hub, which could fetch a model of that name, is not",
     )

@@ -1,4 +1,4 @@
-"""Properties of a draft model: what it proposes is what it would generate, and what it holds goes back."""
+"""Properties of a draft model: it drafts its own continuation, and everything it holds is released."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ BLOCK = 16
 
 @pytest.fixture(params=[0, 3], ids=["eager", "graphs"], autouse=True)
 def num_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Replay the forwards of all draft models, or launch them."""
+    """Run all draft models with graphs, or without."""
     capture_without_cuda(monkeypatch)
     monkeypatch.setattr(CheckedDraftModel, "num_cuda_graphs", request.param)
     count: int = request.param
@@ -37,12 +37,12 @@ GREEDY = SamplingSettings(top_k=1)
 
 
 def small_model() -> Hybrid:
-    """Return another model of the tiny one's vocabulary."""
+    """Return another model with the tiny one's vocabulary."""
     return tiny_hybrid(pattern="M*", hidden_size=16, num_attention_heads=2, num_query_groups=1, seed=5)
 
 
 def start_run(drafter: DraftModelDrafter, num_drafts: int = 4, **settings: Any) -> EngineRun:
-    """Return an engine of the tiny model that verifies what `drafter` proposes."""
+    """Return an engine of the tiny model that verifies the drafts of `drafter`."""
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, **settings)
     return EngineRun.start(subject, config, drafter=drafter)
@@ -209,7 +209,7 @@ def test_evicted_and_suspended_requests_are_forgotten_and_drafted_again() -> Non
 def test_drafter_with_another_vocabulary_is_refused() -> None:
     subject, other = tiny_hybrid(), tiny_hybrid(vocab_size=64)
     config = cache_config(subject.sizes, num_speculative_tokens=2)
-    with pytest.raises(ValueError, match="vocabulary of 64 tokens, the model's has 96"):
+    with pytest.raises(ValueError, match="vocabulary of 64 tokens, but the model's has 96"):
         build_engine(subject.model, config, drafter=CheckedDraftModel.start(other))
 
 
@@ -225,7 +225,7 @@ def test_drafter_with_sharded_experts_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_non_hybrid_draft_model_is_refused() -> None:
     with pytest.raises(TypeError, match="MambaModel"):
         DraftModelDrafter(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="not a multiple of the recurrence's chunk"):
+    with pytest.raises(ValueError, match="must be a multiple of the recurrence's chunk"):
         CheckedDraftModel.start(small_model(), block_size_tokens=12)
 
 

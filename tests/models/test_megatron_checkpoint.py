@@ -1,4 +1,4 @@
-"""A Megatron distributed checkpoint holds a model's very bits, and says what is wrong with a damaged one."""
+"""A Megatron distributed checkpoint stores a model bit for bit, and a damaged one is refused with the reason."""
 
 import json
 from contextlib import nullcontext
@@ -96,7 +96,7 @@ def test_saving_without_psutil_fails_without_hanging(
 
 def test_file_instead_of_a_directory_is_refused(shipped: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
-    with pytest.raises(ValueError, match=f"cannot make the directory {tmp_path / 'taken'}"):
+    with pytest.raises(ValueError, match=f"cannot create the directory {tmp_path / 'taken'}"):
         save_megatron_checkpoint(shipped.model, shipped.architecture, tmp_path / "taken")
 
 
@@ -127,14 +127,14 @@ def test_architecture_without_its_weights_is_refused(saved: Path, tmp_path: Path
 def test_tensors_unknown_to_the_architecture_are_refused(saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     edit_json(directory / ARCHITECTURE_FILE, lambda fields: fields.update(tie_embeddings=True))
-    with pytest.raises(ValueError, match=r"has 1 tensors: output_layer\.weight, which .* has no place for"):
+    with pytest.raises(ValueError, match=r"has 1 tensors: output_layer\.weight, which .* does not have"):
         load_megatron_checkpoint(directory, torch.float32)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("tie_embeddings", True, "has no place for"),
+        ("tie_embeddings", True, "does not have"),
         ("pattern", "M*-M*-M", "lacks"),
         ("vocab_size", 2**24, "has shape"),
         (None, None, None),
@@ -190,7 +190,7 @@ def test_any_value_in_an_architecture_file_builds_or_is_refused(saved: Path, tmp
 
 
 def refusal_of(directory: Path) -> str | None:
-    """Return the error that loading ends with; None if there is none, and fail if it is no `ValueError`."""
+    """Return the error of loading; None without one; fail if it is not a `ValueError`."""
     try:
         load_megatron_checkpoint(directory, torch.float32)
     except ValueError as error:
@@ -202,7 +202,7 @@ def refusal_of(directory: Path) -> str | None:
 def test_unbuildable_architecture_is_refused(fields: dict[str, str], saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     edit_json(directory / ARCHITECTURE_FILE, lambda architecture: architecture.update(fields))
-    with pytest.raises(ValueError, match=f"{ARCHITECTURE_FILE} describes no model that Megatron builds"):
+    with pytest.raises(ValueError, match=f"{ARCHITECTURE_FILE} describes a model that Megatron cannot build"):
         load_megatron_checkpoint(directory, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction are left out of a checkpoint with one line that says so; nothing else is."""
+"""Only layers for multi-token prediction are skipped in a checkpoint, with one log line."""
 
 import logging
 from pathlib import Path
@@ -15,8 +15,7 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_meg
 from megatron_mamba_cache.models.checkpoints.stored_names import mtp_names
 from tests.models.checkpoint_edits import assert_refused, copy_of, set_fields, tensors_of, write_tensors
 from tests.models.tensor_parallel_worker import assert_same_weights
-from tests.models.test_training_checkpoints import DENSE
-from tests.models.training_checkpoints import random_model, write_training_checkpoint
+from tests.models.training_checkpoints import DENSE, random_model, write_training_checkpoint
 
 QWEN_NAMES = [
     "mtp.fc.weight",
@@ -79,12 +78,12 @@ def test_layers_after_the_last_one_are_mtp_if_configured(
     num_layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
     first, second = (f"model.layers.{num_layers + index}.eh_proj.weight" for index in range(2))
     write_tensors(directory, tensors | {first: torch.ones(4)})
-    assert_refused(directory, f"has 1 tensors: {first}, which the model has no place for")
+    assert_refused(directory, f"has 1 tensors: {first}, which the model does not have")
     set_fields(directory, num_nextn_predict_layers=1)
     load_hugging_face(directory, torch.float32)
     assert len(warnings_of(caplog)) == 1
     write_tensors(directory, tensors | {first: torch.ones(4), second: torch.ones(4)})
-    assert_refused(directory, f"has 1 tensors: {second}, which the model has no place for")
+    assert_refused(directory, f"has 1 tensors: {second}, which the model does not have")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
@@ -94,7 +93,7 @@ def test_unknown_names_next_to_mtp_are_refused(
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
     write_tensors(directory, tensors_of(directory) | {name: torch.ones(4), "mtp.norm.weight": torch.ones(4)})
-    assert_refused(directory, f"has 1 tensors: {name}, which the model has no place for")
+    assert_refused(directory, f"has 1 tensors: {name}, which the model does not have")
     assert warnings_of(caplog) == []
 
 

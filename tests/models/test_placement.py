@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks together hold every checkpoint tensor once, each part on the rank that Megatron expects it."""
+"""Tensor-parallel ranks together hold every checkpoint tensor once, each shard on the rank that Megatron expects."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,7 +47,7 @@ def architecture(pattern: str, num_kv_heads: int = 4, gated: bool = True, expert
 
 
 def model_with(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Return a module whose parameters have these dotted names, filled with NaN."""
+    """Return a module with parameters of these dotted names, filled with NaN."""
     root = nn.Module()
     for name, shape in shapes.items():
         *path, last = name.split(".")
@@ -63,7 +63,7 @@ def model_with(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
 def filled_ranks(
     placements: Placements, tensors: Mapping[str, Tensor], local_shape: tuple[int, ...], size: int
 ) -> list[Tensor]:
-    """Return the one parameter that all of these tensors go to, as each rank fills it."""
+    """Return the one parameter that all of these tensors fill, on each rank."""
     (target,) = {placed.target for name in tensors for placed in placements[name]}
     wanted = {name: placements[name] for name in tensors}
     parts = []
@@ -79,7 +79,7 @@ def filled_ranks(
 
 
 def joined(parts: list[Tensor], sections: tuple[int, ...], dim: int = 0) -> Tensor:
-    """Put ranks' parts together again, section by section."""
+    """Join the ranks' shards, section by section."""
     local = [part.split([section // len(parts) for section in sections], dim) for part in parts]
     return torch.cat([rank_shard for section in zip(*local, strict=True) for rank_shard in section], dim)
 
@@ -106,19 +106,19 @@ def test_unsplit_tensor_is_whole_on_every_rank(size: int) -> None:
 @pytest.mark.parametrize(("sections", "size"), [((), 4), ((4, 2), 4), ((3, 3), 2), ((8, 1), 2)])
 def test_section_not_divisible_by_the_ranks_is_refused(sections: tuple[int, ...], size: int) -> None:
     tensor = torch.zeros(sum(sections) or 6)
-    with pytest.raises(ValueError, match=rf"parts .* do not divide by {size} ranks"):
+    with pytest.raises(ValueError, match=rf"parts .* are not divisible by {size} ranks"):
         Split(0, sections).local(tensor, 0, size)
 
 
 @pytest.mark.parametrize(("num_groups", "rows", "size"), [(2, 12, 3), (2, 5, 4), (3, 9, 2)])
 def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, size: int) -> None:
-    with pytest.raises(ValueError, match=f"do not divide by {size} ranks"):
+    with pytest.raises(ValueError, match=f"are not divisible by {size} ranks"):
         GroupedSplit(num_groups).local(torch.zeros(rows, 1), 0, size)
 
 
 def test_sections_of_a_wrong_length_are_refused_by_tensor_name() -> None:
     filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
-    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* \[4, 4\] are needed"):
+    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* into parts \[4, 4\]"):
         filler.fill("given", torch.zeros(9))
 
 

@@ -1,4 +1,4 @@
-"""A quantized checkpoint that cannot be loaded is refused in one line, before a model is built."""
+"""An unsupported quantized checkpoint is refused in one line, before a model is built."""
 
 import json
 import re
@@ -37,7 +37,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def directory(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
-    """Copy a checkpoint that is not quantized."""
+    """Copy an unquantized checkpoint."""
     return copy_of(checkpoints["nemotron_h"], tmp_path)
 
 
@@ -215,7 +215,7 @@ DAMAGES: dict[str, tuple[str, Edit]] = {
         "compressed-tensors MXFP4",
         lambda stored: stored.update({f"{X}_blocks": stored[f"{X}_packed"]}),
     ),
-    f"1 tensors: {X}_scale, which the model has no place for": (
+    f"1 tensors: {X}_scale, which the model does not have": (
         "modelopt FP8",
         lambda stored: stored.pop(X),
     ),
@@ -248,4 +248,4 @@ def test_weight_size_is_the_size_of_its_codes(wide: Path, tmp_path: Path) -> Non
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS["compressed-tensors NVFP4"])
     set_fields(directory, hidden_size=96)
-    assert_refused(directory, " where the model has ", str(directory / "config.json"))
+    assert_refused(directory, ", but the model needs ", str(directory / "config.json"))

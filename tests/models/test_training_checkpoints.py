@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM's own training load bit-equal, by the run's arguments, or are refused with a remedy."""
+"""Checkpoints of Megatron-LM's training load bit for bit, by the run's arguments, or are refused with a remedy."""
 
 import os
 import pickle
@@ -22,7 +22,6 @@ from megatron_mamba_cache.models.architecture import (
     ExpertsSizes,
     FeedForwardSizes,
     HybridArchitecture,
-    MambaSizes,
 )
 from megatron_mamba_cache.models.checkpoints.architecture_file import ARCHITECTURE_FILE, write_architecture
 from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
@@ -32,18 +31,15 @@ from megatron_mamba_cache.models.checkpoints.megatron_arguments import architect
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
-from tests.models.training_checkpoints import ITERATION, arguments_of, random_model, write_training_checkpoint
-
-DENSE = HybridArchitecture(
-    pattern="M-*-M",
-    vocab_size=128,
-    hidden_size=32,
-    max_sequence_length=512,
-    norm_eps=1e-4,
-    recurrent=MambaSizes(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
-    attention=AttentionSizes(4, 2, 8),
-    feed_forward=FeedForwardSizes(48, "relu2", gated=False),
+from tests.models.training_checkpoints import (
+    DENSE,
+    EXPERTS,
+    ITERATION,
+    arguments_of,
+    random_model,
+    write_training_checkpoint,
 )
+
 GATED = replace(
     DENSE,
     pattern="*-M",
@@ -51,7 +47,6 @@ GATED = replace(
     feed_forward=FeedForwardSizes(48, "silu", gated=True),
     tie_embeddings=True,
 )
-EXPERTS = replace(DENSE, pattern="ME*E", experts=ExpertsSizes(4, 2, 24, 40, "sigmoid", scaling=2.5))
 GATED_EXPERTS = replace(
     DENSE,
     pattern="M*E-",
@@ -192,7 +187,7 @@ def test_arguments_of_an_unsupported_model_are_refused(
     refusal = refusal_of(tmp_path / "run")
     assert refusal.startswith(f"{directory / 'common.pt'}: ")
     assert expected_message in refusal
-    assert f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture=" in refusal
+    assert f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture=" in refusal
 
 
 @pytest.mark.parametrize(
@@ -208,13 +203,13 @@ def test_arguments_of_an_unsupported_model_are_refused(
         ),
         (
             {"moe_router_topk": 2, "moe_router_group_topk": 3},
-            "moe_router_group_topk=3, but must be an integer from 1 to 2",
+            "moe_router_group_topk=3, but must be an integer between 1 and 2",
         ),
         (
             {"hybrid_override_pattern": "-M*"},
             "moe_latent_size=16 is not supported without experts in the layer pattern ",
         ),
-        ({"num_experts": 2**19}, "num_experts=524288, but must be an integer from 1 to 8192"),
+        ({"num_experts": 2**19}, "num_experts=524288, but must be an integer between 1 and 8192"),
     ],
     ids=str,
 )
@@ -237,8 +232,8 @@ def test_missing_group_count_means_one_group(balancing: str | list[str]) -> None
 def test_checkpoint_without_arguments_names_the_remedies(state: dict[str, Any], tmp_path: Path) -> None:
     save_with_common_state(random_model(DENSE), state, tmp_path)
     refusal = refusal_of(tmp_path)
-    assert f"{tmp_path / 'common.pt'} holds no arguments" in refusal
-    assert f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture=" in refusal
+    assert f"{tmp_path / 'common.pt'} does not contain the arguments" in refusal
+    assert f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture=" in refusal
     assert load_megatron_checkpoint(tmp_path, torch.float32, architecture=DENSE).architecture == DENSE
     write_architecture(DENSE, tmp_path)
     assert load_megatron_checkpoint(tmp_path, torch.float32).architecture == DENSE
@@ -259,7 +254,7 @@ def test_unexpected_tensors_are_named(trained: LoadedModel) -> None:
     smaller = replace(DENSE, pattern="M-*-")
     refusal = refusal_of(trained.directory, architecture=smaller)
     assert "decoder.layers.4.mixer.A_log" in refusal
-    assert "which the model that the given architecture describes has no place for" in refusal
+    assert "which the model that the given architecture describes does not have" in refusal
     assert "optimizer" not in refusal
     assert "_extra_state" not in refusal
 
@@ -283,7 +278,7 @@ def test_other_prediction_heads_are_not_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab_size", [64, 256])
 def test_wrong_embedding_size_is_refused_instead_of_padded(vocab_size: int, trained: LoadedModel) -> None:
     refusal = refusal_of(trained.directory, architecture=replace(DENSE, vocab_size=vocab_size))
-    assert "embedding.word_embeddings.weight has shape (128, 32) where the model" in refusal
+    assert "embedding.word_embeddings.weight has shape (128, 32), but the model" in refusal
     assert f"has ({vocab_size}, 32)" in refusal
 
 
@@ -301,7 +296,7 @@ def test_release_tracker_is_followed(trained: LoadedModel, tmp_path: Path) -> No
 
 
 class Dangerous:
-    """Runs a function of its choice when it is unpickled without care."""
+    """Runs a function when it is unpickled without protection."""
 
     def __init__(self, function: Any, argument: str) -> None:
         self._call = function, (argument,)

@@ -1,10 +1,9 @@
-"""The allocator of cached states by itself, under the method names of Megatron's documented class."""
+"""The allocator of cached states without an engine, with the method names of Megatron's documented class."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_mamba_cache import MambaSlotAllocator
 from megatron_mamba_cache.errors import CacheCapacityError
@@ -18,27 +17,8 @@ from megatron_mamba_cache.recurrences.mamba_slot_allocator import (
     StepReservations,
 )
 from megatron_mamba_cache.recurrences.pool import StatePool
+from tests.recurrences.allocator_context import CONV_SHAPE, LIVE_SLOTS, NUM_LAYERS, SSM_SHAPE, context
 from tests.recurrences.state_groups import window_and_matrix
-
-NUM_LAYERS, CONV_SHAPE, SSM_SHAPE = 2, (3, 6), (2, 4, 5)
-LIVE_SLOTS = [4, 0, 3]  # of requests 0, 1, 2
-
-
-def context(block_size: int = 64, num_blocks: int = 16, device: object = "cpu") -> SimpleNamespace:
-    """Return all that the allocator reads; request r has the blocks 100 r, 100 r + 1 …"""
-    generator = torch.Generator().manual_seed(0)
-
-    def states(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.randn((NUM_LAYERS, 5, *shape), generator=generator).to(device=device, dtype=dtype)
-
-    return SimpleNamespace(
-        block_size_tokens=block_size,
-        max_tokens=8 * block_size,
-        mamba_conv_states=states(CONV_SHAPE, torch.bfloat16),
-        mamba_ssm_states=states(SSM_SHAPE, torch.float32),
-        mamba_metadata=SimpleNamespace(request_to_mamba_state_idx=torch.tensor(LIVE_SLOTS)),
-        request_to_kv_block_ids=[[100 * request + index for index in range(num_blocks)] for request in range(3)],
-    )
 
 
 def allocator(max_slots: int = 4, block_size: int = 64) -> MambaSlotAllocator:
@@ -73,7 +53,7 @@ def store_offsets(
     chunk: int | None = None,
     matched: int = 0,
 ) -> None:
-    """Store the boundaries of a chunk, by default all that is left of the prompt."""
+    """Store the boundaries of a chunk, by default the rest of the prompt."""
     chunk = num_tokens - done if chunk is None else chunk
     own.compute_and_store_offsets(prompt(num_tokens, done), request, skip, chunk, matched, [], 0)
 
@@ -137,7 +117,7 @@ def test_call_for_too_many_slots_changes_nothing(blocks: list[int]) -> None:
     own = allocator(max_slots=3)
     slots = own.allocate_slots_batch([0, 9])
     own.register_block_hashes_batch([0, 9], [5, 6])
-    with pytest.raises(CacheCapacityError, match=r"need \d state slots"):
+    with pytest.raises(CacheCapacityError, match=r"need \d new state slots, but \d of 3 are available"):
         own.allocate_slots_batch(blocks)
     assert [own.get_slot(0), own.get_slot(9)] == slots
     assert not any(own.has_state(block) for block in (1, 2, 3, 4))
@@ -155,7 +135,7 @@ def test_call_for_too_many_slots_keeps_the_eviction_order() -> None:
 
 
 def test_allocator_without_slots_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_slots is 0"):
+    with pytest.raises(ValueError, match="max_slots must be at least 1, found 0"):
         allocator(max_slots=0)
 
 
@@ -277,16 +257,16 @@ def test_storing_for_a_layer_out_of_range_is_an_error(layer: int) -> None:
     own = allocator()
     own.allocate_slots_batch([7])
     ssm, conv = own.state_pool.tensor("ssm")[0, 0], own.state_pool.tensor("conv")[0, 0]
-    with pytest.raises(ValueError, match=f"layer_idx is {layer}; it must be from 0 to 1"):
+    with pytest.raises(ValueError, match=f"layer_idx must be between 0 and 1, found {layer}"):
         own.store_from_tensors(7, layer, ssm, conv)
 
 
 @pytest.mark.parametrize(
     ("ssm_shape", "conv_shape", "message"),
     [
-        ((5,), CONV_SHAPE, r"ssm_state has shape \(5,\); a layer's is \(2, 4, 5\)"),
-        ((1, *SSM_SHAPE), CONV_SHAPE, r"ssm_state has shape \(1, 2, 4, 5\)"),
-        (SSM_SHAPE, (1, 6), r"conv_state has shape \(1, 6\); a layer's is \(3, 6\)"),
+        ((5,), CONV_SHAPE, r"ssm_state must have shape \(2, 4, 5\), found \(5,\)"),
+        ((1, *SSM_SHAPE), CONV_SHAPE, r"ssm_state must have shape \(2, 4, 5\), found \(1, 2, 4, 5\)"),
+        (SSM_SHAPE, (1, 6), r"conv_state must have shape \(3, 6\), found \(1, 6\)"),
     ],
 )
 def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
@@ -310,7 +290,7 @@ def test_slots_and_requests_may_be_tensors_or_lists() -> None:
 
 def test_live_batch_of_unequal_lengths_changes_nothing() -> None:
     own = allocator()
-    with pytest.raises(ValueError, match="2 slots for 1 request indices"):
+    with pytest.raises(ValueError, match="found 2 slots and 1 requests"):
         own.store_from_live_batch(own.allocate_slots_batch([7, 8]), [2])
     assert not own.state_pool.tensor("ssm").any()
 
@@ -434,7 +414,7 @@ def test_block_leaving_before_the_commit_releases_its_reservation() -> None:
 
 
 class Reservations:
-    """Boundaries of a scheduler of its own."""
+    """The boundaries of a custom scheduler."""
 
     def __init__(self, offsets: list[list[int]]) -> None:
         self._offsets = offsets

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
 
 import msgpack
 import pytest
@@ -11,42 +10,12 @@ from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
 from megatron_mamba_cache.policy.identifiers import BlockKey
-from megatron_mamba_cache.policy.routing import ReplicaName
 from megatron_mamba_cache.replicas import replica_link
 from megatron_mamba_cache.replicas.front_end import PROGRESS
 from megatron_mamba_cache.replicas.prompt_keys import KeySalt
-from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError, ReplicaLink
-from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, Hello, KeyReport, hello_of, report_of, unsent_of
-
-MAX_BYTES = 4000
-HELLO = Hello(ReplicaName("a"), 1, 2, "experts")
-
-
-class Line:
-    """A link, and the coordinator's end of it."""
-
-    def __init__(self) -> None:
-        self.context = zmq.Context()
-        self.router = self.context.socket(zmq.ROUTER)
-        port = self.router.bind_to_random_port("tcp://127.0.0.1")
-        self.link = ReplicaLink(self.context, f"tcp://127.0.0.1:{port}", HELLO, MAX_BYTES)
-        self.identity, self.hello = self.router.recv_multipart()
-
-    def say(self, *messages: bytes) -> None:
-        for message in messages:
-            self.router.send_multipart([self.identity, message])
-        assert self.link._socket.poll(120_000)
-
-    def heard(self) -> list[object]:
-        return msgpack.unpackb(self.router.recv_multipart()[1])
-
-
-@pytest.fixture
-def line() -> Iterator[Line]:
-    made = Line()
-    yield made
-    made.link.close()
-    made.context.destroy(linger=0)
+from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError
+from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, KeyReport, hello_of, report_of, unsent_of
+from tests.replicas.replica_line import HELLO, MAX_BYTES, Line
 
 
 def test_link_sends_hello_first_under_its_own_identity(line: Line) -> None:
@@ -69,7 +38,7 @@ def test_fenced_replica_must_restart(line: Line) -> None:
 
 
 def test_missing_welcome_times_out(line: Line) -> None:
-    with pytest.raises(ConnectionError, match=r"no coordinator has welcomed this replica at tcp://127\.0\.0\.1:\d+"):
+    with pytest.raises(ConnectionError, match=r"no coordinator has accepted this replica at tcp://127\.0\.0\.1:\d+"):
         asyncio.run(line.link.wait_for_welcome(0.05))
 
 
@@ -79,7 +48,7 @@ def test_silent_coordinator_is_lost_but_probes_keep_it(line: Line) -> None:
     line.say(PROBE)
     line.link.drain()
     line.link._last_heard -= silence_s
-    with pytest.raises(ReplicaFencedError, match="nothing has come from the coordinator"):
+    with pytest.raises(ReplicaFencedError, match="nothing was received from the coordinator"):
         line.link.drain()
 
 
@@ -118,7 +87,7 @@ def test_large_message_is_split_by_request_and_oversized_ones_fail_alone(line: L
     assert_unsent(line, 9)
     line.link.send(b"x" * (MAX_BYTES - 64))  # what encryption leaves of the limit goes as it is
     assert line.router.recv_multipart()[1] == b"x" * (MAX_BYTES - 64)
-    with pytest.raises(ValueError, match="a message of kind 'state' is above max_message_bytes=3936"):
+    with pytest.raises(ValueError, match="a message of kind 'state' exceeds max_message_bytes=3936"):
         line.link.send(msgpack.packb(["state", {"cache": "x" * MAX_BYTES}]))
 
 

@@ -84,5 +84,5 @@ def test_rank_waiting_for_a_dead_one_times_out(fleet: Fleet, tmp_path: Path) -> 
     first, second = fleet.replicas
     first.process.kill()
     assert second.reports.poll(MOST_SECONDS_AFTER_A_DEATH)
-    assert "a part of it has ended" in second.report()["error"]
+    assert "one of its processes has ended" in second.report()["error"]
     assert fleet.wait_for_ends() == [-signal.SIGKILL, 1]

@@ -126,7 +126,7 @@ def test_names_and_errors_that_the_template_ignores_are_counted(agent: Agent, ca
     failed = {"type": "tool_result", "tool_use_id": "a", "content": "no such city", "is_error": True}
     asked, used = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": [called]}
     posted(agent, MESSAGES, messages=[asked, used, {"role": "user", "content": [failed]}])
-    assert "'is_error of results' (1 so far): the chat template has no place for it" in caplog.text
+    assert "'is_error of results' (1 so far): the chat template does not support it" in caplog.text
 
 
 def test_names_that_the_template_shows_are_not_counted(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:

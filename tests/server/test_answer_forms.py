@@ -1,4 +1,4 @@
-"""Answers and calls of a given form over HTTP, by a model that follows no instruction by itself."""
+"""Answers and calls in given formats over HTTP, by a model that follows no instruction by itself."""
 
 import json
 import re
@@ -31,7 +31,7 @@ QUOTED = 'it\'s "a"\nb'
 
 
 class City(BaseModel):
-    """A pydantic model, as clients turn one into a schema."""
+    """A pydantic model, from which clients generate a schema."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,7 +42,7 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3_coder", "nemotron_nano_v2", "granite", "json"])
 def caller(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    """A client of a server whose model writes calls in a family's form."""
+    """A client of a server whose model writes calls in a family's format."""
     with running_server("--tool-call-parser", request.param, "--reasoning-parser", "none") as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
@@ -203,10 +203,10 @@ for _ in range(200):
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "schema"),
-    ({"guided_json": "{"}, "guided_json", "it is no JSON text"),
+    ({"guided_json": "{"}, "guided_json", "it is not JSON"),
     ({"guided_json": "[]"}, "guided_json", "a JSON schema is an object, true or false"),
     ({"guided_json": {"type": "odd"}}, "guided_json", "is not a type of JSON Schema"),
-    ({"guided_json": {"not": {"const": 1}}}, "guided_json", "not cannot be held to"),
+    ({"guided_json": {"not": {"const": 1}}}, "guided_json", "not cannot be enforced"),
     ({"guided_json": {"const": "x" * 2**20}}, "guided_json", "at most 262144 are allowed"),
     ({"guided_json": {"anyOf": [{"const": n} for n in range(10_000)]}}, "guided_json", "at most 2000 are allowed"),
     ({"guided_json": DEEP}, "guided_json", "recursion limit"),
@@ -216,13 +216,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": ["a"] * 10_001}, "guided_choice", "at most 10000 items"),
     ({"guided_grammar": "start: ???"}, "guided_grammar", "Expected value"),
     ({"guided_grammar": 'begin: "a"'}, "guided_grammar", "start"),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "each ask for one; send one"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "each set one; send one"),
     ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "not supported"),
-    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "each ask for one"),
-    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex says where an answer ends"),
-    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "guided_regex says where an answer ends"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "each set one"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex decides where an answer ends"),
+    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "guided_regex decides where an answer ends"),
     ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice", "tool_choice names 'other', which is not in tools"),
-    ({"tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, and there are no tools"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice requires a call, but there are no tools"),
 ]
 
 
@@ -245,7 +245,7 @@ def test_model_without_a_call_format_is_refused() -> None:
 
 
 def test_constrained_reply_depends_only_on_its_seed() -> None:
-    """Whatever was drafted or cached before."""
+    """The result must not depend on drafts or cached states."""
     body = {"messages": ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}, "n": 3}
     found = []
     for flags in ((), ("--num-speculative-tokens", "3")):
@@ -262,7 +262,9 @@ def test_constrained_reply_depends_only_on_its_seed() -> None:
 def test_constrained_calls_end_by_themselves(client: openai.OpenAI, choice: Any, fields: dict[str, Any]) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 4, "extra_body": fields}
-    with pytest.raises(openai.BadRequestError, match=f"tools says where a reply ends; leave out {next(iter(fields))}"):
+    with pytest.raises(
+        openai.BadRequestError, match=f"tools decides where a reply ends; leave out {next(iter(fields))}"
+    ):
         client.chat.completions.create(tools=[strict], tool_choice=choice, **settings)
 
 

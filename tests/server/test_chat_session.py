@@ -32,7 +32,7 @@ def chat(server: RunningServer, *flags: str) -> int:
 
 
 def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """Type lines, or raise what `input` raises."""
+    """Return typed lines, or raise the errors of `input`."""
     left: Iterator[Any] = iter(lines)
 
     def typed(_prompt: str) -> str:
@@ -218,7 +218,7 @@ def test_chat_starts_and_ends_a_server_for_its_model(monkeypatch: pytest.MonkeyP
     assert done.status == 0, done.stderr
     assert len(turns_in(done.stdout)) == 1 and done.stderr == ""
     bad = run_process("-m", "megatron_mamba_cache", "chat", "--model", "no-folder", "--say", "a", cwd=REPOSITORY)
-    assert bad.status == 2 and "--hf-model: no-folder is no directory" in bad.stderr
+    assert bad.status == 2 and "--hf-model: no-folder is not a directory" in bad.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])

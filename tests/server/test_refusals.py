@@ -41,7 +41,7 @@ def test_content_that_the_template_drops_is_refused(lost: dict[str, Any], param:
     with front_end(keys=(), tokenizer=PlainTemplate()) as plain, plain.client() as http:
         error = http.post("/v1/chat/completions", json={"messages": [USER]} | lost).json()["error"]
     assert error["param"] == param
-    assert error["message"] == f"this model's chat template has no place for {what}; leave them out"
+    assert error["message"] == f"this model's chat template does not support {what}; leave them out"
 
 
 @pytest.mark.parametrize("name", ["prompt_cache_key", "safety_identifier", "user", "service_tier"])

@@ -169,7 +169,7 @@ def test_chat_with_tools_uses_the_tool_template(tmp_path: Path) -> None:
     for tools, messages in (([], CHATS["one turn"]), ([TOOL], CHATS["calls"]), ([TOOL], CHATS["one turn"])):
         expected = theirs.apply_chat_template(messages, tools=tools or None, return_dict=False)
         assert list(reader.read_chat(TENANT, Conversation(messages, tools)).token_ids) == expected
-    with pytest.raises(ApiError, match="no place for tool calls"):
+    with pytest.raises(ApiError, match="does not support tool calls"):
         reader.read_chat(TENANT, Conversation(CHATS["calls"]))
 
 

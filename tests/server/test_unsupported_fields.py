@@ -75,7 +75,7 @@ def server() -> Iterator[FrontEnd]:
 
 
 def error_of(server: FrontEnd, path: str, **fields: Any) -> dict[str, Any]:
-    """Return the error of a request for a model that is not served, which is looked at last."""
+    """Return the error of a request for an unknown model, which is checked last."""
     with server.client() as http:
         return http.post(path, json=PLAIN[path] | fields).json()["error"]
 
@@ -167,7 +167,7 @@ def test_stream_options_need_a_stream(server: FrontEnd, path: str, stream: bool 
 
 
 TOOLS: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [TOOL, TOOL]}, "tools", "two tools are called f; give each a name of its own"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two tools are named f; give each a different name"),
     ({"tools": [{"type": "function", "function": {"name": 'a"\n'}}]}, "tools.0.function.name", "match pattern"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
     (

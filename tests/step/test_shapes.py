@@ -1,4 +1,4 @@
-"""Steps that are padded to a shape: what the requests are given, what padding is given, and which shape is taken."""
+"""Steps padded to a shape: the inputs of requests and of padding, and the choice of the shape."""
 
 import random
 from itertools import accumulate
@@ -13,7 +13,7 @@ from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.shapes import (
     StepShape,
 )
-from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, running_request
+from tests.step.step_requests import GEOMETRY, LIMITS, random_decode, running_request
 
 SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
 OF_64_BITS = ("token_ids", "token_positions")

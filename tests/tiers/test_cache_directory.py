@@ -1,4 +1,4 @@
-"""A directory's generations are durable, and what is not its own stays."""
+"""A directory's generations are durable, and foreign files stay."""
 
 import os
 import shutil
@@ -10,13 +10,13 @@ import pytest
 from megatron_mamba_cache.errors import CacheError
 from megatron_mamba_cache.tiers.cache_directory import CacheDirectory
 from megatron_mamba_cache.tiers.entry_files import EntryForm, file_name
-from tests.tiers.test_entry_files import FORM, NAME, written
+from tests.tiers.written_entries import FORM, NAME, written
 
 OTHER = EntryForm(bytes(32), FORM.state_bytes, FORM.block_bytes)
 
 
 def opened(base: Path, form: EntryForm = FORM, part: str = "0-of-1") -> CacheDirectory:
-    """Return a directory, open at the generation that it knows."""
+    """Return a directory, open at its current generation."""
     directory = CacheDirectory(base, form, part)
     directory.open(directory.generation)
     return directory

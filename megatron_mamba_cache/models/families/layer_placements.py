@@ -1,76 +1,63 @@
-"""Destinations of the tensors that every hybrid family has, under the names Megatron gives them."""
+"""Destinations of tensors that all hybrid families have, under Megatron's names."""
 
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
+from ..architecture import HybridArchitecture, MambaSizes
+from ..parameter_shapes import recurrent_parameters
 from ..placement import GroupedSplit, Placement, Split
 from ..rank_shard import EMBEDDINGS, OUTPUT
 
 Placements = dict[str, tuple[Placement, ...]]
 
+_IN_PROJ = "mixer.in_proj.weight"
 
-def mamba_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where a Mamba layer's tensors go.
+
+def mixer_placements(
+    architecture: HybridArchitecture, layer: int, recurrent: str, attention: str, norm: str
+) -> Placements:
+    """Return the destinations of a recurrent or attention layer's tensors, except Gated DeltaNet input projections.
 
     Args:
         layer: Index of the Megatron layer.
-        prefix: Checkpoint name of the mixer, with the trailing dot.
-        norm: Checkpoint name of the norm before it.
+        recurrent, attention: Prefix of the mixer's tensor names in the checkpoint, for each kind of layer.
+        norm: Checkpoint name of the norm before the mixer.
     """
-    mamba, target = architecture.recurrent, f"decoder.layers.{layer}."
-    assert isinstance(mamba, MambaSizes)
-    inner, bc = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
-    conv = Split(0, (inner, bc, bc))
-    splits = {
-        "in_proj.weight": Split(0, (inner, inner, bc, bc, mamba.num_heads)),  # z, x, B, C, dt
-        "conv1d.weight": conv,
-        **({"conv1d.bias": conv} if mamba.conv_bias else {}),
-        "dt_bias": Split(0),
-        "A_log": Split(0),
-        "D": Split(0),
-        "norm.weight": Split(0),
-        "out_proj.weight": Split(1),
-    }
-    placements = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
-    return {**placements, norm: (Placement(f"{target}norm.weight"),)}
+    if architecture.pattern[layer] == "M":
+        return _recurrent_placements(architecture, layer, recurrent, norm)
+    return _attention_placements(architecture, layer, attention, norm)
 
 
-def gated_delta_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where a Gated DeltaNet layer's tensors go, but for its first projections; as `mamba_placements`."""
-    target = f"decoder.layers.{layer}."
-    splits = {
-        "conv1d.weight": Split(0, in_proj_sections(architecture)[:3]),
-        "A_log": Split(0),
-        "dt_bias": Split(0),
-        "norm.weight": Split(),
-        "out_proj.weight": Split(1),
-    }
-    placements = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
-    return {**placements, norm: (Placement(f"{target}norm.weight"),)}
+def _recurrent_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
+    target, placements = f"decoder.layers.{layer}.", Placements()
+    for name, parameter in recurrent_parameters(architecture).items():
+        if name == "norm.weight":
+            placements[norm] = (Placement(f"{target}{name}"),)
+        elif name != _IN_PROJ or isinstance(architecture.recurrent, MambaSizes):
+            placements[f"{prefix}{name.removeprefix('mixer.')}"] = (Placement(f"{target}{name}", parameter.split),)
+    return placements
 
 
 def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
-    """Return the rows of q, k, v, z, b and a in the projection before a Gated DeltaNet mixer."""
-    sizes = architecture.recurrent
-    assert isinstance(sizes, GatedDeltaSizes)
-    key, value = sizes.num_key_heads * sizes.key_head_dim, sizes.num_value_heads * sizes.value_head_dim
-    return key, key, value, value, sizes.num_value_heads, sizes.num_value_heads
+    """Return the number of rows in each section of a mixer's input projection; Gated DeltaNet: q, k, v, z, b, a."""
+    split = recurrent_parameters(architecture)[_IN_PROJ].split
+    assert isinstance(split, Split)
+    return split.sections
 
 
-def attention_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where an attention layer's tensors go; as `mamba_placements`.
+def _attention_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
+    """Return the destinations of an attention layer's tensors.
 
-    Megatron interleaves q, k and v by KV head. An output gate's rows follow the query's of each head in checkpoints,
-    all queries' of the KV head in Megatron.
+    Megatron interleaves q, k and v by KV head. In checkpoints, the rows of a head's output gate follow those of its
+    query; in Megatron, they follow the queries of all heads that share the KV head.
     """
     attention, target = architecture.attention, f"decoder.layers.{layer}."
     parts_of_a_head = 2 if attention.has_output_gate else 1
     of_group = parts_of_a_head * attention.num_heads // attention.num_kv_heads + 2
 
     def by_group(qkv: Tensor) -> Tensor:
-        num_heads = min(len(qkv) // attention.head_dim, of_group)  # ranks that share a KV head have fewer
+        num_heads = min(len(qkv) // attention.head_dim, of_group)  # fewer if several ranks share a KV head
         return qkv.view(-1, num_heads, attention.head_dim, architecture.hidden_size)
 
     def queries(qkv: Tensor) -> Tensor:
@@ -96,12 +83,12 @@ def attention_placements(architecture: HybridArchitecture, layer: int, prefix: s
 
 
 def mlp_norm_placement(layer: int, norm: str) -> Placements:
-    """Return where the norm before a feed-forward layer goes."""
+    """Return the destination of the norm before a feed-forward layer."""
     return {norm: (Placement(f"decoder.layers.{layer}.pre_mlp_layernorm.weight"),)}
 
 
 def gated_mlp_placements(target: str, prefix: str) -> Placements:
-    """Return where the tensors of a gated MLP go, from Megatron's name and the checkpoint's, with trailing dots."""
+    """Return the destinations of a gated MLP's tensors; `target` is Megatron's name prefix, `prefix` the stored one."""
     fc1 = f"{target}linear_fc1.weight"
     return {
         f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=lambda part: part[: len(part) // 2]),),
@@ -111,7 +98,7 @@ def gated_mlp_placements(target: str, prefix: str) -> Placements:
 
 
 def ends_placements(architecture: HybridArchitecture, names: Mapping[str, str]) -> Placements:
-    """Return where embeddings, final norm and output weights go, by their names in the checkpoint."""
+    """Return the destinations of embeddings, final norm and output weights; `names` has their stored names."""
     placements: Placements = {
         names["embeddings"]: (Placement(EMBEDDINGS, Split(0)),),
         names["final_norm"]: (Placement("decoder.final_norm.weight"),),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel, num_multiprocessors
 from ..batches import PrefillBatch, check_prefill_batch
-from ..quantized_states import QuantizedStates
-from ..request_tiles import TILE_LEN, TileShape, tile_shape
+from ..quantized_states import QuantizedStates, quantized_pointers
+from ..request_tiles import TILE_LEN, TileShape, tile_shape, tiled_view
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens
 from .reference import ssd_scan_ref
 from .scan_portable import scan_portably
@@ -114,14 +114,31 @@ def scan_tiles(
     """
     if tiles is None:
         tiles = cut_tiles(tokens.dt, weights, rows, shape, tokens.x.shape[2], tokens.x.dtype)
-    for channels in head_slices(tokens.x.shape[2]):
+    num_heads, head_dim = tokens.x.shape[1:]
+    num_groups, d_state = tokens.B.shape[1:]
+    arguments = {
+        "rows": tiled_view(rows),
+        "D": weights.D,
+        "decays": tiles.decays,
+        "tile_slots": tiles.slots,
+        "pool": ssm_pool,
+        "slot_stride": ssm_pool.stride(0),
+        "quantized": quantized_pointers(quantized),
+        "num_tiles": tiles.slots.shape[0],
+        "HEADS": num_heads,
+        "GROUPS": num_groups,
+        "HEAD_DIM": head_dim,
+        "D_STATE": d_state,
+        "LENGTH": shape.length,
+        "PER_CHUNK": shape.per_chunk,
+    }
+    for channels in head_slices(head_dim):
         if tiling is None:
-            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, channels, quantized)
+            scan_portably(tokens, tiles, channels, arguments)
         else:
             from .scan_hopper import scan_on_hopper  # Gluon is imported on demand
 
-            in_slice = tiling.within(channels.width)
-            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, channels, in_slice, quantized)
+            scan_on_hopper(tokens, tiles, channels, tiling.within(channels.width), arguments)
     return tiles.y
 
 

@@ -6,6 +6,7 @@ state, so they begin while the tile before it finishes.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..batches import PrefillBatch
-from ..quantized_states import QuantizedStates, quantized_pointers
-from ..request_tiles import TILE_LEN, tiled_view
+from ..request_tiles import TILE_LEN
 from .hopper_pipeline import (
     PackedTiles,
     Results,
@@ -197,55 +196,31 @@ def _scan_kernel(
 
 
 def scan_on_hopper(
-    tokens: SSMTokens,
-    D: Tensor,
-    ssm_pool: Tensor,
-    rows: PrefillBatch,
-    tiles: ScanTiles,
-    channels: HeadSlice,
-    tiling: HopperTiling,
-    quantized: QuantizedStates | None = None,
+    tokens: SSMTokens, tiles: ScanTiles, channels: HeadSlice, tiling: HopperTiling, arguments: dict[str, Any]
 ) -> None:
     """Scan channels of the requests from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
-    Long because the kernel's arguments are named one by one.
-
     Args:
         tokens: bf16; head_dim is a multiple of 16 and d_state a power of two, both from 64 to 128.
-        ssm_pool: Slots are whole rows of head_dim apart, and aligned to 16 bytes.
         tiles: Full ones are as wide as long.
-        quantized: Where states at chunk ends go; None: to slots of `ssm_pool`.
+        arguments: What both kernels take; slots of the pool are whole rows of head_dim apart, and aligned to 16 bytes.
     """
-    num_heads, head_dim = tokens.x.shape[1:]
-    num_groups, d_state = tokens.B.shape[1:]
+    num_rows, d_state = arguments["rows"].longest_first.shape[0], arguments["D_STATE"]
     splits = channels.width // tiling.channels
-    _scan_kernel[(rows.longest_first.shape[0] * (num_heads // tiling.heads) * splits,)](
+    _scan_kernel[(num_rows * (arguments["HEADS"] // tiling.heads) * splits,)](
         x_tiles=_described(tokens.x.flatten(1), [TILE_LEN, tiling.channels]),
         B_tiles=_described(tokens.B.flatten(1), [TILE_LEN, d_state]),
         C_tiles=_described(tokens.C.flatten(1), [TILE_LEN, d_state]),
         y_tiles=_described(tiles.y.flatten(1), [TILE_LEN, tiling.channels]),
         decay_tiles=_described(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
-        pool_states=_described(_rows_of(ssm_pool), [d_state, tiling.channels]),
-        rows=tiled_view(rows),
+        pool_states=_described(_rows_of(arguments["pool"]), [d_state, tiling.channels]),
+        **arguments,
         y=tiles.y,
-        D=D,
-        decays=tiles.decays,
-        tile_slots=tiles.slots,
-        pool=ssm_pool,
-        slot_stride=ssm_pool.stride(0),
-        quantized=quantized_pointers(quantized),
-        num_tiles=tiles.slots.shape[0],
-        HEADS=num_heads,
-        GROUPS=num_groups,
-        HEAD_DIM=head_dim,
         FIRST=channels.first,
         SPLITS=splits,
-        D_STATE=d_state,
         CHANNELS=tiling.channels,
         TOGETHER=tiling.heads,
-        LENGTH=TILE_LEN,
         STAGES=tiling.num_stages,
-        PER_CHUNK=tiles.shape.per_chunk,
         SCAN_REGISTERS=_SCAN_REGISTERS,
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,

@@ -11,7 +11,7 @@ It reads inputs once, writes outputs once, and stores a state only if a tile end
 beyond its request, it reads only the request's tokens.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,9 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..batches import PrefillBatch
-from ..quantized_states import QuantizedStates, quantized_pointers, store_quantized
-from ..request_tiles import tiled_view
+from ..quantized_states import store_quantized
 from .inputs import SSMTokens
 from .tiles import HeadSlice, ScanTiles
 
@@ -175,50 +173,27 @@ def _scan_kernel(
     _store_state(states, slot_stride, tl.load(rows.final_slots + row), state, CHANNELS)
 
 
-def scan_portably(
-    tokens: SSMTokens,
-    D: Tensor,
-    ssm_pool: Tensor,
-    rows: PrefillBatch,
-    tiles: ScanTiles,
-    channels: HeadSlice,
-    quantized: QuantizedStates | None = None,
-) -> None:
+def scan_portably(tokens: SSMTokens, tiles: ScanTiles, channels: HeadSlice, arguments: dict[str, Any]) -> None:
     """Scan channels of the requests from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
     Args:
         tokens: d_state is a power of two of at least 16.
-        quantized: Where states at chunk ends go; None: to slots of `ssm_pool`.
+        arguments: What both kernels take.
     """
-    num_heads, head_dim = tokens.x.shape[1:]
-    num_groups, d_state = tokens.B.shape[1:]
-    shape = tiles.shape
+    shape, d_state = tiles.shape, arguments["D_STATE"]
     lanes = lanes_of(channels.width, tokens.x.dtype)
     x, B, C = (t.flatten(1) for t in (tokens.x, tokens.B, tokens.C))
-    _scan_kernel[(num_heads * rows.longest_first.shape[0],)](
+    _scan_kernel[(arguments["HEADS"] * arguments["rows"].longest_first.shape[0],)](
         packed=_Packed(x, B, C, tiles.y, x.stride(0), B.stride(0), C.stride(0)),
         x_tiles=_described(x, shape.width, lanes),
         B_tiles=_described(B, shape.width, d_state),
         C_tiles=_described(C, shape.width, d_state),
         y_tiles=_described(tiles.y.flatten(1), shape.width, lanes),
-        rows=tiled_view(rows),
-        D=D,
-        decays=tiles.decays,
-        tile_slots=tiles.slots,
-        pool=ssm_pool,
-        slot_stride=ssm_pool.stride(0),
-        quantized=quantized_pointers(quantized),
-        num_tiles=tiles.slots.shape[0],
-        HEADS=num_heads,
-        GROUPS=num_groups,
-        HEAD_DIM=head_dim,
+        **arguments,
         FIRST=channels.first,
         CHANNELS=channels.width,
         LANES=lanes,
-        D_STATE=d_state,
-        LENGTH=shape.length,
         WIDTH=shape.width,
-        PER_CHUNK=shape.per_chunk,
         PRECISION="ieee" if tokens.x.dtype == torch.float32 else "tf32",
         NUM_STAGES=_NUM_STAGES,
         num_warps=_NUM_WARPS,

@@ -223,7 +223,7 @@ def _user_messages(blocks: list[Any]) -> Iterator[dict[str, Any]]:
             texts = []
         if isinstance(block, ToolResultBlock):
             if block.is_error:
-                note_ignored("the chat template has no place for it", ["is_error of results"])
+                note_ignored("the chat template does not support it", ["is_error of results"])
             result = {"tool_call_id": block.tool_use_id, "content": parts_of(block.content)}
             yield {"role": "tool", **result, "cache_control": block.cache_control}
 

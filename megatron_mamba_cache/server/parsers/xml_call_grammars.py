@@ -107,11 +107,11 @@ def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gramma
             )
     unheld = sorted(UNHELD & set[str]().union(*parts))
     if unheld:
-        raise GrammarError(f"{unheld[0]} cannot be held to; leave it out")
+        raise GrammarError(f"{unheld[0]} cannot be enforced; leave it out")
     for part in parts:
         for word in ("minLength", "maxLength"):
             if word in part and (type(part[word]) is not int or part[word] < 0):
-                raise GrammarError(f"{word} has to be an integer of 0 or more, not {part[word]!r:.50}")
+                raise GrammarError(f"{word} must be an integer of 0 or more, not {part[word]!r:.50}")
         if not all(name is None or name in TYPES for name in _named_types(part)):
             raise GrammarError(f"{part['type']!r:.50} is not a type of JSON Schema; use one of {', '.join(TYPES)}")
     lists = [part.get("enum", [part["const"]] if "const" in part else None) for part in parts]
@@ -153,7 +153,7 @@ def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
     held = [matching(f"{pattern}{_VALUE_END}") for part in parts for pattern in whole_patterns(part)]
     texts = [" & ".join((*terms, *held)) for terms in kinds]
     if held and not any(map(has_text, texts)):
-        raise GrammarError("no string is of the pattern, the format and the length together")
+        raise GrammarError("no string matches the pattern, the format and the length together")
     rules: dict[str, str] = {}
     for number, text in enumerate(texts):
         key = f"{name}_{number}"

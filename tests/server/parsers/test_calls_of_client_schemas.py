@@ -1,4 +1,4 @@
-"""Tools whose parameters are as clients write them: calls have arguments of the schema, or the tool is refused."""
+"""Tools with parameters as clients write them: calls have arguments of the schema, or the tool is refused."""
 
 import json
 import sys
@@ -14,9 +14,9 @@ from megatron_mamba_cache.server.parsers.call_grammars import calls_grammar
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
 from megatron_mamba_cache.server.parsers.parts import assembled
 from megatron_mamba_cache.server.parsers.xml_call_grammars import CallableTool
+from tests.grammars.client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 from tests.grammars.piece_tokenizer import PieceTokenizer
 from tests.grammars.random_replies import random_reply
-from tests.grammars.test_client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 
 TOKENIZER = PieceTokenizer()
 FAMILIES = ("hermes", "qwen3_coder")
@@ -38,7 +38,7 @@ def error_and_grammar(family: str, tool: CallableTool, grammars: Grammars) -> tu
 
 
 def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
-    """Check that 3 calls have arguments of a schema, or that it is refused by name; return whether it is held."""
+    """Check that 3 calls have arguments of a schema, or that it is refused by name; return True if it is enforced."""
     refusal, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
     if refusal is not None:
         assert any(reason in refusal for reason in REASONS) and not any(word in refusal for word in LIBRARY_WORDS), (
@@ -88,7 +88,7 @@ WHOLE_OBJECTS: dict[str, dict[str, Any]] = {
 def test_constraints_on_all_parameters_are_refused_if_each_is_written_alone(word: str, grammars: Grammars) -> None:
     schema = {"type": "object", "properties": AB, **WHOLE_OBJECTS[word]}
     refusal, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
-    assert refusal == f"the parameters of save_all: {word} cannot be held to; leave it out"
+    assert refusal == f"the parameters of save_all: {word} cannot be enforced; leave it out"
 
 
 def test_empty_constraints_on_all_parameters_are_accepted(grammars: Grammars) -> None:
@@ -121,13 +121,13 @@ def test_parameters_are_constrained_wherever_their_schemas_are(family: str, name
 
 DEAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"$ref": "#/$defs/x"}, "which is not in the schema"),
-    "no text": ({**TEXT, "pattern": "^a{5}$", "maxLength": 3}, "no string is of the pattern"),
+    "no text": ({**TEXT, "pattern": "^a{5}$", "maxLength": 3}, "no string matches the pattern"),
     "no length": ({**TEXT, "minLength": 5, "maxLength": 3}, "no value is allowed: minLength (5) is greater"),
     "no value": ({**TEXT, "enum": ["a", "b"], "pattern": "^c"}, "no value is allowed: no enum value is left"),
     "end of a value": ({**TEXT, "const": "a\n</parameter>\n<parameter=b>\nc"}, "no value is allowed"),
     "no type": ({"type": {"a": 1}, "enum": ["a"]}, "is not a type of JSON Schema"),
-    "word for a length": ({**TEXT, "minLength": "3"}, "minLength has to be an integer of 0 or more"),
-    "end inside": ({**TEXT, "pattern": "x(a|^b)"}, "`^` or `$` inside of it"),
+    "word for a length": ({**TEXT, "minLength": "3"}, "minLength must be an integer of 0 or more"),
+    "end inside": ({**TEXT, "pattern": "x(a|^b)"}, "`^` or `$` inside"),
 }
 
 
