@@ -347,7 +347,7 @@ def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms(device: str
     for replayed_error, windowed_error in errors[torch.float32]:
         assert replayed_error <= 1.05 * windowed_error < 1e-6
     for replayed_error, windowed_error in errors[torch.bfloat16]:
-        assert replayed_error < 0.6 * windowed_error < 0.02
+        assert replayed_error < 0.7 * windowed_error < 0.02
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
