@@ -194,7 +194,7 @@ class HybridModelShape:
 
     @property
     def most_launched(self) -> int | None:
-        """Maximum number of tokens in a step whose eager launches take longer than the GPU; None if unknown."""
+        """Maximum number of tokens for which eager launches of a step take longer than the GPU work; None: unknown."""
         return _LAUNCHED_MACS // self.layer_weights if self.layer_weights else None
 
     @staticmethod

@@ -236,10 +236,10 @@ class NoDrafts:
     max_drafts, reads_hidden_states = 0, False
 
     def warmup(self) -> None:
-        """Compile nothing."""
+        """Do nothing."""
 
     def capture_if_wanted(self, prepare: Callable[[], None]) -> None:
-        """Capture nothing."""
+        """Do nothing."""
 
     def check_weights(self) -> None:
         """Do nothing."""
@@ -252,7 +252,7 @@ class NoDrafts:
         return [0] * len(requests)
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
-        """Decide nothing."""
+        """Do nothing."""
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
         """Return True."""
@@ -263,13 +263,13 @@ class NoDrafts:
         return [Draft()] * len(limits)
 
     def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
-        """Count nothing."""
+        """Do nothing."""
 
     def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def forget(self, request_id: int) -> None:
-        """Forget nothing."""
+        """Do nothing."""

@@ -66,7 +66,7 @@ def test_block_joins_hashes_or_splits_one(block_size: int) -> None:
 
 
 def test_block_size_that_divides_no_hash_is_refused() -> None:
-    with pytest.raises(ValueError, match="blocks of 96 tokens and hashes of 64 do not fit"):
+    with pytest.raises(ValueError, match="block size 96 and 64 tokens per hash do not match"):
         block_texts(load_of(asked(64, 0, 0)), 96)
 
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a recurrence: its states in slots, from prompt to drafts, and their storage."""
+"""Gated DeltaNet as a recurrence: prefill, decode with drafts, and the storage of its states."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ DRAFTS = 3
 
 
 def delta_shape() -> HybridModelShape:
-    """Return a model's shape with Gated DeltaNet layers instead of Mamba2's."""
+    """Return the shape of a model whose Mamba2 layers are replaced by Gated DeltaNet layers."""
     (mamba2,) = NANO_30B.recurrent
     return replace(NANO_30B, recurrent=(RecurrentLayers(DELTA, mamba2.layers),))
 
@@ -31,8 +31,8 @@ def layer_states(device: str, num_slots: int = 8) -> LayerStates:
     return StatePool([group], state_tensors(SlotLayout.of([group], DRAFTS), num_slots, device)).layer(0)
 
 
-def test_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
-    """A prompt followed by drafted tokens gives the same as one longer prompt."""
+def test_gated_delta_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
+    """Outputs and states equal those of one longer prompt."""
     torch.manual_seed(0)
     length, drafted = 21, 1 + DRAFTS
     weights = GatedDeltaWeights(*(torch.randn(size, device=device) for size in ((DELTA.conv_dim, 4), (4,), (4,))))

@@ -29,7 +29,7 @@ def read_architecture(directory: Path) -> HybridArchitecture:
     """Read the architecture from its file in a checkpoint directory.
 
     Raises:
-        ValueError: Naming the file if it cannot be read, and any field that is missing or of a wrong type.
+        ValueError: If the file cannot be read, or a field is missing or of the wrong type; the message names it.
     """
     path = directory / ARCHITECTURE_FILE
     found: HybridArchitecture = _read(HybridArchitecture, CheckpointConfig(read_json_object(path), str(path)))

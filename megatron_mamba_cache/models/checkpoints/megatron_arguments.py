@@ -97,8 +97,8 @@ def _pattern(arguments: CheckpointConfig) -> str:
     shares = [arguments.share(f"hybrid_{kind}_ratio", 0.0) for kind in ("attention", "mlp")]
     if not shares[0] or sum(shares) > 1:
         raise arguments.error(
-            "hybrid_override_pattern is missing, and hybrid_attention_ratio and hybrid_mlp_ratio describe no hybrid of "
-            f"Mamba and attention layers: {shares[0]} and {shares[1]}"
+            f"hybrid_override_pattern is missing, and hybrid_attention_ratio={shares[0]} and "
+            f"hybrid_mlp_ratio={shares[1]} do not describe a model with both Mamba and attention layers"
         )
     return "".join(allocate_layers(arguments.integer("num_layers"), *shares))
 
