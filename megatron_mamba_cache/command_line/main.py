@@ -102,9 +102,7 @@ def generate(arguments: Namespace) -> int:
 
         with joined_processes(launch, arguments, device) as replicas:
             generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
-            if (
-                directory is not None and not generation.reads_text
-            ):  # a hub model, which could not be checked before its download
+            if directory is not None and not generation.reads_text:  # a hub model, downloaded after the first check
                 require_token_ids(lines, arguments.prompts, directory.path)
             return generation.run(lines) if has_file else generation.run_and_compare(lines)
 

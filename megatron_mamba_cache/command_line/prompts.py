@@ -31,9 +31,7 @@ def read_prompts(path: str) -> list[PromptLine]:
         raise UsageError(f"--prompts {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    lines = text.rstrip().split(
-        "\n"
-    )  # splitlines() would also split at other separators, which JSON strings may contain
+    lines = text.rstrip().split("\n")  # splitlines() would also split at separators inside JSON strings
     if lines == [""]:
         raise UsageError(f"--prompts {path}: the file is empty; add at least one line")
     parsed = []

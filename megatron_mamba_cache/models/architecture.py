@@ -12,7 +12,7 @@ from ..mcore.specs import check_layer_pattern
 from .checkpoints.checkpoint_config import CheckpointConfig
 
 ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
-"""Names of activations in a checkpoint's configuration."""
+"""Activation name in a checkpoint's configuration → function."""
 
 
 @dataclass(frozen=True, slots=True)

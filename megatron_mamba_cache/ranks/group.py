@@ -54,7 +54,7 @@ class RaisedError:
     def rebuilt(self) -> Exception | None:
         """Rebuild the error without calling its constructor; return None if that is impossible on this rank."""
         error = None
-        with suppress(Exception):  # the other rank's type or attributes may raise anything
+        with suppress(Exception):  # a type or attribute from another rank may raise any error
             if self.content is not None:
                 error = _rebuilt(_type_of(self.module, self.name), pickle.loads(self.content))
         if not isinstance(error, Exception) or _text_of(error) != self.message:

@@ -193,10 +193,12 @@ class AccessControl:
         scope["owner"] = owner
         exchange_of(scope).key_name = self._keys.name_of(owner)
         if is_for_admins(path) and not self._keys.may_administrate(owner):
-            raise ApiError(403, "this API key may not administer the server", "not_an_admin_key")
+            raise ApiError(403, "this path needs an administrator's API key", "not_an_admin_key")
         origin = headers.get("origin")
         if is_for_admins(path) and origin and urlsplit(origin).netloc != headers.get("host", ""):
-            raise ApiError(403, f"a page of {origin} may not administer the server", "foreign_origin")
+            raise ApiError(
+                403, f"pages of other origins may not use this path, found Origin {origin}", "foreign_origin"
+            )
         if not _is_below(path, _SERVED_PATHS):
             return
         state = self._state()

@@ -22,7 +22,7 @@ def _schema(found: Any) -> Any:
         except ValueError as error:
             raise schema_error("no_schema", f"it is not JSON: {error}") from error
     if not isinstance(found, dict | bool):
-        raise schema_error("no_schema", "a JSON schema is an object, true or false")
+        raise schema_error("no_schema", f"need a JSON schema (an object, true or false), found {type(found).__name__}")
     return found
 
 

@@ -53,7 +53,7 @@ class Bodies:
         headers = Headers(scope=scope)
         coding = headers.get("content-encoding", "")
         if coding.lower() not in ("", "identity"):
-            sentence = f"Content-Encoding is {coding}; send the body as it is, without compression"
+            sentence = f"need a body without compression, but Content-Encoding is {coding}"
             raise ApiError(415, sentence, "unsupported_encoding")
         declared = headers.get("content-length", "")
         self._check_size(int(declared[:20]) if declared.isascii() and declared.isdigit() else 0)

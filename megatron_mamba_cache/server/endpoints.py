@@ -78,7 +78,7 @@ def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
     @app.get("/docs", include_in_schema=False)
     async def documentation() -> Response:
         if folder is None:
-            raise ApiError(501, "/docs needs fastapi-offline: pip install fastapi-offline", "not_installed")
+            raise ApiError(501, "/docs requires fastapi-offline; run pip install fastapi-offline", "not_installed")
         return get_swagger_ui_html(
             openapi_url="openapi.json",
             title=app.title,

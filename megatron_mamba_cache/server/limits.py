@@ -67,7 +67,7 @@ class QueueGate:
             self.num_refused += 1
             raise ApiError(
                 429,
-                f"{self.num_inside} requests are running or queued, and at most {self._most} may be; try again later",
+                f"{self.num_inside} requests are running or queued, and the limit is {self._most}; try again later",
                 code="rate_limit_exceeded",
                 retry_after_s=self.retry_after_s(),
             )

@@ -93,9 +93,8 @@ class ServedModel:
     def check_name(self, name: str | None) -> None:
         """Raise `ApiError` 404 if a request names a model that is not served."""
         if name is not None and name not in self.names:
-            served = " and ".join(map(repr, self.names))
-            verb = "is" if len(self.names) == 1 else "are"
-            raise ApiError(404, f"the model {name!r} is not served here; {served} {verb}", "model_not_found", "model")
+            served = " or ".join(map(repr, self.names))
+            raise ApiError(404, f"the model {name!r} is not served here; send {served}", "model_not_found", "model")
 
 
 def tenant_of(request: Request, body: GenerationFields) -> Tenant:

@@ -51,9 +51,7 @@ class DraftPlanner:
                 f"has {vocab_size}; give a draft model with the same vocabulary, padded to the same size"
             )
         self.max_drafts = max_drafts
-        self.reads_hidden_states = isinstance(
-            drafter, ReadsHiddenStates
-        )  # cached, because isinstance with a protocol is slow
+        self.reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # cached, because this check is slow
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None

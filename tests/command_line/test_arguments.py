@@ -175,7 +175,7 @@ def test_error_names_the_flag_as_typed_and_its_value(
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])  # plan names the flag in the other order
-def test_error_names_a_flag_with_an_alias_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_a_flag_with_an_alias_only_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--model"]) == 2
     assert capsys.readouterr().err == "mamba-cache: error: --model: expected one argument\n"
 

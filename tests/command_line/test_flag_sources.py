@@ -159,7 +159,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES)
-def test_error_in_a_config_file_is_one_line(
+def test_error_in_a_config_file_is_reported_in_one_line(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "serve.yaml"
@@ -209,7 +209,7 @@ BAD_VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), BAD_VARIABLES)
-def test_error_in_an_environment_variable_is_one_line(
+def test_error_in_an_environment_variable_is_reported_in_one_line(
     name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(f"MAMBA_CACHE_{name}", value)

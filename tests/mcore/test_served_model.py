@@ -30,7 +30,7 @@ def model_with_fp32_residuals(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("ranks", [OneRank(), FirstOfTwoStages()])
 def test_fp32_residual_connection_is_refused_in_a_bf16_model(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_fp32_residuals(torch.bfloat16, monkeypatch)
-    message = r"fp32_residual_connection is True, but layers and stages pass torch\.bfloat16 on"
+    message = r"fp32_residual_connection is True, but layers and stages exchange torch\.bfloat16 tensors"
     with pytest.raises(ValueError, match=message):
         check_served(model, ranks, 512)
 

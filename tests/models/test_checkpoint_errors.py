@@ -115,7 +115,7 @@ def test_shard_that_is_not_a_safetensors_file_is_refused(sharded: Path) -> None:
         *('{"weight_map": {"a": "/etc/passwd"}}', '{"weight_map": {"a": "../model.safetensors"}}'),
     ],
 )
-def test_damaged_index_is_refused(sharded: Path, content: str) -> None:
+def test_damaged_shard_index_is_refused(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)
     assert_refused(sharded, f"{sharded / INDEX} is not an index of safetensors shards")
 

@@ -9,7 +9,7 @@ from megatron_mamba_cache.planning.recorded_load import RecordedLoad, read_load
 from tests.planning.load_files import request, session, written
 
 
-def test_sessions_start_staggered_with_their_own_hashes(tmp_path: Path) -> None:
+def test_recorded_sessions_start_staggered_and_share_no_hashes(tmp_path: Path) -> None:
     first = session(request(0, 130, 5, range(3)), request(2000, 200, 7, range(4)))
     second = session(request(1.5, 64, 0, range(1)))
     load = read_load(written(tmp_path / "load.jsonl.gz", first, "", second))
@@ -41,7 +41,7 @@ def test_mooncake_hashes_are_shared_by_all_requests(tmp_path: Path) -> None:
     ]
 
 
-def test_subset_of_a_file_is_staggered_like_a_file(tmp_path: Path) -> None:
+def test_start_times_are_spread_evenly_over_the_sessions_that_are_read(tmp_path: Path) -> None:
     path = written(tmp_path / "load.jsonl", *(session(request(0, 64, 1, range(1))) for _ in range(4)))
 
     def starts(load: RecordedLoad) -> list[float]:
@@ -71,7 +71,7 @@ def test_subset_of_a_file_is_staggered_like_a_file(tmp_path: Path) -> None:
         (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes for \\[32, 64\\] tokens"),
     ],
 )
-def test_line_of_unknown_format_is_named(line: Any, named: str, tmp_path: Path) -> None:
+def test_invalid_line_is_named_in_the_error(line: Any, named: str, tmp_path: Path) -> None:
     path = written(tmp_path / "load.jsonl", session(request(0, 64, 1, range(1))), line)
     with pytest.raises(ValueError, match=named):
         read_load(path)

@@ -204,7 +204,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "schema"),
     ({"guided_json": "{"}, "guided_json", "it is not JSON"),
-    ({"guided_json": "[]"}, "guided_json", "a JSON schema is an object, true or false"),
+    ({"guided_json": "[]"}, "guided_json", "need a JSON schema (an object, true or false), found list"),
     ({"guided_json": {"type": "odd"}}, "guided_json", "is not a type of JSON Schema"),
     ({"guided_json": {"not": {"const": 1}}}, "guided_json", "not cannot be enforced"),
     ({"guided_json": {"const": "x" * 2**20}}, "guided_json", "at most 262144 are allowed"),

@@ -35,7 +35,7 @@ def test_every_model_name_is_accepted_and_replies_have_the_first_name(
             assert (reply.status_code, reply.json()["model"]) == (200, "first")
         refused = http.post(path, json=body | {"model": "fourth"})
     assert refused.status_code == 404
-    words = "the model 'fourth' is not served here; 'first' and 'second/a' and 'third' are"
+    words = "the model 'fourth' is not served here; send 'first' or 'second/a' or 'third'"
     assert words in refused.json()["error"]["message"]
 
 

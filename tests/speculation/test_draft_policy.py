@@ -125,7 +125,7 @@ def test_drafter_of_unknown_speed_is_tried_occasionally(answer: Any, caplog: pyt
     assert len(caplog.messages) == (answer in (None, "raises"))
 
 
-def test_draft_model_is_called_until_it_has_read_a_prompt() -> None:
+def test_draft_model_is_called_until_the_prompt_is_prefilled() -> None:
     request = request_of([0])
     for is_patient in (True, False):
         policy = DraftPolicy(time_of(MODELS["8b"]), lambda num_requests, most: 1e-4, is_patient=is_patient)

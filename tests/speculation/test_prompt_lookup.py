@@ -102,7 +102,7 @@ def test_longer_match_beats_a_more_recent_one() -> None:
     assert drafted_for([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == (7,)
 
 
-def test_most_recent_of_equal_matches_wins() -> None:
+def test_most_recent_of_equally_long_matches_is_used() -> None:
     assert drafted_for([2, 3, 7, 0, 2, 3, 8, 1, 2, 3], 1) == (8,)
 
 
@@ -129,7 +129,7 @@ def test_drafts_are_returned_in_request_order() -> None:
     assert [draft.tokens for draft in drafts] == [(3,), (), (8, 9)]
 
 
-def test_forget_frees_the_index() -> None:
+def test_forgetting_a_request_frees_its_index() -> None:
     drafter = PromptLookupDrafter()
     for request_id in (1, 2):
         drafted(drafter, request_of([1, 2, 3], request_id=request_id))

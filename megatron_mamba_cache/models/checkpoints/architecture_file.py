@@ -14,7 +14,7 @@ from .checkpoint_config import MOST_EXPERTS, CheckpointConfig, read_json_object
 ARCHITECTURE_FILE = "hybrid_architecture.json"
 
 _MAMBA, _GATED_DELTA = "mamba", "gated_delta"
-"""The section with the sizes of recurrent layers has the name of their kind."""
+"""Names of the sections for the sizes of recurrent layers; a file has one of them."""
 
 
 def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:

@@ -22,10 +22,8 @@ UNPICKLING_ERRORS = (
     *(OSError, RuntimeError, EOFError, MemoryError, pickle.UnpicklingError, struct.error),
     *(ValueError, LookupError, AttributeError, TypeError, AssertionError, ArithmeticError),
 )
-"""Errors of unpickling damaged bytes."""
-_NUMPY_TYPES = [
-    type(numpy.dtype(code)) for code in numpy.typecodes["All"]
-]  # for arrays in the random state of a training run
+"""Errors that unpickling damaged bytes may raise."""
+_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # for arrays in a stored random state
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def _only(*kinds: str) -> BeforeValidator:
     def check(block: Any) -> Any:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if isinstance(kind, str) and kind not in kinds:
-            sentence = f"a block of type {kind!r:.50} is not supported by this server here; send {' or '.join(kinds)}"
+            sentence = f"a block of type {kind!r:.50} is not supported here; send {' or '.join(kinds)}"
             raise schema_error(REFUSED, sentence, "type")
         return block
 

@@ -120,7 +120,7 @@ def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gramma
         common = [value for value in lists[0] if all(str(value) in map(str, values) for values in lists)]
         held = [str(value) for value in common if _may_be(value, parts)]
         if not held:
-            raise GrammarError("no value is allowed: no enum value is left")
+            raise GrammarError("no value is allowed: no enum value satisfies all constraints")
         return sequence(choice_grammar(held), Grammar(quoted("\n</parameter>\n")))
     return _text(parts, name)
 

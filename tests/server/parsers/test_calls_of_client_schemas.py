@@ -125,7 +125,10 @@ DEAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"$ref": "#/$defs/x"}, "which is not in the schema"),
     "no text": ({**TEXT, "pattern": "^a{5}$", "maxLength": 3}, "no string matches the pattern"),
     "no length": ({**TEXT, "minLength": 5, "maxLength": 3}, "no value is allowed: minLength (5) is greater"),
-    "no value": ({**TEXT, "enum": ["a", "b"], "pattern": "^c"}, "no value is allowed: no enum value is left"),
+    "no value": (
+        {**TEXT, "enum": ["a", "b"], "pattern": "^c"},
+        "no value is allowed: no enum value satisfies all constraints",
+    ),
     "end of a value": ({**TEXT, "const": "a\n</parameter>\n<parameter=b>\nc"}, "no value is allowed"),
     "no type": ({"type": {"a": 1}, "enum": ["a"]}, "is not a type of JSON Schema"),
     "word for a length": ({**TEXT, "minLength": "3"}, "minLength must be an integer of 0 or more"),
