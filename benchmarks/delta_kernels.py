@@ -1,12 +1,15 @@
 """Compare the speed and accuracy of Gated DeltaNet's kernels with fla-core and FlashInfer.
 
-    PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only SECTION ...] [--layers NAME ...] [--sweep]
+    PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only SECTION ...] [--layers NAME ...]
+        [--sweep [KERNEL ...]]
 
 bf16 tokens, float32 states. Each time is the median of a launch inside a CUDA graph of several, on random data: prompts
 are larger than the L2 cache, and successive decode steps use different slots, a GiB in total. Prompts: our op with its
 two kernels, and each alone; peers are given gates and write strengths that are computed already. Decode: the ratio is
-the time of a plain copy that reads and writes the states' bytes, over the kernel's. Errors are relative to the largest
-output of the reference in float64, over 4,096 tokens.
+the time of a plain copy that reads and writes the states' bytes, over the kernel's. Replayed decode: the mean over a
+ring's period, folds among it, with no draft kept, half of them and all; the ratio is the kernel's time over that of
+FlashInfer's update of one token, in the same run, with states of the same dtype, or of ours if it is missing. Errors
+are relative to the largest output of the reference in float64, over 4,096 tokens.
 """
 
 import argparse
@@ -22,11 +25,13 @@ import torch
 from measuring.ceilings import copy_us
 from measuring.graph_timing import Launch, launch_us
 from measuring.machine import describe_machine
+from measuring.replay_bench import DeltaReplayBench
 from peers.delta_rule_peers import Peer, fla_peer, flashinfer_peer
 from torch import Tensor
 
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, PrefillBatch
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights, write_strengths
+from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import ReplayTiling, delta_replay
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
 from megatron_mamba_cache.recurrences.gated_delta.scan_portable import ScanTiling, scan_portably
 from megatron_mamba_cache.recurrences.gated_delta.tile_systems import solve_tiles
@@ -47,6 +52,7 @@ PROMPTS = {
 }
 BOUNDARIES = {"8 x 4k, three boundaries": (1024, 2048, 3072), "8 x 4k, a boundary every 256": range(256, 4096, 256)}
 REQUESTS, DRAFTS = (1, 8, 64, 256), (0, 3)
+REPLAYED_REQUESTS, REPLAYED_DRAFTS, RING_LEN = (8, 64, 256), (0, 3, 7), 16
 ROTATED_BYTES = 2**30
 ERROR_TOKENS = 4096
 SCAN_TILINGS = (
@@ -69,18 +75,36 @@ VERIFY_TILINGS = (
     VerifyTiling(width=64, num_warps=2, max_registers=255),
     VerifyTiling(width=64, num_warps=4, max_registers=128),
 )
+REPLAY_TILINGS = (
+    ReplayTiling(width=32, num_warps=1, max_registers=255),
+    ReplayTiling(width=32, num_warps=1, max_registers=200),
+    ReplayTiling(width=16, num_warps=1, max_registers=168),
+    ReplayTiling(width=16, num_warps=1, max_registers=128),
+    ReplayTiling(width=32, num_warps=2, max_registers=168),
+    ReplayTiling(width=32, num_warps=4, max_registers=128),
+    ReplayTiling(width=64, num_warps=2, max_registers=255),
+    ReplayTiling(width=64, num_warps=4, max_registers=168),
+)
 SWEPT_PROMPTS, SWEPT_DECODES = ("1 x 4k", "8 x 4k", "1 x 32k"), ((1, 0), (1, 3), (8, 0), (64, 0), (64, 3))
+SWEPT_REPLAYS = ((8, 0, 1), (64, 0, 1), (64, 3, 1), (64, 3, 4), (64, 7, 8))
+"""Requests, drafts and kept tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured case: microseconds, or a relative error; the copy's microseconds if one is compared."""
+    """One measured case: microseconds, or a relative error, and the microseconds that it is compared with.
+
+    Args:
+        copy_us: Of a plain copy.
+        peer_us: Of the update of one token.
+    """
 
     layer: str
     case: str
     form: str
     value: float
     copy_us: float | None = None
+    peer_us: float | None = None
 
 
 def random_tokens(heads: tuple[int, int], num_tokens: int, device: str = "cuda") -> DeltaTokens:
@@ -191,14 +215,16 @@ def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda
 class DecodeBench:
     """One layer's states, in separate slots for each of many steps, and the tokens of a step."""
 
-    def __init__(self, layer: str, requests: int, num_drafts: int, device: str = "cuda") -> None:
-        state_bytes = LAYERS[layer][1] * DIM * DIM * 4
+    def __init__(
+        self, layer: str, requests: int, num_drafts: int, device: str = "cuda", dtype: torch.dtype = torch.float32
+    ) -> None:
+        state_bytes = LAYERS[layer][1] * DIM * DIM * dtype.itemsize
         of_step = requests * (1 + num_drafts)
         count = min(256, max(2, -(-ROTATED_BYTES // (of_step * state_bytes))))
         self.num_bytes = requests * (2 + num_drafts) * state_bytes
         self.requests = requests
         self.gates, self.tokens = random_gates(LAYERS[layer], device), random_tokens(LAYERS[layer], of_step, device)
-        self.pool = torch.empty(count * of_step, LAYERS[layer][1], DIM, DIM, device=device).normal_()
+        self.pool = torch.empty(count * of_step, LAYERS[layer][1], DIM, DIM, device=device, dtype=dtype).normal_()
         self.steps = [decode_rows(number, requests, num_drafts, device) for number in range(count)]
 
     def launches(self, tiling: VerifyTiling | None = None) -> list[Launch]:
@@ -228,8 +254,55 @@ def measure_decode(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fig
         del bench, forms, launches
 
 
-def sweep(layers: Sequence[str]) -> Iterator[Figure]:
-    """Yield every tiling of our kernels."""
+def kept_counts(num_drafts: int) -> list[int]:
+    """Return the tokens that a step keeps if none, half or all of its drafts are right."""
+    return sorted({1, 1 + num_drafts // 2, 1 + num_drafts})
+
+
+def replay_bench(
+    layer: str, requests: int, num_drafts: int, kept: int, dtype: torch.dtype = torch.float32, device: str = "cuda"
+) -> DeltaReplayBench:
+    """Return one layer's bases, rings and steps, with bases of their own for each of many steps."""
+    heads = LAYERS[layer]
+    num_steps = min(256, max(2, -(-ROTATED_BYTES // (requests * heads[1] * DIM * DIM * dtype.itemsize))))
+    tokens, gates = random_tokens(heads, requests * (1 + num_drafts), device), random_gates(heads, device)
+    return DeltaReplayBench(tokens, gates, dtype, RING_LEN, num_rows=requests, kept=kept, num_steps=num_steps)
+
+
+def measure_replays(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Figure]:
+    """Yield replayed steps and the window form, and each peer's update of one token."""
+    for layer, dtype, requests in product(layers, (torch.float32, torch.bfloat16), REPLAYED_REQUESTS):
+        states = requests * LAYERS[layer][1] * DIM * DIM * dtype.itemsize
+        name, guess_us = f"{str(dtype)[6:]}, {requests} requests", max(3.0, states / 2e6)
+        one_token = DecodeBench(layer, requests, 0, dtype=dtype)
+        updates = {"window": one_token.launches()}
+        updates |= {peer.name: one_token.peer_launches(peer) for peer in peers if peer.decode is not None}
+        found = [next(measured(layer, name, form, each, guess_us), None) for form, each in updates.items()]
+        times = {figure.form: figure.value for figure in found if figure is not None}
+        peer_us = times.get("FlashInfer", times["window"])
+        del one_token, updates
+        for num_drafts in REPLAYED_DRAFTS:
+            case = f"{name}, {num_drafts} drafts"
+            if num_drafts == 0:
+                yield from (
+                    Figure(layer, f"{case}, 0 kept", form, value, None, peer_us) for form, value in times.items()
+                )
+            else:
+                window = DecodeBench(layer, requests, num_drafts, dtype=dtype).launches()
+                for figure in measured(layer, f"{case}, 0 kept", "window", window, (1 + num_drafts) * guess_us):
+                    yield replace(figure, peer_us=peer_us)
+                del window
+            for kept in kept_counts(num_drafts):
+                bench = replay_bench(layer, requests, num_drafts, kept, dtype)
+                bench.check(delta_replay)
+                launches = bench.launches(delta_replay)
+                for figure in measured(layer, f"{case}, {kept - 1} kept", "ours", launches, guess_us):
+                    yield replace(figure, peer_us=peer_us)
+                del bench, launches
+
+
+def sweep_scans(layers: Sequence[str]) -> Iterator[Figure]:
+    """Yield every tiling of the scan."""
     shape = tile_shape(GRAIN, torch.bfloat16)
     assert shape is not None
     for layer, case in product(layers, SWEPT_PROMPTS):
@@ -247,6 +320,10 @@ def sweep(layers: Sequence[str]) -> Iterator[Figure]:
         if not all(torch.equal(one, other) for results in found for one, other in zip(results, found[0], strict=True)):
             print(f"{case}: tilings of the scan give different bits")
         del tiles, found, launch
+
+
+def sweep_updates(layers: Sequence[str]) -> Iterator[Figure]:
+    """Yield every tiling of the window form."""
     for layer, (requests, num_drafts), tiling in product(layers, SWEPT_DECODES, VERIFY_TILINGS):
         bench = DecodeBench(layer, requests, num_drafts)
         launches, guess_us = bench.launches(tiling), max(3.0, bench.num_bytes / 3e6)
@@ -256,7 +333,20 @@ def sweep(layers: Sequence[str]) -> Iterator[Figure]:
         del bench, launches
 
 
-def _named(tiling: ScanTiling | VerifyTiling) -> str:
+def sweep_replays(layers: Sequence[str]) -> Iterator[Figure]:
+    """Yield every tiling of replayed steps."""
+    for layer, (requests, num_drafts, kept) in product(layers, SWEPT_REPLAYS):
+        bench = replay_bench(layer, requests, num_drafts, kept)
+        guess_us = max(3.0, requests * LAYERS[layer][1] * DIM * DIM * 4 / 2e6)
+        for tiling in REPLAY_TILINGS:
+            replay = partial(delta_replay, tiling=tiling)
+            bench.check(replay)
+            case = f"{requests} requests, {num_drafts} drafts, {kept - 1} kept"
+            yield from measured(layer, case, _named(tiling), bench.launches(replay), guess_us)
+        del bench
+
+
+def _named(tiling: ScanTiling | VerifyTiling | ReplayTiling) -> str:
     return ", ".join(f"{size} {name}" for name, size in asdict(tiling).items())
 
 
@@ -308,10 +398,18 @@ def _cell(figure: Figure | None) -> str:
         return ""
     if figure.copy_us is not None:
         return f"{figure.value:,.1f} ({figure.copy_us / figure.value:.2f} of copy)"
+    if figure.peer_us is not None:
+        return f"{figure.value:,.1f} ({figure.value / figure.peer_us:.2f} x)"
     return f"{figure.value:,.1f}" if figure.value >= 1 else f"{figure.value:.2e}"
 
 
-MEASURES = {"prefill": measure_prompts, "decode": measure_decode, "errors": measure_errors}
+MEASURES = {
+    "prefill": measure_prompts,
+    "decode": measure_decode,
+    "replay": measure_replays,
+    "errors": measure_errors,
+}
+SWEEPS = {"scan": sweep_scans, "window": sweep_updates, "replay": sweep_replays}
 
 
 def main() -> None:
@@ -320,16 +418,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--sweep", action="store_true", help="measure every tiling of our kernels instead")
+    parser.add_argument(
+        "--sweep", nargs="*", choices=SWEEPS, metavar="KERNEL", help="measure every tiling of our kernels instead"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     torch.manual_seed(0)
-    if arguments.sweep:
-        with torch.no_grad():
-            swept = list(sweep(arguments.layers))
-        for figure in swept:
-            print(f"| {figure.layer} | {figure.case} | {figure.form} | {_cell(figure)} |")
+    if arguments.sweep is not None:
+        for name in arguments.sweep or SWEEPS:
+            with torch.no_grad():
+                for figure in SWEEPS[name](arguments.layers):
+                    print(f"| {figure.layer} | {figure.case} | {figure.form} | {_cell(figure)} |", flush=True)
         return
     peers = (fla_peer(), flashinfer_peer())
     figures: dict[str, list[Figure]] = {}

@@ -1,16 +1,17 @@
 """Steps of one layer's replayed states, in all phases of requests under a steady load."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_mamba_cache.recurrences.batches import ReplayBatch
-from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.gated_delta.replay.reference import delta_replay_ref
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import ReplayRing, least_capacity, least_x_capacity
+from megatron_mamba_cache.recurrences.replay.ring import ReplayRing, least_capacity, least_x_capacity
 
-Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayBatch, int], Tensor]
+Replay = Callable[[Any, Any, Tensor, ReplayRing, ReplayBatch, int], Tensor]
 
 
 def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_tokens: int, device: str) -> ReplayBatch:
@@ -32,14 +33,15 @@ class ReplayBench:
     """One layer's replay bases, rings and steps; each launch folds as many requests as under a steady load.
 
     Args:
+        tokens, weights: As the op takes them.
         kept: Tokens that the last step kept of each row.
         num_steps: Steps that have checkpoints and rings of their own.
     """
 
     def __init__(
         self,
-        tokens: SSMTokens,
-        weights: SSMWeights,
+        tokens: Any,
+        weights: Any,
         dtype: torch.dtype,
         ring_len: int,
         *,
@@ -48,23 +50,38 @@ class ReplayBench:
         num_steps: int,
     ) -> None:
         self.tokens, self.weights, self.ring_len = tokens, weights, ring_len
-        device, num_tokens = tokens.x.device, tokens.x.shape[0] // num_rows
-        heads, head_dim = tokens.x.shape[1:]
-        shape = (num_steps * num_rows, heads, tokens.B.shape[2], head_dim)
+        values, keys = self._held(tokens)
+        device, num_tokens = values.device, values.shape[0] // num_rows
+        heads, head_dim = values.shape[1:]
+        shape = (num_steps * num_rows, heads, keys.shape[2], head_dim)
         self.pool = torch.empty(shape, dtype=dtype, device=device).normal_()
         sizes = (num_steps * num_rows, least_capacity(ring_len, num_tokens))
         of_x = (num_steps * num_rows, least_x_capacity(ring_len, num_tokens))
-        steps = torch.rand(*sizes, 2, heads, device=device) * 0.1
-        steps[:, :, 1] *= -1
         self.ring = ReplayRing(
-            torch.randn(*of_x, heads, head_dim, device=device).to(tokens.x.dtype),
-            torch.randn(*sizes, *tokens.B.shape[1:], device=device).to(tokens.B.dtype),
-            steps,
+            torch.randn(*of_x, heads, head_dim, device=device).to(values.dtype),
+            torch.randn(*sizes, *keys.shape[1:], device=device).to(keys.dtype),
+            self._random_steps(*sizes, 2, heads, device=device),
         )
         self.steps = [
             steady_rows(num_rows, number * num_rows, ring_len, kept, num_tokens, str(device))
             for number in range(num_steps)
         ]
+
+    @staticmethod
+    def _held(tokens: Any) -> tuple[Tensor, Tensor]:
+        """Return tensors like the tokens' values and keys in the ring."""
+        return tokens.x, tokens.B
+
+    @staticmethod
+    def _random_steps(*shape: int, device: torch.device) -> Tensor:
+        """Return the factor of each value and the logarithm of its decay."""
+        steps = torch.rand(*shape, device=device) * 0.1
+        steps[:, :, 1] *= -1
+        return steps
+
+    @staticmethod
+    def _reference(*arguments: Any) -> Tensor:
+        return state_replay_ref(*arguments)
 
     def launches(self, replay: Replay) -> list[Callable[[], Tensor]]:
         """Return each step's launch."""
@@ -83,7 +100,7 @@ class ReplayBench:
         number = rows.slots.shape[0]
         pool = self.pool[:number].clone()
         ring = ReplayRing(*(t[:number].clone() for t in (self.ring.x, self.ring.B, self.ring.steps)))
-        expected = state_replay_ref(self.tokens, self.weights, pool, ring, rows, self.ring_len)
+        expected = self._reference(self.tokens, self.weights, pool, ring, rows, self.ring_len)
         y = replay(self.tokens, self.weights, self.pool, self.ring, rows, self.ring_len)
         found = {"outputs": (y, expected), "checkpoints": (self.pool[:number], pool)}
         found |= {name: (getattr(self.ring, name)[:number], getattr(ring, name)) for name in ("x", "B", "steps")}
@@ -91,3 +108,21 @@ class ReplayBench:
             error = (mine.float() - its.float()).abs().max() / its.float().abs().max()
             if not error < 0.02:
                 raise RuntimeError(f"{name} differ by {error:.2e}")
+
+
+class DeltaReplayBench(ReplayBench):
+    """The same of a Gated DeltaNet layer."""
+
+    @staticmethod
+    def _held(tokens: Any) -> tuple[Tensor, Tensor]:
+        return tokens.v.float(), tokens.k
+
+    @staticmethod
+    def _random_steps(*shape: int, device: torch.device) -> Tensor:
+        steps = torch.rand(*shape, device=device) * -0.1
+        steps[:, :, 0] = 1
+        return steps
+
+    @staticmethod
+    def _reference(*arguments: Any) -> Tensor:
+        return delta_replay_ref(*arguments)

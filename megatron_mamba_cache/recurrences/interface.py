@@ -113,6 +113,10 @@ class ReplayedRecurrence(Recurrence, Protocol):
     def replays_fast(self) -> bool:
         """True if the current device has a replay kernel for these state dimensions."""
 
+    @property
+    def folds_within_steps(self) -> bool:
+        """True if a step's tokens read the stored state at the last fold before them, even one of that step."""
+
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> BufferLayout:
         """Return the layout of a request's replay buffer for the layers on this rank."""
 

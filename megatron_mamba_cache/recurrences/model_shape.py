@@ -143,9 +143,10 @@ class HybridModelShape:
         return 0 if buffers is None else buffers.num_bytes
 
     def rounding_len(self, config: CacheConfig) -> int | None:
-        """Return the number of tokens after which replay rounds a state to its dtype; None if this dtype is fp32."""
+        """Return the number of tokens after which a step must end to round a replayed state; None if none must."""
         is_inexact = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
-        return config.fold_len if is_inexact else None
+        recurrence = self._replayed
+        return config.fold_len if is_inexact and not (recurrence and recurrence.folds_within_steps) else None
 
     def buffers_bytes(self, config: CacheConfig) -> int:
         """Return the total size in bytes of the replay buffers of all requests; 0 without replay."""

@@ -1,6 +1,7 @@
 """The parts of the benchmark of Gated DeltaNet's kernels that need no GPU."""
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -57,6 +58,29 @@ def test_benchmark_steps_use_distinct_states_and_move_the_reported_bytes(bench: 
     for launch in states.launches():
         assert launch().shape == states.tokens.v.shape
     assert not (before == states.pool).flatten(1).all(dim=1).any()
+
+
+def test_replayed_steps_are_compared_with_an_update_of_one_token(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(1, 100))
+    monkeypatch.setattr(bench, "launch_us", lambda launches, guess_us: (launches[0](), float(next(times)))[1])
+    for name in ("DecodeBench", "replay_bench"):
+        monkeypatch.setattr(bench, name, partial(getattr(bench, name), device="cpu"))
+    monkeypatch.setattr(bench, "REPLAYED_REQUESTS", (3,))
+    monkeypatch.setattr(bench, "REPLAYED_DRAFTS", (0, 3))
+    figures = list(bench.measure_replays(["tiny"], []))
+    fp32 = [figure for figure in figures if figure.case.startswith("float32")]
+    assert [(figure.form, figure.case[-6:], figure.peer_us) for figure in fp32] == [
+        ("window", "0 kept", 1.0), ("ours", "0 kept", 1.0), ("window", "0 kept", 1.0),
+        *(("ours", f"{kept} kept", 1.0) for kept in (0, 1, 3)),
+    ]  # fmt: skip
+    assert len(figures) == 2 * len(fp32) and "| 1.0 (1.00 x) | 2.0 (2.00 x) |" in bench.table(fp32)
+
+
+def test_a_wrong_replay_is_noticed(bench: Any) -> None:
+    states = bench.replay_bench("tiny", 3, 1, 2, device="cpu")
+    states.check(bench.delta_replay)
+    with pytest.raises(RuntimeError, match="outputs differ"):
+        states.check(lambda tokens, *others: tokens.v)
 
 
 def test_gates_are_initialized_as_in_models(bench: Any) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.reference import compute_dtype
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights
+from tests.kernels.ssm_steps import SSMShape
 
 NAMES = ("q", "k", "v", "b", "a")
 
@@ -25,6 +27,11 @@ class DeltaShape:
         """Shape of a state."""
         return (self.value_heads, self.key_dim, self.value_dim)
 
+    @property
+    def of_ring(self) -> SSMShape:
+        """The same sizes under the names of a replay ring."""
+        return SSMShape(self.value_heads, self.value_dim, self.key_dim, self.key_heads)
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaSteps:
@@ -37,6 +44,21 @@ class DeltaSteps:
     def num_tokens(self) -> int:
         """Total number of tokens."""
         return self.tokens.v.shape[0]
+
+    @property
+    def values(self) -> Tensor:
+        """The tensor of the outputs' shape and dtype."""
+        return self.tokens.v
+
+    @property
+    def ring_dtype(self) -> torch.dtype:
+        """Dtype of values in a replay ring, which holds corrected ones."""
+        return compute_dtype(self.values)
+
+    @property
+    def weights(self) -> GateWeights:
+        """The weights of `SSMSteps`: the gates."""
+        return self.gates
 
     def __getitem__(self, tokens: slice | Sequence[int]) -> "DeltaSteps":
         """Copy a slice of the tokens."""

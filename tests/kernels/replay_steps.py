@@ -3,22 +3,24 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, ReplayBatch
-from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import (
+from megatron_mamba_cache.recurrences.replay.ring import (
     BoundaryFolds,
     ReplayRing,
     least_capacity,
     least_x_capacity,
 )
+from tests.kernels.delta_steps import DeltaSteps
 from tests.kernels.packed_batches import poisoned_pool, same_bits
 from tests.kernels.ssm_steps import SSMShape, SSMSteps
 
-Op = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayBatch, int], Tensor]
+Op = Callable[[Any, Any, Tensor, ReplayRing, ReplayBatch, int], Tensor]
+Steps = SSMSteps | DeltaSteps
 
 
 def int32(values: Sequence[int], device: str) -> Tensor:
@@ -31,19 +33,23 @@ def poisoned_ring(
     max_tokens: int,
     shape: SSMShape,
     device: str,
-    dtype: torch.dtype = torch.float32,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
     spare: tuple[int, int] = (0, 0),
 ) -> ReplayRing:
-    """Return replay rings filled with NaN, with more positions than needed, and even more for x."""
+    """Return replay rings filled with NaN, with more positions than needed, and even more for x.
+
+    Args:
+        dtypes: Of x and of B.
+    """
     capacity, of_x = least_capacity(ring_len, max_tokens) + spare[0], least_x_capacity(ring_len, max_tokens) + spare[1]
 
     def random_values(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rings, *sizes), float("nan"), dtype=dtype, device=device)
 
     return ReplayRing(
-        random_values(of_x, shape.heads, shape.head_dim, dtype=dtype),
-        random_values(capacity, shape.groups, shape.d_state, dtype=dtype),
-        random_values(capacity, 2, shape.heads, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
+        random_values(of_x, shape.heads, shape.head_dim, dtype=dtypes[0]),
+        random_values(capacity, shape.groups, shape.d_state, dtype=dtypes[1]),
+        random_values(capacity, 2, shape.heads, dtype=torch.float64 if dtypes[0] == torch.float64 else torch.float32),
     )
 
 
@@ -59,7 +65,7 @@ def copied(ring: ReplayRing) -> ReplayRing:
 class Request:
     """A request: its text, whose first `computed` tokens are verified, and the slot of its state."""
 
-    text: SSMSteps
+    text: Any  # Steps
     slot: int
     ring: int
     computed: int = 0
@@ -84,7 +90,7 @@ class ReplayedRequests:
 
     def __init__(
         self,
-        texts: Sequence[SSMSteps],
+        texts: Sequence[Steps],
         shape: SSMShape,
         ring_len: int,
         max_tokens: int,
@@ -94,7 +100,7 @@ class ReplayedRequests:
         starts: Sequence[int] | None = None,
     ) -> None:
         self.ring_len, self.max_tokens = ring_len, max_tokens
-        device = str(texts[0].tokens.x.device)
+        device = str(texts[0].values.device)
         # Slot and ring indices differ from the request's index.
         number = len(texts)
         self.requests = [
@@ -104,7 +110,8 @@ class ReplayedRequests:
         slots = [request.slot for request in self.requests]
         self.pool = poisoned_pool((2 * number + 1, *shape.state), dtype, device, slots)
         self.initial = {request.slot: self.pool[request.slot].clone() for request in self.requests}
-        self.ring = poisoned_ring(number + 1, ring_len, max_tokens, shape, device, texts[0].tokens.x.dtype, spare)
+        dtypes = (texts[0].ring_dtype, texts[0].values.dtype)
+        self.ring = poisoned_ring(number + 1, ring_len, max_tokens, shape, device, dtypes, spare)
 
     def rows(self, turns: Sequence[Turn]) -> ReplayBatch:
         """Pack the turns into a batch; the counts of padding requests are arbitrary."""

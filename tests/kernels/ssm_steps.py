@@ -36,6 +36,16 @@ class SSMSteps:
         """Total number of tokens."""
         return self.tokens.x.shape[0]
 
+    @property
+    def values(self) -> Tensor:
+        """The tensor of the outputs' shape and dtype; a replay ring holds it as it is."""
+        return self.tokens.x
+
+    @property
+    def ring_dtype(self) -> torch.dtype:
+        """Dtype of values in a replay ring."""
+        return self.values.dtype
+
     def __getitem__(self, tokens: slice | Sequence[int]) -> "SSMSteps":
         """Copy a slice of the tokens."""
         return self._with_tokens(lambda tensor: tensor[tokens].clone())

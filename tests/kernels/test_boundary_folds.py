@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT
-from megatron_mamba_cache.recurrences.mamba2.replay import boundary_folds
-from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import state_replay
-from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import BoundaryFolds, ReplayRing
-from megatron_mamba_cache.recurrences.mamba2.replay.tiling import folds_by_mma
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
+from megatron_mamba_cache.recurrences.replay import boundary_folds
+from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.replay.reference import fold_boundaries_ref
+from megatron_mamba_cache.recurrences.replay.ring import BoundaryFolds, ReplayRing
+from megatron_mamba_cache.recurrences.replay.tiling import folds_by_mma
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import same_bits
 from tests.kernels.replay_steps import ReplayedRequests, Turn, int32, layered, poisoned_ring

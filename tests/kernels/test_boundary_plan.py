@@ -5,9 +5,9 @@ import torch
 
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, AlignBatch, ReplayBatch
-from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import plan_boundary_folds
-from megatron_mamba_cache.recurrences.mamba2.replay.reference import plan_boundary_folds_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import BoundaryFolds
+from megatron_mamba_cache.recurrences.replay.boundary_folds import plan_boundary_folds
+from megatron_mamba_cache.recurrences.replay.reference import plan_boundary_folds_ref
+from megatron_mamba_cache.recurrences.replay.ring import BoundaryFolds
 
 BLOCK, RING = 16, 8
 FIELDS = ("slots", "buffers", "folded", "ends", "targets")

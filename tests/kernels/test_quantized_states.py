@@ -21,9 +21,7 @@ from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref
 from megatron_mamba_cache.recurrences.mamba2 import scan_portable
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
-from megatron_mamba_cache.recurrences.mamba2.replay import boundary_folds
-from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
-from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling
 from megatron_mamba_cache.recurrences.moves import StateMove
@@ -32,6 +30,9 @@ from megatron_mamba_cache.recurrences.quantized_states import (
     restore_states,
     restore_states_ref,
 )
+from megatron_mamba_cache.recurrences.replay import boundary_folds
+from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.replay.reference import fold_boundaries_ref
 from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from tests.kernels.align_steps import StepRequest, device_batch, padding_request, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import launches_expected

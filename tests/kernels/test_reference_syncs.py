@@ -38,15 +38,18 @@ from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, con
 from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
 from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref, delta_verify_ref
+from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import delta_replay
+from megatron_mamba_cache.recurrences.gated_delta.replay.reference import delta_replay_ref
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
 from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref, state_verify_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import state_replay
-from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.moves import align_copy_ref
+from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.replay.reference import fold_boundaries_ref
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, copy_slots_ref
 from tests.kernels import delta_steps
 from tests.kernels.align_steps import StepRequest, device_batch, padding_request, within_pools
@@ -130,6 +133,15 @@ def state_replay_call(op: Callable[..., Tensor] = state_replay_ref) -> Callable[
     (request,) = requests.requests
     rows, step = requests.rows([Turn(request, 2), Turn(None)]), request.text[:4]
     return lambda: op(step.tokens, step.weights, requests.pool, requests.ring, rows, 4)
+
+
+def delta_replay_call(op: Callable[..., Tensor] = delta_replay_ref) -> Callable[[], object]:
+    shape = delta_steps.DeltaShape()
+    text = delta_steps.random_steps(9, "cuda", shape)
+    requests = ReplayedRequests([text], shape.of_ring, 4, 3, starts=[5])
+    (request,) = requests.requests
+    rows, step = requests.rows([Turn(request, 2), Turn(None)]), text[:4]
+    return lambda: op(step.tokens, step.gates, requests.pool, requests.ring, rows, 4)
 
 
 def fold_boundaries_call(op: Callable[..., None] = fold_boundaries_ref) -> Callable[[], object]:
@@ -239,6 +251,8 @@ CALLS = [
     partial(state_verify_call, state_verify),
     state_replay_call,
     partial(state_replay_call, state_replay),
+    delta_replay_call,
+    partial(delta_replay_call, delta_replay),
     fold_boundaries_call,
     partial(fold_boundaries_call, fold_boundaries),
     slot_copies_call,

@@ -11,19 +11,19 @@ import torch
 import triton
 
 from megatron_mamba_cache.recurrences.batches import ReplayBatch
-from megatron_mamba_cache.recurrences.mamba2.replay import (
-    boundary_folds,
-    coefficients,
-    fold_mma,
-    outputs,
-    outputs_mma,
-    outputs_sums,
-)
-from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_portably
-from megatron_mamba_cache.recurrences.mamba2.replay.fold_mma import fold_by_mma
+from megatron_mamba_cache.recurrences.gated_delta.replay import factors
+from megatron_mamba_cache.recurrences.gated_delta.replay import outputs as delta_outputs
+from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import delta_replay
+from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs, outputs_mma, outputs_sums
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import BoundaryFolds
-from megatron_mamba_cache.recurrences.mamba2.replay.tiling import PORTABLE, ReplayTiling, hopper_width
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import PORTABLE, ReplayTiling
+from megatron_mamba_cache.recurrences.replay import boundary_folds, fold_mma
+from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_portably
+from megatron_mamba_cache.recurrences.replay.fold_mma import fold_by_mma
+from megatron_mamba_cache.recurrences.replay.ring import BoundaryFolds
+from megatron_mamba_cache.recurrences.replay.tiling import hopper_width
+from tests.kernels import delta_steps
+from tests.kernels.delta_steps import DeltaShape
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.replay_steps import int32, layered, poisoned_ring
 from tests.kernels.ssm_steps import SSMShape, random_steps
@@ -51,12 +51,23 @@ def replay(
     steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
     num_tokens = num_rows * max_tokens
     steps = steps[[0] * num_tokens]
-    ring = poisoned_ring(num_rows, ring_len, 8, shape, "cpu", torch.bfloat16)
+    ring = poisoned_ring(num_rows, ring_len, 8, shape, "cpu", (torch.bfloat16, torch.bfloat16))
     numbers = int32(list(range(num_rows)), "cpu")
     cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
     rows = ReplayBatch(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
     pool = torch.empty(1, *shape.state, dtype=pool_dtype)  # never accessed, as nothing is launched
     replay_tiled(steps.tokens, steps.weights, pool, ring, rows, ring_len, tiling, after_conv=True)
+
+
+def replay_delta(shape: DeltaShape, pool_dtype: torch.dtype, num_rows: int = 2, max_tokens: int = 1) -> None:
+    """Launch a step of a Gated DeltaNet layer whose requests have as many tokens as they may have."""
+    steps = delta_steps.random_steps(1, "cpu", shape, dtype=torch.bfloat16)[[0] * num_rows * max_tokens]
+    ring = poisoned_ring(num_rows, 16, 8, shape.of_ring, "cpu", (torch.float32, torch.bfloat16))
+    numbers = int32(list(range(num_rows)), "cpu")
+    cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
+    rows = ReplayBatch(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
+    pool = torch.empty(1, *shape.state, dtype=pool_dtype)  # nothing is launched
+    delta_replay(steps.tokens, steps.gates, pool, ring, rows, 16, after_conv=True)
 
 
 def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
@@ -130,17 +141,21 @@ def test_state_replay_kernels_launched_early_wait_for_their_inputs(
     kernel = compile_for_hopper(module, KERNELS[kernel_name])
     replay(SSMShape(heads=4, head_dim=64, d_state=128, groups=2), dtype, FORMS[form])
 
-    before, after = weighing.ptx[-1].split("griddepcontrol.wait")
+    check_waits(weighing.ptx[-1], kernel.ptx[-1])
+
+
+def check_waits(first: str, second: str) -> None:
+    """Check the PTX of a step's two kernels."""
+    before, after = first.split("griddepcontrol.wait")
     assert not re.search(r"\b(?:st|atom|red)\.global|griddepcontrol", before)
     assert "griddepcontrol.launch_dependents" in after
-    ptx = kernel.ptx[-1]
-    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
-    assert ptx.count("griddepcontrol.wait") == 2  # also for padding, as the next kernel waits only for this one
+    assert second.index("griddepcontrol.launch_dependents") < second.index("griddepcontrol.wait")
+    assert second.count("griddepcontrol.wait") == 2  # also for padding, as the next kernel waits only for this one
 
 
 def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: None) -> None:
-    """Launch boundary folds for one, few and many requests."""
-    ring = poisoned_ring(1, 16, 4, SHAPE_8B, "cpu", torch.bfloat16)
+    """Launch boundary folds of one, few and many requests."""
+    ring = poisoned_ring(1, 16, 4, SHAPE_8B, "cpu", (torch.bfloat16, torch.bfloat16))
     for number in (1, 5, 300):
         folds = BoundaryFolds(*(int32([0] * number, "cpu") for _ in range(5)))
         pools, rings = layered(torch.empty(1, *SHAPE_8B.state, dtype=pool_dtype), ring)
@@ -169,3 +184,36 @@ def test_tensor_core_boundary_state_kernel_keeps_states_in_registers(
     assert "mma.sync.aligned.m16n8k16" in ptx and kernel.shared_bytes[-1] <= 4 and stack_bytes(kernel, tmp_path) == 0
     accesses = {4: "v4.b32", 2: "v2.b32"}[dtype.itemsize]
     assert ptx.count(f"st.global.{accesses}") == SHAPE_8B.d_state * 32 // (32 * 4)
+
+
+SHAPE_QWEN = DeltaShape(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
+
+
+@POOL_DTYPES
+def test_delta_states_stay_in_registers(dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path) -> None:
+    weighing = compile_for_hopper(factors, "_factors_kernel")
+    kernel = compile_for_hopper(delta_outputs, "_delta_replay_kernel")
+    replay_delta(SHAPE_QWEN, dtype, max_tokens=8)
+    assert stack_bytes(kernel, tmp_path) == stack_bytes(weighing, tmp_path) == 0
+    num_loads = 128 * delta_outputs.TILING.width * dtype.itemsize // (32 * delta_outputs.TILING.num_warps * 16)
+    assert len(re.findall(r"ld\.global\.(?:\w+::\w+\.)*v4", kernel.ptx[-1])) >= num_loads
+
+
+def test_delta_steps_of_any_batch_and_drafts_compile_nothing_new(compile_for_hopper: Compile) -> None:
+    """One kernel for any number of tokens: another one might sum in another order."""
+    weighing = compile_for_hopper(factors, "_factors_kernel")
+    kernel = compile_for_hopper(delta_outputs, "_delta_replay_kernel")
+    for num_rows, max_tokens in ((1, 1), (2, 4), (3, 2), (16, 8), (5, 5)):
+        replay_delta(DeltaShape(2, 4, 16, 16), torch.float32, num_rows, max_tokens)
+    assert len(kernel.compiled) == len(weighing.compiled) == 1
+
+
+def test_early_delta_kernels_wait_for_their_inputs(
+    compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (factors, delta_outputs):
+        monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    weighing = compile_for_hopper(factors, "_factors_kernel")
+    kernel = compile_for_hopper(delta_outputs, "_delta_replay_kernel")
+    replay_delta(SHAPE_QWEN, torch.float32)
+    check_waits(weighing.ptx[-1], kernel.ptx[-1])

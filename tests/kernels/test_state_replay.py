@@ -21,12 +21,13 @@ from megatron_mamba_cache.recurrences.batches import DecodeBatch, ReplayBatch
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens
 from megatron_mamba_cache.recurrences.mamba2.reference import state_verify_ref
 from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs
-from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries, fold_portably
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled, state_replay
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.ring import ReplayRing
-from megatron_mamba_cache.recurrences.mamba2.replay.tiling import ReplayTiling, hopper_width
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import ReplayTiling
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
+from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_boundaries, fold_portably
+from megatron_mamba_cache.recurrences.replay.ring import ReplayRing
+from megatron_mamba_cache.recurrences.replay.tiling import hopper_width
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import one_token_rows, same_bits
 from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32, layered, poisoned_ring, ring_tensors

@@ -29,16 +29,12 @@ from megatron_mamba_cache.recurrences.gated_delta import scan as delta_scan
 from megatron_mamba_cache.recurrences.gated_delta import scan_portable as delta_scan_portable
 from megatron_mamba_cache.recurrences.gated_delta import tile_systems
 from megatron_mamba_cache.recurrences.gated_delta import verify as delta_verify
+from megatron_mamba_cache.recurrences.gated_delta.replay import factors
+from megatron_mamba_cache.recurrences.gated_delta.replay import outputs as delta_outputs
 from megatron_mamba_cache.recurrences.mamba2 import scan, scan_hopper, scan_portable, tiles, verify
-from megatron_mamba_cache.recurrences.mamba2.replay import (
-    boundary_folds,
-    coefficients,
-    fold_mma,
-    outputs,
-    outputs_mma,
-    outputs_sums,
-    tiling,
-)
+from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs, outputs_mma, outputs_sums, tiling
+from megatron_mamba_cache.recurrences.replay import boundary_folds, fold_mma
+from megatron_mamba_cache.recurrences.replay import tiling as fold_tiling
 from megatron_mamba_cache.step.warmup import rehearse
 from tests.kernels.kernel_stand_ins import AbsentHopper
 from tests.mcore.engine_runs import EngineRun
@@ -52,11 +48,13 @@ KERNELS = (
     (conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
     (delta_scan_portable, "_scan_kernel"),
+    (delta_outputs, "_delta_replay_kernel"),
     (delta_verify, "_delta_verify_kernel"),
     (expert_order, "_order_kernel"),
     (expert_order, "_count_kernel"),
     (expert_order, "_sum_counts_kernel"),
     (expert_order, "_scatter_kernel"),
+    (factors, "_factors_kernel"),
     (gated_norm, "_gated_group_norm_kernel"),
     (grouped_gemm, "_grouped_gemm_kernel"),
     (grouped_gemm_hopper, "_gemm_kernel"),
@@ -133,7 +131,8 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(delta_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(scan, "_fits_hopper", lambda *_: on_hopper)
         patch.setattr(fold_mma, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
-        patch.setattr(tiling, "runs_gluon", lambda tensor: on_hopper)
+        for module in (tiling, fold_tiling):
+            patch.setattr(module, "runs_gluon", lambda tensor: on_hopper)
         patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
         patch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(gemm_tiles, "can_load_boxes", lambda weight: on_hopper)

@@ -111,7 +111,7 @@ MODEL_FORMS = {
     "half, gated delta": tuple(sizes | _HALF for sizes in GATED_DELTA_MODELS),
     "half, experts": tuple(sizes | _HALF for sizes in EXPERT_MODELS),
 }
-WITHOUT_REPLAY = ("toy", "gated delta")
+WITHOUT_REPLAY = ("toy",)
 """Models whose states cannot be replayed."""
 
 _REQUESTED: tuple[dict[str, Any], ...] = (

@@ -42,12 +42,14 @@ FORMS = {
 }
 TOY = MODEL_FORMS["toy"], False
 GATED_DELTA = MODEL_FORMS["gated delta"], False
+REPLAYED_GATED_DELTA = MODEL_FORMS["gated delta"], True
 forms = pytest.mark.parametrize(
     ("models", "replays"),
     [
         *(pytest.param(*form, id=name) for name, form in FORMS.items()),
         pytest.param(*TOY, id="toy", marks=[on_cpu, pytest.mark.long]),
         pytest.param(*GATED_DELTA, id="gated-delta", marks=pytest.mark.long),
+        pytest.param(*REPLAYED_GATED_DELTA, id="replayed-gated-delta", marks=pytest.mark.long),
     ],
 )
 
@@ -66,7 +68,8 @@ TOYS_OF_FLAVOURS = [
     for index, name in enumerate(FLAVOURS)
 ]
 GATED_DELTA_OF_FLAVOURS = [
-    pytest.param(name, *GATED_DELTA, id=f"{name}-gated-delta", marks=[] if index % 4 == 1 else [pytest.mark.long])
+    pytest.param(name, *form, id=f"{name}-{form_id}", marks=[] if index % 4 == at else [pytest.mark.long])
+    for form_id, form, at in (("gated-delta", GATED_DELTA, 1), ("replayed-gated-delta", REPLAYED_GATED_DELTA, 3))
     for index, name in enumerate(FLAVOURS)
 ]
 
@@ -113,6 +116,15 @@ def test_random_workloads_match_the_oracle(
         *forms_of_flavours(1, pytest.mark.long),
         *(pytest.param(name, *TOY, id=f"{name}-toy", marks=[on_cpu, pytest.mark.long]) for name in FLAVOURS),
         *(pytest.param(name, *GATED_DELTA, id=f"{name}-gated-delta", marks=pytest.mark.long) for name in FLAVOURS),
+        *(
+            pytest.param(
+                name,
+                *REPLAYED_GATED_DELTA,
+                id=f"{name}-replayed-gated-delta",
+                marks=[] if name == "tight_blocks" else pytest.mark.long,
+            )
+            for name in FLAVOURS
+        ),
     ],
 )
 def test_random_workloads_with_drafts_match_the_oracle(

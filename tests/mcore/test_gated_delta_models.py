@@ -14,6 +14,8 @@ from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS
+from megatron_mamba_cache.recurrences.replay.drafts import ReplayStorage
+from megatron_mamba_cache.recurrences.window import WindowStorage
 from tests.mcore.configured_models import SETTINGS, built, configured
 from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, quantized_bytes, state_bytes, tiny_sizes
 from tests.mcore.random_workloads import GATED_DELTA_MODELS
@@ -53,12 +55,13 @@ def test_state_slot_size_is_that_of_a_conv_window_and_a_state_matrix(
     assert layout.slot_bytes == quantized_bytes(sizes)
 
 
-def test_gated_delta_models_store_one_state_per_draft_and_refuse_replay() -> None:
+@pytest.mark.parametrize("form", ["replay", "window"])
+def test_states_after_drafts_are_kept_as_asked(form: str) -> None:
     subject = hybrid(MODELS[0])
-    config = cache_config(subject.sizes, draft_states="auto", num_speculative_tokens=4, max_requests=64)
-    assert subject.shape.resolved(config).draft_states == "window"
-    with pytest.raises(ValueError, match="not supported for models with gated_delta layers; set --draft-states window"):
-        EngineRun.start(subject, cache_config(subject.sizes, draft_states="replay"))
+    config = cache_config(subject.sizes, draft_states=form, num_speculative_tokens=4)
+    run = EngineRun.start(subject, config)
+    drafts = run.context.memory.state_pool.drafts
+    assert isinstance(drafts, ReplayStorage if form == "replay" else WindowStorage)
 
 
 def test_decay_parameters_stay_in_float32_in_a_bf16_model() -> None:

@@ -40,8 +40,8 @@ FORMS = {
 }
 """Most drafts, and True if states are replayed."""
 OTHER_FORMS = {
-    f"{form}{drafts}": (num_drafts, False)
-    for form in ("toy", "gated delta")
+    f"{form}{drafts}": (num_drafts, form.endswith("replayed"))
+    for form in ("toy", "gated delta", "gated delta, replayed")
     for drafts, num_drafts in (("", 0), (" with drafts", NUM_DRAFTS))
 }
 BY_DEFAULT = [(name, list(FORMS)[i % len(FORMS)], bool(i % 3), "int8", range(1)) for i, name in enumerate(NAMES)]
@@ -62,7 +62,9 @@ OTHER_RECURRENCES = [
     )
     for by_default, form, marks, cached_forms in (
         (1, "toy", [on_cpu], ("int8", "fp8")),
-        (2, "gated delta", [], ("int8",)),  # fp8 has a 16th of the precision, which its norms enlarge
+        # fp8 has a 16th of the precision, which its norms enlarge
+        (2, "gated delta", [], ("int8",)),
+        (0, "gated delta, replayed", [], ("int8",)),
     )
     for i, name in enumerate(NAMES)
     for at, cached_form in enumerate(cached_forms[i % 2 :] + cached_forms[: i % 2])
@@ -83,7 +85,8 @@ def totals() -> Iterator[WorkloadTotals]:
 def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload, NoisyDrafter | None]:
     """Return the workload of a flavour, and a drafter that is often right if the workload has drafts."""
     num_drafts, replays = (FORMS | OTHER_FORMS)[form]
-    models = MODEL_FORMS[form.removesuffix(" with drafts") if form in OTHER_FORMS else "dense"]
+    of_model = form.removesuffix(" with drafts").removesuffix(", replayed")
+    models = MODEL_FORMS[of_model if form in OTHER_FORMS else "dense"]
     work = make_workload(FLAVOURS[name], seed, num_drafts, models=models, replays=replays, **settings)
     if not num_drafts:
         return work, None

@@ -12,7 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.recurrences.batches import AlignBatch
 from megatron_mamba_cache.recurrences.interface import DraftStorage, LiveState
-from megatron_mamba_cache.recurrences.mamba2.replay.drafts import ReplayStorage
+from megatron_mamba_cache.recurrences.replay.drafts import ReplayStorage
 from megatron_mamba_cache.recurrences.window import WindowStorage
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter

@@ -33,6 +33,9 @@ SEEDS = [
     pytest.param("gated delta", False, range(1), id="gated-delta"),
     pytest.param("gated delta", False, range(1, len(SHORT)), id="gated-delta-more", marks=pytest.mark.long),
     pytest.param("gated delta", False, range(len(SHORT), 38), id="gated-delta-long", marks=pytest.mark.slow),
+    pytest.param("gated delta", True, range(39, 41), id="replayed-gated-delta"),
+    pytest.param("gated delta", True, range(41, 48), id="replayed-gated-delta-more", marks=pytest.mark.long),
+    pytest.param("gated delta", True, range(48, 76), id="replayed-gated-delta-long", marks=pytest.mark.slow),
 ]
 
 EXERCISES = {

@@ -116,6 +116,7 @@ REHEARSED = [
     ("bf16-hopper-experts", 3, "replay"),
     ("bf16-delta", 3, "window"),
     ("bf16-delta-experts", 0, "window"),
+    ("bf16-delta", 4, "replay"),
 ]
 OTHERS_REHEARSED = [
     pytest.param(name, 0 if drafts else 3, form, marks=pytest.mark.slow) for name, drafts, form in REHEARSED
@@ -135,10 +136,14 @@ def test_warmup_launches_every_kernel_used_by_steps(name: str, num_drafts: int, 
     assert run.counters.accepted_tokens or not num_drafts
     kernels = " ".join(kernel for kernel, _ in launched)
     assert ("one_token" in kernels) == (sizes.dtype == torch.bfloat16)
-    assert ("_systems" in kernels) == ("_delta_verify" in kernels) == ("output_gate" in kernels) == ("delta" in name)
+    replays, is_delta = draft_states == "replay", "delta" in name
+    assert ("_systems" in kernels) == ("output_gate" in kernels) == is_delta
+    assert ("_delta_verify" in kernels) == (is_delta and not replays)
+    assert ("_factors" in kernels) == ("_delta_replay" in kernels) == (is_delta and replays)
     assert ("summed_gemms" in kernels) == ("E" in sizes.pattern)
-    assert ("_coefficients" in kernels) == ("_fold_boundaries" in kernels) == (draft_states == "replay")
-    assert ("_state_sums" in kernels) == ("hopper" in name and draft_states == "replay")
+    assert ("_coefficients" in kernels) == (replays and not is_delta)
+    assert ("_fold_boundaries" in kernels) == replays
+    assert ("_state_sums" in kernels) == ("hopper" in name and replays)
     assert launched <= rehearsed
     assert rehearsed == launched, "forms that this workload cannot ask for are compiled in vain"
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.recurrences.gated_delta import recurrence
 from megatron_mamba_cache.recurrences.gated_delta.recurrence import GatedDelta, GatedDeltaWeights
 from megatron_mamba_cache.recurrences.interface import LayerStates, ReplayedRecurrence, StateDtypes, StateGroup
 from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
@@ -51,14 +52,30 @@ def test_gated_delta_prompt_followed_by_drafts_equals_one_prompt(device: str) ->
     assert same_bits(states.live["conv"][7, :3], states.live["conv"][0, :3])
 
 
-def test_gated_delta_drafts_use_state_slots_instead_of_replay() -> None:
-    assert not isinstance(DELTA, ReplayedRecurrence)
-    for requests in (1, 64):
-        config = CacheConfig(max_requests=requests, num_speculative_tokens=5)
-        assert not delta_shape().resolved(config).replays
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_states_are_replayed_where_that_is_faster(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(DELTA, ReplayedRecurrence)
+    monkeypatch.setattr(recurrence, "replays_fast", lambda key_dim: is_fast)
+    for requests, drafts in ((1, 8), (2, 0), (3, 0), (64, 5)):
+        config = CacheConfig(max_requests=requests, num_speculative_tokens=drafts)
+        assert delta_shape().resolved(config).replays == (is_fast and requests > 2)
 
 
-def test_replay_is_refused_for_gated_delta_layers() -> None:
-    config = CacheConfig(max_requests=64, num_speculative_tokens=2, draft_states="replay")
-    with pytest.raises(ValueError, match="not supported for models with gated_delta layers; set --draft-states window"):
-        delta_shape().draft_buffers(delta_shape().with_forms(config))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_steps_may_pass_a_fold(dtype: str) -> None:
+    """The kernel folds within a step, to the bits that the pool would hold: drafts need not end before it."""
+    config = CacheConfig(max_requests=64, num_speculative_tokens=5, draft_states="replay", ssm_state_dtype=dtype)
+    assert delta_shape().rounding_len(config) is None
+    assert NANO_30B.rounding_len(config) == (None if dtype == "fp32" else config.fold_len)
+
+
+@pytest.mark.parametrize("model", [torch.bfloat16, torch.float32, torch.float64])
+def test_rings_hold_keys_as_they_are_and_corrected_values_as_computed(model: torch.dtype) -> None:
+    layout = DELTA.buffers(3, StateDtypes(model, torch.bfloat16, torch.bfloat16), fold_len=16, num_drafts=DRAFTS)
+    rings, tail = layout.zeros(2, "cpu"), layout.draft_inputs(2, "cpu")
+    of_values = torch.float64 if model == torch.float64 else torch.float32
+    assert rings.x.shape == (3, 2, 16 + DRAFTS, 4, 24) and rings.x.dtype == of_values
+    assert rings.B.shape == (3, 2, 17 + 2 * DRAFTS, 2, 8) and rings.B.dtype == model
+    assert rings.steps.shape == (3, 2, 17 + 2 * DRAFTS, 2, 4) and rings.steps.dtype == of_values
+    assert tail is not None and tail.shape == (3, 2, DRAFTS, DELTA.conv_dim)
+    assert 2 * layout.num_bytes == sum(t.nbytes for t in (rings.x, rings.B, rings.steps, tail))

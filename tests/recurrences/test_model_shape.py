@@ -11,8 +11,9 @@ from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
-from megatron_mamba_cache.recurrences.mamba2.replay import tiling
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import replays_fast
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
+from megatron_mamba_cache.recurrences.replay import tiling
 from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 from tests.published_shapes import DENSE_8B, NANO_30B
 
@@ -163,8 +164,8 @@ def test_fast_replay_kernel_needs_a_hopper_gpu_and_suitable_head_sizes(monkeypat
     monkeypatch.setattr(tiling, "has_tested_gluon", lambda: True)
     for is_hopper in (True, False):
         monkeypatch.setattr(tiling, "is_hopper", lambda device, found=is_hopper: found)
-        assert tiling.replays_fast(64, 128) == is_hopper
-        assert not tiling.replays_fast(60, 100)  # no kernel supports these sizes
+        assert replays_fast(64, 128) == is_hopper
+        assert not replays_fast(60, 100)  # no kernel supports these sizes
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 
 from megatron_mamba_cache.recurrences.interface import LiveState, StateGroup
 from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
-from megatron_mamba_cache.recurrences.mamba2.replay.drafts import ReplayStorage, RingLayout
 from megatron_mamba_cache.recurrences.pool import StatePool
+from megatron_mamba_cache.recurrences.replay.drafts import ReplayStorage, RingLayout
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.kernels.packed_batches import same_bits
 from tests.recurrences.state_groups import window_and_matrix
@@ -44,7 +44,7 @@ def test_state_of_the_last_accepted_draft_moves_to_the_live_slot(states: list[Li
 
 @pytest.mark.parametrize("states", WINDOWS)
 def test_conv_window_of_accepted_drafts_moves_from_the_draft_buffer(states: list[LiveState], device: str) -> None:
-    of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
+    of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
     pool, draft_inputs = StatePool.zeros([GROUP], 12, device), of_rings.draft_inputs(4, device)
     assert draft_inputs is not None
     pool.keep_drafts_in(ReplayStorage(pool.live, of_rings.zeros(4, device), 4, draft_inputs))

@@ -9,8 +9,11 @@ from ..batches import DecodeBatch, PrefillBatch, ReplayBatch
 from ..conv.conv import causal_conv
 from ..conv.verify import conv_verify
 from ..interface import LayerStates, StateDtypes, StateTensor
+from ..replay.drafts import ReplayedLayer, RingLayout
+from ..replay.ring import least_capacity, least_x_capacity
 from ..request_tiles import tile_shape
 from .inputs import DeltaTokens, GateWeights
+from .replay.outputs import delta_replay, replays_fast
 from .scan import delta_scan
 from .tile_systems import TileSystems
 from .verify import delta_verify
@@ -40,7 +43,7 @@ class GatedDeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """`Recurrence` for Gated DeltaNet layers, with their dimensions on this rank; draft states are in slots.
+    """`ReplayedRecurrence` for Gated DeltaNet layers, with their dimensions on this rank.
 
     Args:
         num_key_heads, num_value_heads: Value head h uses key head h // (num_value_heads / num_key_heads).
@@ -78,6 +81,38 @@ class GatedDelta:
         v = torch.empty(0, self.num_value_heads, self.value_dim, dtype=dtype, device="meta")
         return TileSystems.empty(DeltaTokens(v, v, v, v, v), shape, shape.per_chunk).num_bytes
 
+    @property
+    def replays_fast(self) -> bool:
+        """True if the current device has a kernel that replays these states."""
+        return replays_fast(self.key_dim)
+
+    @property
+    def folds_within_steps(self) -> bool:
+        """True: what a ring holds of a token depends on the stored state before it."""
+        return True
+
+    def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> RingLayout:
+        """Return the layout of the replay buffer of each running request.
+
+        Args:
+            fold_len: Tokens after which a replayed state is written.
+        """
+        return RingLayout(
+            num_layers=num_layers,
+            capacity=least_capacity(fold_len, 1 + num_drafts),
+            x_capacity=least_x_capacity(fold_len, 1 + num_drafts),
+            heads=self.num_value_heads,
+            head_dim=self.value_dim,
+            groups=self.num_key_heads,
+            d_state=self.key_dim,
+            x_dtype=torch.float64 if dtypes.model == torch.float64 else torch.float32,
+            key_dtype=dtypes.model,
+            conv_dim=self.conv_dim,
+            conv_dtype=dtypes.window,
+            num_drafts=num_drafts,
+            by_period=True,
+        )
+
     def prefill(
         self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
@@ -104,19 +139,22 @@ class GatedDelta:
         weights: GatedDeltaWeights,
         states: LayerStates,
         rows: DecodeBatch,
-        replay: ReplayBatch | None = None,
+        replay: ReplayBatch | None,
     ) -> Tensor:
         """Run the layer over the base token and drafts of each request, and update its states in place.
 
         Other arguments and the result are as in `prefill`.
 
         Args:
-            replay: Must be None, as draft states are in slots.
+            replay: The batch of replayed states; None if draft states are in slots.
         """
-        if replay is not None:
-            raise ValueError(f"states of {self.name} layers cannot be replayed; set --draft-states window")
-        qkv = conv_verify(qkv, weights.conv, None, states.live[CONV], rows)
-        return delta_verify(self._tokens(qkv, b, a), weights.gates, states.live[STATE], rows, after_conv=True)
+        replayed: ReplayedLayer | None = states.drafts if replay is not None else None
+        tail = None if replayed is None or replay is None else replayed.tail(replay)
+        qkv = conv_verify(qkv, weights.conv, None, states.live[CONV], rows, drafts=tail)
+        tokens, gates, pool = self._tokens(qkv, b, a), weights.gates, states.live[STATE]
+        if replayed is None or replay is None:
+            return delta_verify(tokens, gates, pool, rows, after_conv=True)
+        return delta_replay(tokens, gates, pool, replayed.ring, replay, replayed.ring_len, after_conv=True)
 
     def _tokens(self, qkv: Tensor, b: Tensor, a: Tensor) -> DeltaTokens:
         of_keys = self.num_key_heads * self.key_dim

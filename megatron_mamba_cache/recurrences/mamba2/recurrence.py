@@ -8,13 +8,12 @@ from torch import Tensor
 from ..batches import DecodeBatch, PrefillBatch, ReplayBatch
 from ..conv.conv import causal_conv
 from ..conv.verify import conv_verify
-from ..draft_inputs import DraftInputs
 from ..interface import LayerStates, StateDtypes, StateTensor
+from ..replay.drafts import ReplayedLayer, RingLayout
+from ..replay.ring import least_capacity, least_x_capacity
 from ..request_tiles import tile_shape
 from .inputs import SSMTokens, SSMWeights
-from .replay.drafts import ReplayedLayer, RingLayout
 from .replay.outputs import state_replay
-from .replay.ring import least_capacity, least_x_capacity
 from .replay.tiling import replays_fast
 from .scan import cut_rows, ssd_scan
 from .tiles import ScanTiles
@@ -73,6 +72,11 @@ class Mamba2:
         return ScanTiles.empty(dt, shape, shape.per_chunk, self.head_dim, dtype).num_bytes
 
     @property
+    def folds_within_steps(self) -> bool:
+        """False: tokens after a fold read a base that the next step stores."""
+        return False
+
+    @property
     def replays_fast(self) -> bool:
         """True if the current device has a replay kernel for these state dimensions."""
         return replays_fast(self.head_dim, self.d_state)
@@ -87,7 +91,8 @@ class Mamba2:
             head_dim=self.head_dim,
             groups=self.num_groups,
             d_state=self.d_state,
-            dtype=dtypes.model,
+            x_dtype=dtypes.model,
+            key_dtype=dtypes.model,
             conv_dim=self.conv_dim,
             conv_dtype=dtypes.window,
             num_drafts=num_drafts,
@@ -144,9 +149,7 @@ class Mamba2:
             replay: The requests as a `ReplayBatch`; None if draft states are in slots.
         """
         replayed: ReplayedLayer | None = states.drafts if replay is not None else None
-        tail = None
-        if replayed is not None and replay is not None and replayed.draft_inputs is not None:
-            tail = DraftInputs(replayed.draft_inputs, replay.buffers)
+        tail = None if replayed is None or replay is None else replayed.tail(replay)
         xbc = conv_verify(xbc, weights.conv, weights.bias, states.live[CONV], rows, drafts=tail)
         tokens = self._tokens(xbc, dt)
         if replayed is None or replay is None:

@@ -23,8 +23,8 @@ from torch import Tensor
 from ....kernels.kernel_language import only_if
 from ....kernels.overlap import await_then_release, overlapping
 from ...batches import PAD_SLOT, ReplayBatch
+from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
 from ..inputs import SSMTokens, SSMWeights, kernel_tokens, kernel_weights, time_step
-from .ring import ReplayRing, kernel_ring, kernel_rows
 
 _LEAST_OWN = 8  # one compiled variant up to that many tokens
 _HEADS_AT_A_TIME = 16

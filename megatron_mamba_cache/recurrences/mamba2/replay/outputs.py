@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....kernels.kernel_language import only_if
 from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ....kernels.overlap import await_launcher, overlapping, release
 from ...batches import PAD_SLOT, ReplayBatch
+from ...replay.fold import fold_entries
+from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows
 from ..inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens
 from .coefficients import append_and_weigh
 from .reference import state_replay_ref
-from .ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows
 from .tiling import ReplayTiling, choose_tiling
 
 _PAD = tl.constexpr(PAD_SLOT)
@@ -68,7 +68,7 @@ def state_replay(
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)
     check_replay_batch(rows, ssm_pool.device)
-    check_ring(ring, tokens, ring_len, rows.max_tokens)
+    check_ring(ring, tokens.x, tokens.B, ring_len, rows.max_tokens)
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
         return state_replay_ref(tokens, weights, ssm_pool, ring, rows, ring_len)
     tiling = choose_tiling(tokens, ssm_pool, rows.max_tokens)
@@ -117,52 +117,6 @@ def replay_tiled(
     }
     _launcher(tiling)(arguments, num_rows * heads, tiling)
     return y
-
-
-@triton.jit
-def _load_entry(
-    x, b, steps, ring, position, end, has_n, has_p,
-    HEADS: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr,
-):  # fmt: skip
-    """Load x, B, the time step and its product with A of one head at a position; zeros from `end` on."""
-    exists = position < end
-    index = position % CAPACITY
-    values = tl.load(x + position % X_CAPACITY * ring.x_stride, mask=only_if(exists, has_p), other=0.0)
-    keys = tl.load(b + index * ring.B_stride, mask=only_if(exists, has_n), other=0.0)
-    dt = tl.load(steps + index * ring.steps_stride, mask=exists, other=0.0)
-    decay = tl.load(steps + index * ring.steps_stride + HEADS, mask=exists, other=0.0)
-    return values, keys, dt, decay
-
-
-@triton.jit
-def fold_entries(
-    state, pool, x, b, steps, ring, position, end, has_n, has_p,
-    HEADS: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
-    """Return float32 `state` [d_state, width] after a ring's entries from `position` to `end`.
-
-    It is rounded to the pool's dtype at every multiple of RING on the way, and nowhere else.
-
-    Args:
-        x, b, steps: Where the head's inputs at index 0 of the ring are.
-        has_n, has_p: Which rows and columns of the state exist.
-    """
-    entry = _load_entry(x, b, steps, ring, position, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
-    following = _load_entry(x, b, steps, ring, position + 1, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
-    while position < end:
-        until = tl.minimum((position // RING + 1) * RING, end)
-        for at in range(position, until):
-            values, keys, dt, decay = entry
-            # Prefetched two tokens ahead: a token's arithmetic is shorter than a load.
-            entry = following
-            following = _load_entry(x, b, steps, ring, at + 2, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
-            increment = keys.to(tl.float32)[:, None] * (dt * values.to(tl.float32))[None, :]
-            # Fused by hand: the compiler's choice may differ between compiled variants.
-            state = tl.fma(tl.exp(decay), state, increment)
-        if until % RING == 0:
-            state = state.to(pool.dtype.element_ty).to(tl.float32)
-        position = until
-    return state
 
 
 def _launcher(tiling: ReplayTiling) -> Callable[..., None]:

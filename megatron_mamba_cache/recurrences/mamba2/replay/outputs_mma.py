@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
 from ...batches import PAD_SLOT
-from .fold_mma import fold_tile
-from .operands import (
+from ...replay.fold_mma import fold_tile
+from ...replay.operands import (
     as_left,
     as_right,
     left_layout,

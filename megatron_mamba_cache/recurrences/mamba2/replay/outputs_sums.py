@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
 from ...batches import PAD_SLOT
-from .fold_mma import fold_tile
-from .operands import sync_lanes
+from ...replay.fold_mma import fold_tile
+from ...replay.operands import sync_lanes
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)

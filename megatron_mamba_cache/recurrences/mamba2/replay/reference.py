@@ -1,14 +1,14 @@
-"""References of replayed states, token by token: torch only, without a host sync, in float64 as well."""
+"""Reference of replayed states, token by token: torch only, without a host sync, in float64 as well."""
 
 import torch
 from torch import Tensor
 
-from ....kernels.reference import compute_dtype, redirect_padding
-from ...batches import PAD_SLOT, AlignBatch, ReplayBatch
-from ...quantized_states import QuantizedStates, store_quantized_ref
+from ....kernels.reference import compute_dtype
+from ...batches import PAD_SLOT, ReplayBatch
+from ...replay.reference import advanced, append, folded, most
+from ...replay.ring import ReplayRing
 from ...slot_copies import load_slots, store_slots
 from ..inputs import SSMTokens, SSMWeights
-from .ring import BoundaryFolds, ReplayRing
 
 
 def state_replay_ref(
@@ -23,112 +23,26 @@ def state_replay_ref(
     D = weights.D.to(dtype)
     is_row = rows.slots != PAD_SLOT
     first = torch.maximum(rows.folded, rows.computed // ring_len * ring_len)
-    states = _folded(load_slots(ssm_pool, rows.slots, dtype), ssm_pool.dtype, ring, rows, first, ring_len)
+    states = folded(load_slots(ssm_pool, rows.slots, dtype), ssm_pool.dtype, ring, rows, first, ring_len)
     store_slots(ssm_pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
-    for i in range(_most(rows.computed - first, is_row, ring_len)):
-        states = _advanced(states, ring, rows.buffers, first + i, is_row & (first + i < rows.computed))
+    for i in range(most(rows.computed - first, is_row, ring_len)):
+        states = advanced(states, ring, rows.buffers, first + i, is_row & (first + i < rows.computed))
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     each = torch.arange(rows.max_tokens, device=starts.device)
     exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [requests, max_tokens], as all that follows
     token, position = (starts[:, None] + each).clamp_max(num_tokens - 1), rows.computed[:, None] + each
-    _append(tokens, weights, ring, rows.buffers[:, None].expand_as(token), position, token, exists)
+    at = (rows.buffers[:, None].expand_as(token).flatten(), position.flatten(), exists.flatten())
+    dt = weights.time_steps(tokens.dt.index_select(0, token.flatten()), ring.steps.dtype)
+    append(ring.x, tokens.x.index_select(0, token.flatten()), *at)
+    append(ring.B, tokens.B.index_select(0, token.flatten()), *at)
+    append(ring.steps, torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1), *at)
     x, c = (packed.index_select(0, token.flatten()).to(dtype) for packed in (tokens.x, tokens.C))
     c = c.repeat_interleave(heads // c.shape[1], dim=1).unflatten(0, token.shape)
     outputs = []
     for t in range(rows.max_tokens):
-        states = _advanced(states, ring, rows.buffers, position[:, t], exists[:, t])
+        states = advanced(states, ring, rows.buffers, position[:, t], exists[:, t])
         outputs.append((states * c[:, t, :, :, None]).sum(2))
     padded = torch.stack(outputs, dim=1).flatten(0, 1) + D[:, None] * x
     y.index_copy_(0, torch.where(exists, token, num_tokens).flatten(), padded.to(y.dtype))
     return y[:num_tokens]
-
-
-def fold_boundaries_ref(
-    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
-) -> None:
-    """Torch twin of `fold_boundaries`."""
-    if rows.targets.shape[0] == 0:
-        return
-    targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
-    ends = torch.where(targets != PAD_SLOT, rows.ends, rows.folded)
-    for layer, pool in enumerate(ssm_pools):
-        ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
-        states = load_slots(pool, rows.slots, compute_dtype(ring.x))
-        states = _folded(states, pool.dtype, ring, rows, ends, ring_len)
-        if quantized is None:
-            store_slots(pool, targets, states)
-        else:
-            store_quantized_ref(quantized.of_layer(layer), targets, states)
-
-
-def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
-    """Torch twin of `plan_boundary_folds`."""
-    running = align.computed + align.scheduled - align.drafts
-    end = (running + align.accepted.to(torch.int32).clamp_min(1) - 1) // block_size * block_size
-    reached = (align.targets != PAD_SLOT) & (rows.slots != PAD_SLOT) & (end >= running) & (end > 0)
-    first = torch.maximum(rows.folded, align.computed // ring_len * ring_len)
-    targets = torch.where(reached, align.targets, PAD_SLOT)
-    return BoundaryFolds(rows.slots, rows.buffers, first, torch.where(reached, end, first), targets)
-
-
-def _folded(
-    states: Tensor,
-    stored: torch.dtype,
-    ring: ReplayRing,
-    rows: ReplayBatch | BoundaryFolds,
-    ends: Tensor,
-    ring_len: int,
-) -> Tensor:
-    """Return the states after the ring's entries up to `ends`, rounded as stored at every multiple of `ring_len`."""
-    is_row = rows.slots != PAD_SLOT
-    for i in range(_most(ends - rows.folded, is_row, ring.capacity)):
-        position = rows.folded + i
-        folds = is_row & (position < ends)
-        states = _advanced(states, ring, rows.buffers, position, folds)
-        is_inexact = (folds & ((position + 1) % ring_len == 0))[:, None, None, None]
-        states = torch.where(is_inexact, states.to(stored).to(states.dtype), states)
-    return states
-
-
-def _most(counts: Tensor, is_row: Tensor, bound: int) -> int:
-    """Return the most tokens of any request; on a GPU the bound, because reading the counts would wait."""
-    return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
-
-
-def _advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor, exists: Tensor) -> Tensor:
-    """Return states [requests, heads, d_state, head_dim] after the token at `position`, or unchanged."""
-    number, index = torch.where(exists, rings, 0).to(torch.int64), position.to(torch.int64) % ring.capacity
-    dtype, heads = states.dtype, states.shape[1]
-    x = ring.x[number, position.to(torch.int64) % ring.x_capacity].to(dtype)
-    steps = ring.steps[number, index].to(dtype)
-    b = ring.B[number, index].to(dtype).repeat_interleave(heads // ring.B.shape[2], dim=1)
-    increment = b[:, :, :, None] * (steps[:, 0, :, None] * x)[:, :, None, :]
-    advanced = torch.exp(steps[:, 1])[:, :, None, None] * states + increment
-    return torch.where(exists[:, None, None, None], advanced, states)
-
-
-def _append(
-    tokens: SSMTokens,
-    weights: SSMWeights,
-    ring: ReplayRing,
-    buffers: Tensor,
-    position: Tensor,
-    token: Tensor,
-    exists: Tensor,
-) -> None:
-    """Write tokens to rings, in place; where there is no token, write the first one again.
-
-    Args:
-        buffers, position, token, exists: Of one shape: each token's ring, its position there, its index among `tokens`.
-    """
-    dt = weights.time_steps(tokens.dt.index_select(0, token.flatten()), ring.steps.dtype)
-    steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [n, 2, heads]
-    redirect = redirect_padding(exists.flatten())
-    number = torch.where(exists, buffers, 0).flatten().index_select(0, redirect).to(torch.int64)
-    position = position.flatten().index_select(0, redirect).to(torch.int64)
-    token, any_exists = token.flatten().index_select(0, redirect), exists.any()
-    new = (tokens.x.index_select(0, token), tokens.B.index_select(0, token), steps.index_select(0, redirect))
-    for held, values in zip((ring.x, ring.B, ring.steps), new, strict=True):
-        index = position % held.shape[1]
-        held[number, index] = torch.where(any_exists, values, held[number, index])

@@ -1,4 +1,4 @@
-"""The choice of the kernel that replays or folds states, and its tiling."""
+"""The choice of the kernel that replays states, and its tiling."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,17 +6,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ....kernels.kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
+from ...replay.tiling import has_gluon, hopper_width, runs_gluon
 from ..inputs import SSMTokens
 
-_LARGEST_TILE = 128 * 32
-"""Elements of a state that one warp holds in registers."""
 _LARGEST_MULTIPLIED = 128
 """The largest d_state that an mma keeps in registers."""
 _MOST_SUMMED = 3
 """The most tokens of a request for which sums with float32 states are faster than mma."""
-FOLDED_ROWS = 256
-"""Requests of boundary folds read at once; more take several rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +54,8 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
     return ReplayTiling("mma", width, num_warps=1, max_registers=128 if splits_states else 168)
 
 
-def runs_gluon(pool: Tensor) -> bool:
-    """Return True if Gluon kernels run on a pool's device."""
-    return pool.is_cuda and _has_gluon(pool.device)
-
-
-def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
-    """Return True if a pool's states are folded by mma; `inputs` is the dtype of the rings' x and B."""
-    fits = hopper_width(ssm_pools.shape[-1], ssm_pools.shape[-2]) is not None
-    return fits and inputs == torch.bfloat16 and runs_gluon(ssm_pools)
-
-
 def replays_fast(head_dim: int, d_state: int) -> bool:
     """Return True if a Gluon kernel for the current device replays states of this shape."""
     if not torch.cuda.is_available() or hopper_width(head_dim, d_state) is None:
         return False
-    return _has_gluon(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _has_gluon(device: torch.device) -> bool:
-    return not INTERPRETED and is_hopper(device) and has_tested_gluon()
-
-
-def hopper_width(head_dim: int, d_state: int) -> int | None:
-    """Return the most columns of a head that a warp keeps in registers; None if no Gluon kernel takes the head."""
-    widths = [width for width in (64, 32, 16) if head_dim % width == 0 and width * d_state <= _LARGEST_TILE]
-    return widths[0] if widths and d_state >= 16 and d_state & (d_state - 1) == 0 else None
+    return has_gluon(torch.device("cuda", torch.cuda.current_device()))

@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...batches import AlignBatch, ReplayBatch
-from ...cached_form import StoredStates
-from ...draft_inputs import DraftInputs
-from ...interface import LiveState
-from ...quantized_states import QuantizedStates
-from ...window import accepted_columns, columns_of
+from ..batches import AlignBatch, ReplayBatch
+from ..cached_form import StoredStates
+from ..draft_inputs import DraftInputs
+from ..interface import LiveState
+from ..quantized_states import QuantizedStates
+from ..window import accepted_columns, columns_of
 from .boundary_folds import fold_boundaries, plan_boundary_folds
 from .ring import BoundaryFolds, ReplayRing
 
-_CONV, _SSM = 0, 1  # the tensors of the pool's one group
-_STEP_VALUES = 2  # dt, and dt * A
+_CONV, _STATE = 0, 1  # the tensors of the pool's one group
+_STEP_VALUES = 2  # the factor of x, and the log decay
 
 
 class ReplayedLayer(NamedTuple):
@@ -31,22 +31,36 @@ class ReplayedLayer(NamedTuple):
     ring_len: int
     draft_inputs: Tensor | None
 
+    def tail(self, rows: ReplayBatch) -> DraftInputs | None:
+        """Return where the conv windows of these requests continue; None without drafts."""
+        return None if self.draft_inputs is None else DraftInputs(self.draft_inputs, rows.buffers)
+
 
 class ReplayStorage:
-    """Draft states that are replayed, of a pool whose one group is Mamba2's; a `DraftStorage`.
+    """Draft states that are replayed, of a pool whose one group has a conv window and a matrix; a `DraftStorage`.
 
     Args:
         live: The pool's own tensors.
         rings: With the layers as first dimension.
         ring_len: Tokens after which a replayed state is written.
         draft_inputs: [layers, rings, drafts, conv_dim]; None without drafts.
+        by_period: As in `fold_boundaries`.
     """
 
-    def __init__(self, live: StoredStates, rings: ReplayRing, ring_len: int, draft_inputs: Tensor | None) -> None:
+    def __init__(
+        self,
+        live: StoredStates,
+        rings: ReplayRing,
+        ring_len: int,
+        draft_inputs: Tensor | None,
+        *,
+        by_period: bool = False,
+    ) -> None:
         self._live = live
         self._rings = rings
         self._ring_len = ring_len
         self._draft_inputs = draft_inputs
+        self._by_period = by_period
 
     def layer(self, index: int) -> ReplayedLayer:
         """Return the rings of a layer."""
@@ -60,9 +74,11 @@ class ReplayStorage:
         """Fold the states at the boundaries that requests reached into their targets, and copy the windows there."""
         assert replay is not None
         folds = plan_boundary_folds(replay, rows, self._ring_len, block_size)
-        storage = stored.storage(_SSM)
+        storage = stored.storage(_STATE)
         quantized = storage if isinstance(storage, QuantizedStates) else None
-        fold_boundaries(self._live.parts[_SSM], self._rings, folds, self._ring_len, quantized)
+        fold_boundaries(
+            self._live.parts[_STATE], self._rings, folds, self._ring_len, quantized, by_period=self._by_period
+        )
         stored.align_copy(rows, block_size, tails=self._tails(replay.buffers), only_windows=True)
 
     def resolve(self, states: Sequence[LiveState]) -> None:
@@ -71,8 +87,9 @@ class ReplayStorage:
         if folding:
             lines = [(state.slot, state.buffer, state.folded, state.computed) for state in folding]
             slots, rings, folded, ends = columns_of(lines).to(self._live.device)[:, : len(lines)]
-            ssm = self._live.parts[_SSM]
-            fold_boundaries(ssm, self._rings, BoundaryFolds(slots, rings, folded, ends, slots), self._ring_len)
+            ssm = self._live.parts[_STATE]
+            folds = BoundaryFolds(slots, rings, folded, ends, slots)
+            fold_boundaries(ssm, self._rings, folds, self._ring_len, by_period=self._by_period)
         shifted = [state for state in states if state.accepted > 1]
         if shifted:
             rows, buffers = accepted_columns(shifted, self._live.device)
@@ -84,15 +101,16 @@ class ReplayStorage:
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """One request's ring over the Mamba layers of this rank, and the conv inputs of its drafts.
+    """One request's ring over the recurrent layers of this rank, and the conv inputs of its drafts.
 
     These inputs are not in the slots, so that a slot takes the same bytes with any number of drafts.
 
     Args:
         capacity, x_capacity: Positions of a ring, and of x in it.
-        dtype: That of the convolution's outputs.
+        x_dtype, key_dtype: Of x, and of B.
         conv_dim, conv_dtype: Of the convolution's inputs.
         num_drafts: The most drafts of a step.
+        by_period: As in `fold_boundaries`.
     """
 
     num_layers: int
@@ -102,21 +120,23 @@ class RingLayout:
     head_dim: int
     groups: int
     d_state: int
-    dtype: torch.dtype
+    x_dtype: torch.dtype
+    key_dtype: torch.dtype
     conv_dim: int
     conv_dtype: torch.dtype
     num_drafts: int
+    by_period: bool = False
 
     @property
     def steps_dtype(self) -> torch.dtype:
         """The dtype of time steps: float32, or float64 where the model is."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return torch.float64 if self.x_dtype == torch.float64 else torch.float32
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a ring and its drafts' conv inputs over all layers."""
-        of_x = self.x_capacity * self.heads * self.head_dim * self.dtype.itemsize
-        keys = self.groups * self.d_state * self.dtype.itemsize
+        of_x = self.x_capacity * self.heads * self.head_dim * self.x_dtype.itemsize
+        keys = self.groups * self.d_state * self.key_dtype.itemsize
         steps = _STEP_VALUES * self.heads * self.steps_dtype.itemsize
         of_drafts = self.num_drafts * self.conv_dim * self.conv_dtype.itemsize
         return self.num_layers * (of_x + self.capacity * (keys + steps) + of_drafts)
@@ -125,8 +145,8 @@ class RingLayout:
         """Return rings [layers, rings, capacity, ...], all zero."""
         lead, of_x = (self.num_layers, num_rings, self.capacity), (self.num_layers, num_rings, self.x_capacity)
         return ReplayRing(
-            x=torch.zeros((*of_x, self.heads, self.head_dim), dtype=self.dtype, device=device),
-            B=torch.zeros((*lead, self.groups, self.d_state), dtype=self.dtype, device=device),
+            x=torch.zeros((*of_x, self.heads, self.head_dim), dtype=self.x_dtype, device=device),
+            B=torch.zeros((*lead, self.groups, self.d_state), dtype=self.key_dtype, device=device),
             steps=torch.zeros((*lead, _STEP_VALUES, self.heads), dtype=self.steps_dtype, device=device),
         )
 
@@ -138,4 +158,5 @@ class RingLayout:
     def storage(self, live: StoredStates, num_requests: int, fold_len: int) -> ReplayStorage:
         """Return draft states with rings for so many requests, all zero."""
         device = live.device
-        return ReplayStorage(live, self.zeros(num_requests, device), fold_len, self.draft_inputs(num_requests, device))
+        rings, inputs = self.zeros(num_requests, device), self.draft_inputs(num_requests, device)
+        return ReplayStorage(live, rings, fold_len, inputs, by_period=self.by_period)

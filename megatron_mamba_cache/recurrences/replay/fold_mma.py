@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ....kernels.kernel_launches import num_multiprocessors
-from ...batches import PAD_SLOT
+from ...kernels.kernel_launches import num_multiprocessors
+from ..batches import PAD_SLOT
 from .operands import as_left, as_right_rows, from_sums, left_layout, split_into_bf16, sync_lanes
 from .ring import BoundaryFolds, ReplayRing, fold_arguments
 from .tiling import hopper_width

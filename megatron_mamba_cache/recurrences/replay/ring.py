@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...batches import ReplayBatch, check_vectors
-from ..inputs import SSMTokens
+from ..batches import ReplayBatch, check_vectors
 from .tiling import FOLDED_ROWS
 
 LEAST_RING_LEN = 4
@@ -95,13 +94,17 @@ def check_ring_len(ring_len: int) -> None:
         raise ValueError(f"need a ring_len that is a power of two from {LEAST_RING_LEN} on, found {ring_len}")
 
 
-def check_ring(ring: ReplayRing, tokens: SSMTokens, ring_len: int, max_tokens: int) -> None:
-    """Raise a ValueError unless `ring` has room for a step of at most `max_tokens` tokens per request."""
+def check_ring(ring: ReplayRing, x: Tensor, B: Tensor, ring_len: int, max_tokens: int) -> None:
+    """Raise a ValueError unless `ring` has room for a step of at most `max_tokens` tokens per request.
+
+    Args:
+        x, B: Packed values and keys as the ring holds them, [tokens, ...].
+    """
     check_ring_len(ring_len)
-    heads, head_dim = tokens.x.shape[1:]
-    check_shapes(ring, (ring.steps.shape[0],), heads, head_dim, tuple(tokens.B.shape[1:]), tokens.x.device)
-    steps = torch.float64 if tokens.x.dtype == torch.float64 else torch.float32
-    dtypes = {"x": tokens.x.dtype, "B": tokens.B.dtype, "steps": steps}
+    heads, head_dim = x.shape[1:]
+    check_shapes(ring, (ring.steps.shape[0],), heads, head_dim, tuple(B.shape[1:]), x.device)
+    steps = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtypes = {"x": x.dtype, "B": B.dtype, "steps": steps}
     for name, dtype in dtypes.items():
         if getattr(ring, name).dtype != dtype:
             raise ValueError(f"need {name} of the ring of {dtype}, found {getattr(ring, name).dtype}")
