@@ -5,7 +5,10 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.quantized import dequantize as dequantize_module
 from megatron_mamba_cache.kernels.quantized import few_token_gemm
+from megatron_mamba_cache.kernels.quantized import product as product_module
+from megatron_mamba_cache.kernels.quantized.dequantize import dequantize
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import (
     MOST_TOKENS,
     FewTokenTiles,
@@ -14,6 +17,7 @@ from megatron_mamba_cache.kernels.quantized.few_token_gemm import (
     multiply_ref,
     num_counters,
 )
+from megatron_mamba_cache.kernels.quantized.product import multiply_quantized
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, codes_of_pairs, packed, unpacked
 from tests.kernels.kernel_stand_ins import launches_expected
 
@@ -108,3 +112,45 @@ def test_too_many_tokens_are_refused(device: str) -> None:
         pytest.skip("the reference takes any number")
     with pytest.raises(ValueError, match="need 1 to 64 bf16 tokens"):
         multiply_few_tokens(tokens(MOST_TOKENS + 1, 64, device), weight, counters(weight))
+
+
+def fp4_matrix(leading: tuple[int, ...], rows: int, columns: int, group: int, device: str = "cpu") -> QuantizedMatrix:
+    """Return a random weight or stack in NVFP4 (groups of 16) or in MXFP4 (of 32)."""
+    words = packed(torch.randint(16, (*leading, rows, columns), dtype=torch.uint8), 4).to(device)
+    grid = (*leading, rows, columns // group)
+    if group == 32:
+        scales = torch.randint(120, 134, grid, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
+        return QuantizedMatrix(words, 4, scales, None, 1, 32)
+    scales = torch.rand(grid, device=device).mul_(400).to(torch.float8_e4m3fn)
+    return QuantizedMatrix(words, 4, scales, torch.rand(*leading, rows, device=device), 1, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("leading", [(), (3,)])
+@pytest.mark.parametrize("group", [16, 32])
+def test_fp4_is_dequantized_to_the_bit(group: int, leading: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    weight = fp4_matrix(leading, 9, 192, group, device)
+    with launches_expected(dequantize_module, "_dequantize_kernel", of_kernel=True, device=device):
+        assert torch.equal(dequantize(weight, dtype), weight.dequantized(dtype))
+
+
+@pytest.mark.parametrize("blocks", [None, (128, 128), (32, 64)])
+def test_fp8_is_dequantized_to_the_bit(blocks: tuple[int, int] | None, device: str) -> None:
+    weight = fp8_matrix(200, 160, blocks, device)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(dequantize(weight, dtype), weight.dequantized(dtype))
+
+
+@pytest.mark.parametrize("num_tokens", [3, MOST_TOKENS + 3])
+@pytest.mark.parametrize("form", ["blocks", "rows", "nvfp4"])
+def test_any_number_of_tokens_is_multiplied(
+    form: str, num_tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_module, "_SLAB_BYTES", 64 * 192 * 2)  # several slabs
+    blocks = (32, 64) if form == "blocks" else None
+    weight = fp4_matrix((), 200, 192, 16, device) if form == "nvfp4" else fp8_matrix(200, 192, blocks, device)
+    x = tokens(num_tokens, 192, device).unsqueeze(1)
+    found = multiply_quantized(x, weight, counters(weight))
+    assert found.shape == (num_tokens, 1, 200) and found.dtype == torch.bfloat16
+    expected = multiply_ref(x.double(), weight)
+    assert (found.double() - expected).abs().max() <= 2 * ROUNDING * expected.abs().max()

@@ -156,7 +156,12 @@ def num_counters(weight: QuantizedMatrix) -> int:
 
 
 def multiply_few_tokens(
-    x: Tensor, weight: QuantizedMatrix, counters: Tensor, *, tiles: FewTokenTiles | None = None
+    x: Tensor,
+    weight: QuantizedMatrix,
+    counters: Tensor,
+    *,
+    out: Tensor | None = None,
+    tiles: FewTokenTiles | None = None,
 ) -> Tensor:
     """Return x @ W.T for at most MOST_TOKENS tokens. Long because the kernel's arguments are named one by one.
 
@@ -165,6 +170,7 @@ def multiply_few_tokens(
         weight: [outputs, inputs].
         counters: At least `num_counters` int32, all zero; zero again when the product is computed. Not shared by
             products that run concurrently.
+        out: [tokens, outputs], written in place; outputs contiguous. None: a new one.
         tiles: None for `choose_tiles`.
 
     Returns:
@@ -178,7 +184,7 @@ def multiply_few_tokens(
     if x.dim() != 2 or x.shape[1] != weight.shape[-1] or x.device != weight.words.device:
         raise ValueError(f"need x [tokens, {weight.shape[-1]}] on {weight.words.device}, found {tuple(x.shape)}")
     if not launches_kernel(x):
-        return multiply_ref(x, weight)
+        return multiply_ref(x, weight) if out is None else out.copy_(multiply_ref(x, weight))
     if not can_multiply_few_tokens(x, weight) or x.stride(1) != 1 or len(counters) < num_counters(weight):
         raise ValueError(
             f"need 1 to {MOST_TOKENS} bf16 tokens, an FP8 weight with fp32 scales and {num_counters(weight)} counters, "
@@ -186,7 +192,7 @@ def multiply_few_tokens(
         )
     tiles = tiles or choose_tiles(weight, len(x))
     (rows, columns), num_tokens = weight.shape, len(x)
-    out = torch.empty(num_tokens, rows, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, rows, dtype=x.dtype, device=x.device) if out is None else out
     of_parts = (tiles.parts, num_tokens, rows) if tiles.parts > 1 else (1,)
     box, num_tiles = [tiles.outputs, tiles.words], triton.cdiv(rows, tiles.outputs)
     _few_tokens_kernel[(num_tiles * tiles.parts, triton.cdiv(num_tokens, tiles.tokens))](

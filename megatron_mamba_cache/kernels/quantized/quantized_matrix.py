@@ -86,6 +86,14 @@ class QuantizedMatrix:
         factors = None if self.factors is None else self.factors[index]
         return QuantizedMatrix(self.words[index], self.code_bits, scales, factors, self.block_rows, self.block_columns)
 
+    def row_slab(self, first: int, last: int) -> "QuantizedMatrix":
+        """Return the rows of one matrix from `first`, where a block begins, up to `last`."""
+        blocks = slice(first // self.block_rows, -(-last // self.block_rows))
+        scales = None if self.scales is None else self.scales[blocks]
+        factors = None if self.factors is None else self.factors[first:last]
+        words = self.words[first:last]
+        return QuantizedMatrix(words, self.code_bits, scales, factors, self.block_rows, self.block_columns)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, computed in float32, or float64 for that dtype, and rounded once."""
         computed = torch.float64 if dtype is torch.float64 else torch.float32
@@ -98,6 +106,30 @@ class QuantizedMatrix:
         if self.factors is not None:
             found = found * self.factors.to(computed).unsqueeze(-1)
         return found.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedForm:
+    """What a quantized weight consists of, by the arguments of `QuantizedMatrix`.
+
+    Args:
+        scale_dtype: None: no scales.
+    """
+
+    code_bits: int
+    scale_dtype: torch.dtype | None = None
+    has_factors: bool = False
+    block_rows: int = 1
+    block_columns: int = 1
+
+    def empty(self, shape: tuple[int, ...], device: torch.device) -> QuantizedMatrix:
+        """Return a weight of this form with undefined values."""
+        *leading, rows, columns = shape
+        grid = (*leading, -(-rows // self.block_rows), -(-columns // self.block_columns))
+        scales = None if self.scale_dtype is None else torch.empty(grid, dtype=self.scale_dtype, device=device)
+        factors = torch.empty((*leading, rows), device=device) if self.has_factors else None
+        words = torch.empty((*leading, rows, columns * self.code_bits // 16), dtype=torch.int16, device=device)
+        return QuantizedMatrix(words, self.code_bits, scales, factors, self.block_rows, self.block_columns)
 
 
 def packed(codes: Tensor, code_bits: int) -> Tensor:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .checkpoint_config import read_json_object
 from .quantization_config import QuantizationConfig
-from .quantized_weights import QuantizedWeight, Shape, WeightFormat
+from .quantized_weights import CodedTensor, QuantizedWeight, Shape, WeightFormat
 
 _INDEX = "model.safetensors.index.json"
 
@@ -128,6 +129,7 @@ class CheckpointTensors:
     Attributes:
         names: Tensor name → the file with it, or with its codes.
         shapes: Tensor name → its shape.
+        quantized: Names of quantized weights → their parts.
         unused: Names of scales of activations and of the KV cache, in the files only.
 
     Raises:
@@ -136,7 +138,7 @@ class CheckpointTensors:
 
     def __init__(self, directory: Path, quantization: QuantizationConfig | None) -> None:
         self._files = SafetensorsFiles(directory)
-        self._quantized: dict[str, QuantizedWeight] = {}
+        self.quantized: dict[str, QuantizedWeight] = {}
         self._stored: dict[str, tuple[str, ...]] = {}
         self.names: dict[str, Path] = {}
         self.shapes: dict[str, Shape] = {}
@@ -160,22 +162,32 @@ class CheckpointTensors:
             if name not in left_out:
                 raise error
 
-    def tensors(self, wanted: Container[str], like: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self,
+        wanted: Container[str],
+        like: Callable[[str], Tensor],
+        coded_on: Callable[[str], torch.device | None] = lambda _: None,
+    ) -> Iterator[tuple[str, Tensor | CodedTensor]]:
         """Yield the name and the tensor of each wanted name, plain ones on the CPU; none is held here.
 
         Args:
-            like: Returns, by name, a tensor whose dtype and device a quantized weight gets.
+            like: Returns, by name, a tensor whose dtype and device a dequantized weight gets.
+            coded_on: Returns, by name, the device of a weight that is not dequantized; None for others.
         """
         by_first = {stored[0]: name for name, stored in self._stored.items() if name in wanted}
         for first, parts in self._files.tensors({first: self._stored[name] for first, name in by_first.items()}):
             name = by_first[first]
-            weight = self._quantized.get(name)
-            yield name, parts.pop(first) if weight is None else weight.values(parts, like(name))
+            weight = self.quantized.get(name)
+            device = coded_on(name)
+            if weight is None:
+                yield name, parts.pop(first)
+            else:
+                yield name, weight.values(parts, like(name)) if device is None else weight.coded(parts, device)
             del parts  # otherwise it is held while the next one is read
 
     def quantized_summary(self, used: Collection[str]) -> str:
         """Return formats, number and bytes of the quantized weights among these names; empty if there are none."""
-        weights = [self._quantized[name] for name in used if name in self._quantized]
+        weights = [self.quantized[name] for name in used if name in self.quantized]
         counts = Counter(weight.format.name for weight in weights)
         num_bytes = sum(self._bytes_of(part) for weight in weights for part in weight.parts)
         each = ", ".join(f"{count:,} of {name}" for name, count in sorted(counts.items()))
@@ -208,7 +220,7 @@ class CheckpointTensors:
             described = f"{quantization.source} describes {quantization}"
             raise self._error(codes, f"is of type {found}, which is not supported: {described}")
         name = codes.removesuffix(next(filter(codes.endswith, _OF_PAIRS), "")) if found == "U8" else codes
-        weight = self._quantized[name] = self._weight(name, codes, formats)
+        weight = self.quantized[name] = self._weight(name, codes, formats)
         return name, weight.parts, weight.shape
 
     def _add(self, name: str, stored: tuple[str, ...], shape: Shape) -> None:

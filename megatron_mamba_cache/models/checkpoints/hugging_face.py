@@ -1,25 +1,24 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 
 from ...installation import install_command
 from ..architecture import HybridArchitecture
 from ..families import bamba, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
-from ..hybrid_model import build_hybrid_model, check_buildable
+from ..hybrid_model import check_buildable
 from ..parameter_shapes import filled_of
-from ..placement import ModelFiller, Placements, stored_shape
-from ..rank_shard import EMBEDDINGS, RankShard
+from ..placement import Placements, stored_shape
+from ..rank_shard import EMBEDDINGS
 from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
 from .checkpoint_tensors import CheckpointTensors
-from .loading_progress import loading_progress
+from .model_filling import ModelFilling
 from .quantization_config import QuantizationConfig
 from .stored_names import OtherNames, StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
 
@@ -137,16 +136,20 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
     return family.architecture(), family.dtype
 
 
-def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
+def load_hugging_face(
+    source: str | Path, dtype: torch.dtype | None = torch.bfloat16, *, dequantizes: bool = False
+) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
-    Tensors that this rank needs are read one at a time, dequantized if the files have them in FP8, NVFP4 or MXFP4, and
-    cut to the rank's shard. A name that is not a directory is looked up in the local cache of huggingface_hub, or
+    Tensors that this rank needs are read one at a time and cut to the rank's shard. Linear layers and
+    experts that the files have in FP8, NVFP4 or MXFP4 stay so in memory if the dtype is bfloat16; what is quantized
+    otherwise is dequantized. A name that is not a directory is looked up in the local cache of huggingface_hub, or
     downloaded by it, if that is installed.
 
     Args:
         dtype: Dtype of the weights; None: bfloat16 if config.json says that they are stored so or quantized, else
             float32.
+        dequantizes: True to dequantize all weights.
 
     Raises:
         ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
@@ -162,19 +165,14 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     placements = _placements(family, architecture, files, directory)
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     _check_shapes(directory, files, placements, shapes)
+    dtype = dtype or family.dtype
+    keeps = dtype is torch.bfloat16 and not dequantizes
     with naming_source(directory / "config.json"):
-        model = build_hybrid_model(architecture, dtype or family.dtype)
-    filler = ModelFiller(
-        model,
-        placements,
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        RankShard.of_process(architecture).local_name,
-    )
-    _fill(filler, files, placements)
-    if unfilled := filler.unfilled():
+        filling = ModelFilling(architecture, dtype, placements, files, keeps_quantized=keeps)
+    filling.fill()
+    if unfilled := filling.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
-    return LoadedModel(model, architecture, directory, files.quantized_summary(placements))
+    return LoadedModel(filling.model, architecture, directory, files.quantized_summary(placements))
 
 
 def _directory_of(source: str | Path) -> Path:
@@ -250,18 +248,6 @@ def naming_source(source: str | Path) -> Iterator[None]:
         raise ValueError(f"{source} describes no model that Megatron builds: {error}") from error
     except MemoryError as error:
         raise MemoryError(f"{source}: {error}") from error
-
-
-def _fill(filler: ModelFiller, files: CheckpointTensors, names: Iterable[str]) -> None:
-    wanted = {name for name in names if filler.wants(name)}
-    with loading_progress(len(wanted)) as advance:
-        for name, tensor in files.tensors(wanted, filler.target):
-            try:
-                filler.fill(name, tensor)
-            except ValueError as error:
-                raise ValueError(f"{files.names[name]}: {error}") from error
-            del tensor  # otherwise two are held while the next one is read
-            advance()
 
 
 def listed(names: Sequence[str]) -> str:

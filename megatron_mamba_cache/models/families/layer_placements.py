@@ -58,7 +58,7 @@ def _attention_placements(architecture: HybridArchitecture, layer: int, prefix: 
 
     def by_group(qkv: Tensor) -> Tensor:
         num_heads = min(len(qkv) // attention.head_dim, of_group)  # ranks that share a KV head have fewer
-        return qkv.view(-1, num_heads, attention.head_dim, architecture.hidden_size)
+        return qkv.view(-1, num_heads, attention.head_dim, qkv.shape[-1])
 
     def queries(qkv: Tensor) -> Tensor:
         return by_group(qkv)[:, :-2].unflatten(1, (parts_of_a_head, -1)).transpose(1, 2)
