@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from ..kernels.activations import Activation
 from ..kernels.experts.overlapped_expert import OverlappedExpert
+from ..kernels.experts.quantized_experts import can_multiply_quantized, routed_quantized_experts
 from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from ..kernels.quantized.dequantize import dequantize
 from ..kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
@@ -89,23 +90,19 @@ class StackedExperts(MegatronModule):
         overlapped: OverlappedExpert | None = None,
     ) -> Tensor:
         """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
-        return routed_experts(
-            x,
-            ids,
-            weights,
-            self._values("linear_fc1", x.dtype),
-            self._values("linear_fc2", x.dtype),
-            self._activation,
-            apart=self._apart,
-            first_expert=self.first_expert,
-            addend=addend,
-            shared=shared,
-            overlapped=overlapped,
+        first, second = self.weight("linear_fc1"), self.weight("linear_fc2")
+        settings: dict[str, Any] = {
+            "apart": self._apart,
+            "first_expert": self.first_expert,
+            "addend": addend,
+            "overlapped": overlapped,
+        }
+        if self.forms and can_multiply_quantized(x, ids.numel(), first, second):
+            return routed_quantized_experts(x, ids, weights, first, second, self._activation, **settings)  # type: ignore[arg-type]
+        first, second = (
+            weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype) for weight in (first, second)
         )
-
-    def _values(self, name: str, dtype: torch.dtype) -> Tensor:
-        weight = self.weight(name)
-        return weight if isinstance(weight, Tensor) else dequantize(weight, dtype)
+        return routed_experts(x, ids, weights, first, second, self._activation, shared=shared, **settings)
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each expert's part of the plain parameters, under the name that it has in Megatron's own layer."""

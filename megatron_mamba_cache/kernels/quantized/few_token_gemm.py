@@ -112,7 +112,7 @@ def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> FewTokenTiles:
     """Return the tiles for a number of tokens; the same up to 16, up to 32 and up to 64 of them."""
     rows, columns = weight.shape
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    words = _MOST_WORDS if weight.scales is None else min(_MOST_WORDS, weight.block_columns // 2)
+    words = MOST_WORDS if weight.scales is None else min(MOST_WORDS, weight.block_columns // 2)
     outputs = 64 if tokens == 16 else 128
     return FewTokenTiles(tokens, outputs, words, _parts(-(-rows // outputs), -(-columns // (2 * words))))
 
@@ -120,7 +120,7 @@ def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> FewTokenTiles:
 _PROGRAMS = 4 * 132
 """Programs that an H200 runs at once, and so the least that keep its memory busy."""
 _MOST_PARTS = 8
-_MOST_WORDS = 64
+MOST_WORDS = 64
 
 
 def _parts(num_tiles: int, num_steps: int) -> int:
@@ -138,16 +138,18 @@ def can_multiply_few_tokens(x: Tensor, weight: QuantizedMatrix) -> bool:
         and 0 < x.numel() <= MOST_TOKENS * x.shape[-1]
         and x.dtype is torch.bfloat16
         and weight.words.dim() == 2
-        and weight.words.is_contiguous()
-        and weight.code_bits == 8
-        and (weight.scales is None or _has_kernel(weight.scales, weight.block_columns))
+        and has_kernel(weight)
     )
 
 
-def _has_kernel(scales: Tensor, block_columns: int) -> bool:
-    """Return True if a tile of words has one scale for each row."""
-    is_divided = block_columns % (2 * _MOST_WORDS) == 0 or block_columns in (2 * RUN, 4 * RUN)
-    return scales.dtype is torch.float32 and scales.is_contiguous() and is_divided
+def has_kernel(weight: QuantizedMatrix) -> bool:
+    """Return True if kernels read a weight as FP8 codes, and a tile of words has one scale for each row."""
+    if weight.code_bits != 8 or not weight.words.is_contiguous():
+        return False
+    if weight.scales is None:
+        return True
+    is_divided = weight.block_columns % (2 * MOST_WORDS) == 0 or weight.block_columns in (2 * RUN, 4 * RUN)
+    return is_divided and weight.scales.dtype is torch.float32 and weight.scales.is_contiguous()
 
 
 def num_counters(weight: QuantizedMatrix) -> int:
