@@ -27,19 +27,19 @@ DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let long forms of tests be asked for."""
+    """Add options that enable long and slow tests."""
     parser.addoption("--run-long", action="store_true", help="run the tests marked long too, as CI does")
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow too")
     parser.addoption("--run-clients", action="store_true", help="run the tests marked clients too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers of what must be asked for."""
+    """Register the markers of optional tests."""
     config.addinivalue_line("markers", "clients: drives other projects' clients; only with --run-clients")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what takes long unless it is asked for."""
+    """Skip long and slow tests unless they are enabled."""
     for marker in ("long", "slow", "clients"):
         if not config.getoption(f"--run-{marker}"):
             for item in items:
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """List the clients that ran and their releases."""
+    """Report the clients that ran and their releases."""
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             for script, versions in (value for name, value in report.user_properties if name == "client"):
@@ -57,14 +57,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Spread tests over workers by file."""
+    """Distribute tests over workers by file."""
     from tests.file_scheduling import FilesTogether
 
     return FilesTogether(config, log)
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that importing made out of later collections: each engine that is built starts some."""
+    """Exclude all imported objects from later garbage collections: each engine that is built starts some."""
     gc.collect()
     gc.freeze()
 
@@ -77,19 +77,19 @@ def usual_settings() -> None:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """Name each device that this machine has."""
+    """Yield each device of this machine."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def one_world_at_a_time() -> Callable[[], AbstractContextManager[None]]:
-    """Return what to keep several busy processes in: it waits while there are others, of any worker of this run."""
+    """Return a context for several busy processes: it waits for those of other workers of this run."""
     return _one_world_at_a_time
 
 
 @pytest.fixture
 def many_processes(one_world_at_a_time: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Run a test that keeps several processes busy while no other such test runs, in any worker of this run."""
+    """Run a test of several busy processes while no other such test runs in any worker of this run."""
     with one_world_at_a_time():
         yield
 

@@ -1,10 +1,10 @@
-"""Which worker of pytest-xdist runs which tests."""
+"""Assignment of tests to the workers of pytest-xdist."""
 
 from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
 
 _OF_PROCESSES = ("tests/distributed/", "tests/replicas/", "tests/docs/test_run.py")
-"""Where nearly all tests that use `many_processes` are."""
+"""The folders of nearly all tests that use `many_processes`."""
 
 
 class FilesTogether(LoadScopeScheduling):

@@ -1,4 +1,4 @@
-"""Processes that need not import anything: each is a fork of one that has done it once."""
+"""Processes without imports: each is a fork of one that has imported everything."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ PRELOADED = [
 
 @cache
 def fork_server() -> ForkServerContext:
-    """Return what starts such processes.
+    """Return the context that starts such processes; they compute on the CPU, as gloo sends no device tensors.
 
     They compute on the CPU wherever they run: gloo sends no tensor of a device.
     """
@@ -31,7 +31,7 @@ def fork_server() -> ForkServerContext:
 
 
 def write_output_to(log: Path) -> None:
-    """Write all that this process prints from now on to a file."""
+    """Write this process's output to a file from now on."""
     with log.open("w") as written:
         os.dup2(written.fileno(), 1)
         os.dup2(written.fileno(), 2)

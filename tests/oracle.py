@@ -1,4 +1,4 @@
-"""A hybrid model written a second time: whole sequences, fp64, no cache, nothing shared with what it judges."""
+"""An independent hybrid model as a test oracle: whole sequences, fp64, no cache, no shared code."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ UNSUPPORTED_SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class GreedyCheck:
-    """How far generated tokens were compared with the oracle's choice.
+    """The extent of a comparison of generated tokens with the oracle's choices.
 
     Args:
         num_compared: tokens compared, a mismatch included.
@@ -93,7 +93,7 @@ class HybridOracle:
 
     @torch.no_grad()
     def logits_and_gaps(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the logits after each token, and its narrowest choice of experts in any layer, [tokens] fp64."""
+        """Return the logits after each token, and its smallest gap between experts in any layer, [tokens] fp64."""
         hidden = self.embedding[torch.tensor(tokens, dtype=torch.long, device=self.embedding.device)]
         gaps = torch.full((len(tokens),), float("inf"), dtype=hidden.dtype, device=hidden.device)
         for layer in self.layers:
@@ -142,7 +142,7 @@ def _fp64(parameter: Tensor) -> Tensor:
 
 
 def _norm_weight(norm: Any, config: Any) -> Tensor:
-    """Return the factor of a norm: its weights, or one more than they are."""
+    """Return the factor of a norm: its weights, or one plus its weights."""
     return _fp64(norm.weight) + (1 if config.layernorm_zero_centered_gamma else 0)
 
 
@@ -262,7 +262,7 @@ def _expert_layer(layer: Any, model: Any) -> ExpertLayer:
 
 
 def _routing(router: Any, config: Any) -> Routing:
-    """Return how a router chooses; that of Megatron's own layer has no rule, and is known without one in one form."""
+    """Return a router's rule; Megatron's own layer has none, and one form of it is supported."""
     rule = getattr(router, "_rule", None)
     if rule is None:
         if config.moe_router_score_function != "softmax" or config.moe_router_pre_softmax:
@@ -280,7 +280,7 @@ def _routing(router: Any, config: Any) -> Routing:
 
 
 def _experts(experts: Any) -> list[Any]:
-    """Return each expert under the attributes that a layer of its own has."""
+    """Return each expert under the attributes of a separate layer."""
     if hasattr(experts, "local_experts"):
         return experts.local_experts
     return [

@@ -189,7 +189,7 @@ class MLPLayer:
         return self.of_normed(rms_norm(hidden, self.input_norm, self.epsilon))
 
     def of_normed(self, normed: Tensor) -> Tensor:
-        """Return the layer's output for what is normed already."""
+        """Return the layer's output for normed inputs."""
         inner = normed @ self.fc1.T
         if self.is_gated:
             gate, linear = inner.chunk(2, dim=-1)
@@ -199,7 +199,7 @@ class MLPLayer:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How each token goes to the best experts by its router.
+    """How a router selects the best experts of each token.
 
     Args:
         top_k: Experts of a token.
@@ -217,7 +217,7 @@ class Routing:
     scale: float = 1.0
 
     def shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the [tokens, experts] weights, and by how much the last chosen expert or group beat the next."""
+        """Return the [tokens, experts] weights, and the gap between the last chosen expert or group and the next."""
         scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
         merits = logits if self.bias is None else scores + self.bias
         gaps = torch.full((len(logits),), math.inf, dtype=logits.dtype, device=logits.device)
@@ -234,7 +234,7 @@ class Routing:
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return which of each row are its best, and by how much the last of these beats the next; infinite without one."""
+    """Return the best entries of each row, and the gap between the last of these and the next; infinite without one."""
     ordered = scores.sort(-1, descending=True)
     is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ordered.indices[:, :count], True)
     if count == scores.shape[1]:
@@ -270,7 +270,7 @@ class ExpertLayer:
         return (mixed if self.latent is None else mixed @ self.latent[1].T) + shared
 
     def routing_gaps(self, hidden: Tensor) -> Tensor:
-        """Return by how much each token's last chosen expert or group outscores the next, [tokens]."""
+        """Return each token's gap between the last chosen expert or group and the next, [tokens]."""
         return self.routing.shares(rms_norm(hidden, self.input_norm, self.epsilon) @ self.router.T)[1]
 
 
@@ -286,19 +286,19 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _powers(bases: Tensor, num_tokens: int) -> Tensor:
-    """Return [bases, tokens, tokens], each base to the number of tokens from s to t; 0 where t is before s."""
+    """Return [bases, tokens, tokens], each base to the number of tokens from s to t; 0 if t precedes s."""
     ages = torch.arange(num_tokens, device=bases.device)
     ages = ages[:, None] - ages
     return torch.where(ages >= 0, bases[:, None, None] ** ages.clamp_min(0), 0.0)
 
 
 def causal_mask(num_tokens: int, device: torch.device) -> Tensor:
-    """Return [tokens, tokens] bool, true where column s is seen from row t."""
+    """Return [tokens, tokens] bool, True if column s is seen from row t."""
     return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
 def ssd_quadratic(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return the SSM's output from a zero state, as one masked matrix a head.
+    """Return the SSM's output from a zero state, as one masked matrix per head.
 
     Args:
         x: [tokens, heads, head_dim].

@@ -30,7 +30,7 @@ def select_device(name: str) -> str:
     if name == "cpu":
         loaded = sys.modules.get("torch")
         if loaded is not None and loaded.cuda.is_initialized():  # a process cannot stop using CUDA
-            raise UsageError("--device cpu: this process uses CUDA already; start a new one")
+            raise UsageError("--device cpu: this process already uses CUDA; start a new one")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
     import torch

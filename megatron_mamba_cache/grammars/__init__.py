@@ -1,1 +1,1 @@
-"""Grammars that replies must follow: written, compiled, and matched against a request's tokens."""
+"""Grammars that replies must follow: build them, compile them, and match them against a request's tokens."""

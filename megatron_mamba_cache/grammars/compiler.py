@@ -1,4 +1,4 @@
-"""Compile grammars for one vocabulary, and cache them for the next requests."""
+"""Compile grammars for one vocabulary, and cache them for later requests."""
 
 import json
 from collections import OrderedDict
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS, _MOST_CHARACTERS_OF_PART = 2 * 2**20, 256 * 1024
 _MOST_OBJECTS = 20_000
 _MOST_OBJECTS_OF_PART = 2_000  # the time to compile an object grows with the square of its properties
-_MOST_VALUES = 200_000  # of a schema that is written out
+_MOST_VALUES = 200_000  # most JSON values in an expanded schema
 _KEPT_CHARACTERS, _MOST_KEPT = 8 * 2**20, 512
 TOO_COMPLEX = "the grammar of this request has become too complex to continue"
 """Start of the failure reason of a request whose compiled grammar failed."""
 
 
 class Grammars:
-    """The grammars of one model, whose masks are `vocab_size` wide. Thread-safe; compiling releases Python's lock."""
+    """Compiled grammars of one model, with masks of `vocab_size` bits. Thread-safe; compilation releases the GIL."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -46,16 +46,16 @@ class Grammars:
         self._lock = Lock()
 
     def read(self, tokenizer: Any) -> None:
-        """Take over the model's tokenizer; its vocabulary is read by `prepare` or for the first grammar."""
+        """Set the model's tokenizer. Its vocabulary is read by `prepare` or when the first grammar is compiled."""
         self._tokenizer = tokenizer
 
     def prepare(self) -> None:
-        """Read the vocabulary, which takes half a second; on failure, the error of each grammar explains it."""
+        """Read the vocabulary, which takes half a second. If that fails, the error of each grammar gives the reason."""
         with suppress(GrammarError):
             self._read_vocabulary()
 
     def error_of(self, grammar: str) -> str | None:
-        """Return why a grammar cannot be used; None if it can. Compiles a new one, which may take a while."""
+        """Return why a grammar cannot be used; None if it can. May compile the grammar, which can take seconds."""
         try:
             self.matcher(grammar)
         except GrammarError as error:
@@ -63,7 +63,7 @@ class Grammars:
         return None
 
     def matcher(self, grammar: str) -> "LLMatcher":
-        """Return a matcher at a grammar's start; raise `GrammarError` if it or the tokenizer cannot be used."""
+        """Return a matcher at the start of a grammar; raise `GrammarError` if the grammar or tokenizer is unusable."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
@@ -74,12 +74,12 @@ class Grammars:
         return found.deep_copy()
 
     def note_failure(self, request_id: int, reason: str) -> None:
-        """Record that the grammar of a running request cannot continue; callable from any thread."""
+        """Record that the grammar of a running request failed. Callable from any thread."""
         first_line = reason.strip().partition("\n")[0]
         self._failures[request_id] = f"{TOO_COMPLEX}: {first_line:.200}"
 
     def take_failures(self) -> dict[int, str]:
-        """Return and clear the failures of running requests, by request."""
+        """Return and clear the recorded failures, by request id."""
         if not self._failures:
             return {}
         taken, self._failures = self._failures, {}
@@ -87,7 +87,7 @@ class Grammars:
 
     @cached_property
     def executor(self) -> "LLExecutor":
-        """Threads that make masks."""
+        """Thread pool that computes token masks."""
         executor: LLExecutor = _llguidance().mask_executor()
         return executor
 
@@ -125,20 +125,20 @@ class Grammars:
 
 @lru_cache(maxsize=4096)
 def has_text(terminal: str) -> bool:
-    """Return True if a terminal, given by its right-hand side, has any text, or cannot be compiled."""
+    """Return True if a terminal (the right-hand side of a rule) matches any text, or if it cannot be compiled."""
     found: bool = _llguidance().has_text(terminal)
     return found
 
 
 def _parsed(grammar: str) -> Any:
-    """Return a grammar's value; raise `GrammarError` if it is not JSON, or too large to compile in a moment."""
+    """Parse a grammar's JSON; raise `GrammarError` if it is invalid or too large to compile quickly."""
     _check(len(grammar), "characters", _MOST_CHARACTERS)
     try:
         value = json.loads(grammar)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the grammar is not JSON, or is nested too deeply: {error}") from error
     parts = _parts(value)
-    for part in parts[1:] or parts:  # the first one puts the others together
+    for part in parts[1:] or parts:  # the first part only combines the others
         with at_location(_location(part)):
             _check(len(json.dumps(part, ensure_ascii=False)), "characters", _MOST_CHARACTERS_OF_PART)
             _check_objects(part, _MOST_OBJECTS_OF_PART)
@@ -164,7 +164,7 @@ def _location(part: Any) -> str:
 
 
 def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any]]]:
-    """Rewrite the JSON schemas of a grammar in place, and return them with their locations."""
+    """Rewrite the JSON schemas of a grammar in place; return them with their locations."""
     schemas = []
     for part in _parts(grammar):
         location = _location(part)
@@ -181,7 +181,7 @@ def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any
 
 @cache
 def _llguidance() -> ModuleType:
-    """Return the module that uses llguidance; raise `GrammarError` if it is not installed."""
+    """Return the module that wraps llguidance; raise `GrammarError` if llguidance is not installed."""
     try:
         require_extra("server", "structured output")
     except MissingExtraError as error:
@@ -196,10 +196,10 @@ GoesOn = Callable[[dict[str, Any], str], bool]
 
 
 def prepared(schema: dict[str, Any], goes_on: GoesOn, refusal: Refusal) -> dict[str, Any]:
-    """Return a schema whose replies are finite and valid by the given one, which this changes.
+    """Return a schema that llguidance can enforce, whose values are finite and valid for `schema`. Changes `schema`.
 
     Raises:
-        GrammarError: If no grammar can enforce the schema; it says where and why.
+        GrammarError: If no grammar can enforce the schema; the message says where and why.
     """
     settings = schema.get(GUIDANCE, {})
     try:

@@ -1,4 +1,4 @@
-"""`oneOf` as `anyOf`: alternatives that exclude each other, which some do once they are narrowed."""
+"""Rewrite `oneOf` as `anyOf` of alternatives that exclude each other, narrowing them where needed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +19,12 @@ from .schema_words import (
 Schema = dict[str, Any]
 _MOST_BRANCHES = 64
 _DEPTH = 4
-_MOST_COPIES = 8  # of a oneOf in an alternative of another one
+_MOST_COPIES = 8  # most copies of a oneOf inside an alternative of another oneOf
 _ONE_OF = "oneOf"
 
 
 def exclude_branches(root: Any) -> None:
-    """Replace each `oneOf` of a JSON schema in place by an `anyOf` of alternatives that exclude each other.
+    """Replace each `oneOf` in a JSON schema, in place, by an `anyOf` whose alternatives exclude each other.
 
     Alternatives that overlap are narrowed: one requires a property that sets them apart, or forbids one that the other
     requires. If that is not possible, raise `GrammarError`.
@@ -63,7 +63,7 @@ def _exclusive(branches: list[Any], base: Schema, root: Any) -> list[Any]:
 
 
 def _tagged(branches: list[Any], root: Any) -> list[Any]:
-    """Return many alternatives, each with a property required whose values no other one has."""
+    """Return the alternatives, each requiring a property whose values occur in no other alternative."""
     parts = [resolved(branch, root) for branch in branches]
     for name in mapping_of(mapping_of(parts[0]).get("properties")):
         tags = [_values_of(mapping_of(mapping_of(part).get("properties")).get(name)) for part in parts]
@@ -77,7 +77,7 @@ def _tagged(branches: list[Any], root: Any) -> list[Any]:
 
 
 def _set_apart(branch: Any, base: Schema, other: list[Any], root: Any) -> Any:
-    """Return an alternative without the values of another, None if it cannot be narrowed so."""
+    """Return an alternative narrowed to exclude the values of another; None if that is not possible."""
     parts, others = list(_parts([base, branch], root)), list(_parts(other, root))
     if _types(parts) & _types(others) != {"object"}:
         return None
@@ -92,7 +92,7 @@ def _set_apart(branch: Any, base: Schema, other: list[Any], root: Any) -> Any:
 
 
 def _with(branch: Any, root: Any, *, required: str | None = None, forbidden: str | None = None) -> Schema:
-    """Return a copy of an alternative that requires a property or forbids one."""
+    """Return a copy of an alternative that also requires or forbids a property."""
     own = resolved(branch, root)
     own = {"allOf": [branch]} if not isinstance(own, dict) or "$ref" in own else dict(own)
     if required is not None:
@@ -103,7 +103,7 @@ def _with(branch: Any, root: Any, *, required: str | None = None, forbidden: str
 
 
 def _are_disjoint(first: list[Any], second: list[Any], root: Any, depth: int = _DEPTH) -> bool:
-    """Return whether it is certain that no value is of all schemas of both lists."""
+    """Return whether provably no value satisfies every schema of both lists."""
     if depth == 0:
         return False
     firsts, seconds = list(_parts(first, root)), list(_parts(second, root))
@@ -123,7 +123,7 @@ def _are_disjoint(first: list[Any], second: list[Any], root: Any, depth: int = _
 
 
 def _are_apart(kind: str, firsts: list[Schema], seconds: list[Schema], root: Any, depth: int) -> bool:
-    """Return whether it is certain that no value of a type is of all schemas of both lists."""
+    """Return whether provably no value of type `kind` satisfies every schema in `firsts` and `seconds`."""
     if kind == "object":
         names = sorted({name for part in firsts + seconds for name in list_of(part.get("required"))})
         return any(_are_disjoint(_property(firsts, name), _property(seconds, name), root, depth - 1) for name in names)
@@ -146,7 +146,7 @@ def _are_apart(kind: str, firsts: list[Schema], seconds: list[Schema], root: Any
 
 
 def _is_within(branch: Any, other: Any, root: Any) -> bool:
-    """Return whether it is certain that all values of an alternative are of another one."""
+    """Return whether provably every value of an alternative also satisfies another."""
     branch, other = resolved(branch, root), resolved(other, root)
     if branch is False or other is True or not isinstance(other, dict) or not isinstance(branch, dict):
         return branch is False or other is True
@@ -165,7 +165,7 @@ def _is_within(branch: Any, other: Any, root: Any) -> bool:
 
 
 def _parts(schemas: list[Any], root: Any) -> Iterator[Schema]:
-    """Yield schemas that all hold where some do: themselves, what they refer to, and those of their `allOf`."""
+    """Yield the schemas, the targets of their references, and the members of their `allOf`."""
     waiting = list(schemas)
     seen: set[int] = set()
     while waiting:
@@ -196,7 +196,7 @@ def _values_of(schema: Any) -> list[Any] | None:
 
 
 def _may_take(parts: list[Schema], value: Any) -> bool:
-    """Return whether schemas may all allow a value; True if in doubt."""
+    """Return whether all the schemas may allow a value; True if uncertain."""
     for part in parts:
         values = _values_of(part)
         if type_of_value(value) not in types_of(part):
@@ -207,7 +207,7 @@ def _may_take(parts: list[Schema], value: Any) -> bool:
 
 
 def _property(parts: list[Schema], name: str) -> list[Any]:
-    """Return the schemas of a property."""
+    """Return the schemas of the property with this name."""
     found: list[Any] = []
     for part in parts:
         properties = mapping_of(part.get("properties"))

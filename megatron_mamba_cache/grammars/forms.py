@@ -1,7 +1,7 @@
-"""Grammars as text that travels with a request: JSON schemas, expressions, choices, and prefixes of them.
+"""Build grammars from JSON schemas, regular expressions and choices, and serialize them as text.
 
 The text is a JSON object as llguidance reads it: grammars in its dialect of Lark, or JSON schemas. The first is the
-start and names others with `@`. Special tokens have no text of their own and are written by id.
+start symbol and refers to the others with `@`. Special tokens have no text and are written by id.
 """
 
 import json
@@ -29,24 +29,24 @@ LOCATION = "location"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A rule's right-hand side and the named parts that it refers to."""
+    """Right-hand side of a rule, with the named rules and grammars to which it refers."""
 
     rule: str  # in llguidance's dialect of Lark
-    rules: Mapping[str, str] | None = None  # further rules, by name
-    parts: Mapping[str, Mapping[str, Any]] | None = None  # grammars that rules name with `@`, by name
+    rules: Mapping[str, str] | None = None  # other rules, by name
+    parts: Mapping[str, Mapping[str, Any]] | None = None  # grammars to which rules refer with `@`, by name
 
     @property
     def text(self) -> str:
-        """The grammar as it travels."""
+        """The grammar serialized as text, as sent with a request."""
         lines = [f"start: {self.rule}", *(f"{name}: {rule}" for name, rule in (self.rules or {}).items())]
         parts = [{"name": name, **part} for name, part in (self.parts or {}).items()]
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *parts]}, ensure_ascii=False)
 
 
 def json_grammar(schema: Schema, name: str = "answer", location: str = "") -> Grammar:
-    """Return the grammar of the JSON texts that a schema allows, with bounded white space between their tokens.
+    """Return the grammar of JSON text that satisfies a schema, with bounded white space between tokens.
 
-    `location` is where the schema is in the request, for errors.
+    `location` names the schema's field of the request, for error messages.
     """
     whole = without_notes(schema) if isinstance(schema, Mapping) else {}
     if schema is False:
@@ -56,37 +56,37 @@ def json_grammar(schema: Schema, name: str = "answer", location: str = "") -> Gr
 
 
 def regex_grammar(pattern: str) -> Grammar:
-    """Return the grammar of the texts that an expression matches whole."""
+    """Return the grammar of texts that fully match a regular expression."""
     return Grammar(matching(pattern))
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Return the grammar of some texts."""
+    """Return the grammar that matches any of the given texts."""
     return Grammar(" | ".join(map(quoted, choices)))
 
 
 def lark_grammar(source: str) -> Grammar:
-    """Return a grammar in llguidance's dialect of Lark, which begins with the rule `start`."""
+    """Return a grammar from source in llguidance's Lark dialect, whose first rule is `start`."""
     return Grammar("@answer", parts={"answer": {"lark_grammar": source}})
 
 
 def any_of(*grammars: Grammar) -> Grammar:
-    """Return the grammar of texts of any of the grammars; their names are distinct."""
+    """Return the union of grammars, whose rule names must be distinct."""
     return _joined([f"({grammar.rule})" for grammar in grammars], grammars, " | ")
 
 
 def sequence(*grammars: Grammar) -> Grammar:
-    """Return the grammar of concatenated texts; names are distinct."""
+    """Return the concatenation of grammars, whose rule names must be distinct."""
     return _joined([f"({grammar.rule})" for grammar in grammars], grammars, " ")
 
 
 def named(name: str, grammar: Grammar) -> Grammar:
-    """Return the same grammar as a named rule, which can be used several times."""
+    """Return the grammar as a named rule, which can be referenced several times."""
     return Grammar(name, {name: grammar.rule, **(grammar.rules or {})}, grammar.parts)
 
 
 def literal(text: str, special_id: SpecialId) -> str:
-    """Return a rule that matches a text in which special tokens stand for themselves."""
+    """Return a rule that matches a literal text, with special tokens matched by id."""
     found, end = [], 0
     for markup in _MARKUP.finditer(text):
         number = special_id(markup[0])
@@ -99,22 +99,22 @@ def literal(text: str, special_id: SpecialId) -> str:
 
 
 def without(*texts: str) -> str:
-    """Return a rule that matches any text without some texts in it."""
+    """Return a rule that matches any text that does not contain the given texts."""
     return f"~/{ANY}({'|'.join(map(escaped, texts))}){ANY}/"
 
 
 def escaped(text: str) -> str:
-    """Return the expression of a text."""
+    """Return a regular expression that matches a literal text."""
     return _escaped_slashes(re.escape(text))
 
 
 def quoted(text: str) -> str:
-    """Return a rule that matches a text."""
+    """Return a rule that matches a literal text."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def matching(pattern: str) -> str:
-    """Return a rule that matches what an expression matches whole."""
+    """Return a rule that matches texts which fully match a regular expression."""
     return f"/{_escaped_slashes(pattern)}/"
 
 

@@ -1,4 +1,4 @@
-"""Words of JSON Schema that llguidance does not know, written with those that it does; others are refused by name."""
+"""Rewrite JSON Schema keywords that llguidance does not support with keywords that it does; refuse the rest."""
 
 import json
 import re
@@ -46,10 +46,10 @@ Refusal = Callable[[Schema], str | None]
 
 
 def hold_words(root: Any, refusal: Refusal) -> None:
-    """Rewrite a JSON schema of any draft in place, with words that llguidance holds to.
+    """Rewrite a JSON schema of any draft, in place, with keywords that llguidance enforces.
 
     Raises:
-        GrammarError: If a word cannot be enforced; it says where.
+        GrammarError: If a keyword cannot be enforced; the message says where.
     """
     root.pop("$schema", None)
     hold_strings = partial(_hold_strings, refusal=refusal)
@@ -60,7 +60,7 @@ def hold_words(root: Any, refusal: Refusal) -> None:
 
 
 def drop_empty_words(schema: Schema, _root: Any = None) -> None:
-    """Take out words that allow everything, and write those of older drafts as today's."""
+    """Remove keywords that allow everything, and rewrite keywords of older drafts."""
     for word, values in _NO_WORDS.items():
         if word in schema and any(is_same(schema[word], value) for value in values):
             del schema[word]
@@ -75,7 +75,7 @@ def drop_empty_words(schema: Schema, _root: Any = None) -> None:
         exclusive = f"exclusive{word.capitalize()}"
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and word in schema:
             schema[exclusive] = schema.pop(word)
-    others = schema.pop("additionalItems", True)  # means something next to a list of items only
+    others = schema.pop("additionalItems", True)  # has an effect only if `items` is a list
     if isinstance(schema.get("items"), list):
         schema["prefixItems"] = schema.pop("items")
         schema["items"] = others
@@ -85,7 +85,7 @@ def drop_empty_words(schema: Schema, _root: Any = None) -> None:
 
 
 def _hold_strings(schema: Schema, _root: Any, refusal: Refusal) -> None:
-    """Write patterns and formats as llguidance reads them; a format that a pattern excludes is a note to readers."""
+    """Rewrite patterns and formats for llguidance; drop a format that the pattern excludes."""
     name, pattern = schema.get("format"), schema.get("pattern")
     parts = [] if not isinstance(pattern, str) else words_of_pattern(pattern, name)
     is_plain = all(part.keys() == {"pattern"} for part in parts)
@@ -105,7 +105,7 @@ def _hold_strings(schema: Schema, _root: Any, refusal: Refusal) -> None:
 
 
 def _hold_names(schema: Schema, root: Any) -> None:
-    """Write `propertyNames` as properties, or as a pattern of them."""
+    """Rewrite `propertyNames` as `properties` or `patternProperties`."""
     if "propertyNames" not in schema:
         return
     names = resolved(schema.pop("propertyNames"), root)
@@ -133,7 +133,7 @@ def _hold_names(schema: Schema, root: Any) -> None:
 
 
 def _value_of(name: str, properties: Schema, patterns: Schema, others: Any) -> Any:
-    """Return the schema of a property that an object may have."""
+    """Return the schema of the property with this name."""
     found = [properties[name]] if name in properties else []
     found += [value for pattern, value in patterns.items() if _matches(pattern, name)]
     return found[0] if len(found) == 1 else {"allOf": found} if found else others
@@ -147,7 +147,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _listed_values(schema: Any, root: Any) -> list[Any] | None:
-    """Return the values that a schema allows, if they are a list: each once, as JSON compares them."""
+    """Return the values that a schema enumerates, without JSON duplicates; None if it does not enumerate them."""
     schema = resolved(schema, root)
     if not isinstance(schema, dict):
         return None
@@ -169,7 +169,7 @@ def _listed_values(schema: Any, root: Any) -> list[Any] | None:
 
 
 def _hold_unique(schema: Schema, root: Any) -> None:
-    """Write `uniqueItems` as all orders of few values; an array of one item needs nothing."""
+    """Rewrite `uniqueItems` as all orders of a few values; drop it for arrays of at most one item."""
     if not schema.get("uniqueItems"):
         return
     most = schema.get("maxItems")

@@ -1,4 +1,4 @@
-"""The interface to llguidance: vocabularies, matchers, and threads that make masks."""
+"""Interface to llguidance: vocabularies, matchers, and the threads that compute masks."""
 
 import json
 import os
@@ -19,21 +19,21 @@ _LONGEST_REASON = 400
 _MOST_THREADS = 8
 _QUOTE = ord('"')
 _NO_TEXT = "NoExtension"
-_MOST_ITEMS = 16_000  # alternatives that are open at one position
+_MOST_ITEMS = 16_000  # most alternatives that the parser tracks at one position
 _MOST_ITEMS_A_STEP = 64_000
 _BYTES_OF_TEXT = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/')  # a literal or an expression
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/')  # literal or regular expression
 _MARKS = {"object": "{}", "array": "[]", "string": '""'}
-_BEFORE = ("", "\n", "a")  # texts before a text, so that it does not begin one; a token may span the end of any of them
-_FUEL, _FUEL_A_STEP = 10_000_000, 2_000_000  # work on expressions: some seconds, and less than one
+_BEFORE = ("", "\n", "a")  # contexts to tokenize a text in; a token may span the end of the context
+_FUEL, _FUEL_A_STEP = 10_000_000, 2_000_000  # limits on regex work: a few seconds in all, and under one second per step
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The attributes that `TokenizerWrapper` reads."""
+    """Attributes that `TokenizerWrapper` reads."""
 
-    tokens: list[bytes]  # the bytes of each token, [vocab]
-    special_token_ids: list[int]  # tokens without text
+    tokens: list[bytes]  # bytes of each token, [vocab]
+    special_token_ids: list[int]  # ids of tokens without text
     eos_token_id: int
     bos_token_id: int | None
     spell: Callable[[bytes], list[int]]
@@ -44,13 +44,13 @@ class _Vocabulary:
 
 
 class _Spelling:
-    """Turns a text inside a reply into tokens whose bytes are exactly the text's.
+    """Tokenize text inside a reply into tokens whose bytes are exactly those of the text.
 
     A tokenizer may add special tokens or a space before a text, or read the name of a special token as that token. So
     its tokens are used only if they spell the text.
 
     Args:
-        tokens: The bytes of each token, [vocab]; none for a special one.
+        tokens: Bytes of each token, [vocab]; empty for special tokens.
     """
 
     def __init__(self, tokenize: Callable[[str], Sequence[int]], tokens: Sequence[bytes]) -> None:
@@ -60,7 +60,7 @@ class _Spelling:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text: the tokenizer's if they spell it, else the longest ones from left to right."""
+        """Return the tokenizer's tokens if they spell the text, else the longest matching tokens from left to right."""
         for before in _BEFORE:
             found = self._tokenize(before + text.decode(errors="replace"))
             if (tail := self._tail(found, text)) is not None:
@@ -68,7 +68,7 @@ class _Spelling:
         return self._longest_first(text)
 
     def _tail(self, found: Sequence[int], text: bytes) -> list[int] | None:
-        """Return the last tokens with text that together spell `text`; None if there are none."""
+        """Return the last tokens that together spell `text`; None if no tokens do."""
         end = len(found)
         while end and not self._tokens[found[end - 1]]:
             end -= 1
@@ -85,7 +85,7 @@ class _Spelling:
             sizes = range(min(self._longest, len(text) - start), 0, -1)
             size = next((size for size in sizes if text[start : start + size] in self._ids), None)
             if size is None:
-                break  # no token begins so: what follows cannot be written
+                break  # no token starts with this byte, so the rest cannot be tokenized
             found.append(self._ids[text[start : start + size]])
             start += size
         return found
@@ -93,13 +93,13 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's vocabulary as matchers read it."""
+    """Vocabulary of a model, for matchers."""
 
     tokenizer: LLTokenizer
-    characters: frozenset[str] | None  # of all tokens; None: each byte is a token, so all can be written
+    characters: frozenset[str] | None  # characters of all tokens; None: all characters are possible
 
     def check(self, grammar: str) -> None:
-        """Raise `GrammarError` if a grammar's texts have a character that no token has."""
+        """Raise `GrammarError` if the literals of a grammar contain a character that no token has."""
         if self.characters is None:
             return
         for text in _texts_of(json.loads(grammar)):
@@ -109,7 +109,7 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
-    """Return a model's vocabulary; tokens without text are allowed only where a grammar names them.
+    """Return a model's vocabulary. Tokens without text are allowed only where a grammar names them.
 
     Raises:
         GrammarError: If the tokenizer has no end token, or no `bytes_of`.
@@ -129,7 +129,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
 
 
 def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
-    """Return a matcher at a grammar's start; raise `GrammarError` if it has no text or llguidance cannot follow it."""
+    """Return a matcher at the start of a grammar; raise `GrammarError` if it matches no text or cannot be compiled."""
     vocabulary.check(grammar)
     limits = LLParserLimits(
         max_items_in_row=_MOST_ITEMS,
@@ -152,19 +152,19 @@ def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
 
 
 def _can_begin(matcher: LLMatcher, mask: bytes) -> bool:
-    """Return whether a token begins a text of the grammar; without one, the mask is of what follows forced bytes."""
+    """Return whether some token can start a text of the grammar."""
     allowed = (8 * index + bit for index, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1)
     return matcher.is_accepting() or any(matcher.validate_tokens([token]) for token in islice(allowed, 1))
 
 
 def schema_error(schema: dict[str, Any]) -> str | None:
-    """Return why llguidance cannot follow a JSON schema, None if it can; independent of the vocabulary."""
+    """Return why llguidance cannot compile a JSON schema, None if it can; independent of the vocabulary."""
     matcher = _byte_matcher(schema)
     return matcher.get_error() if matcher.is_error() else None
 
 
 def goes_on(schema: dict[str, Any], text: str) -> bool:
-    """Return True if a text that a JSON schema allows may continue with a quote, or if it cannot be followed."""
+    """Return True if a quote may follow `text` in a value of a JSON schema, or if the schema cannot be compiled."""
     matcher = _byte_matcher(schema)
     if matcher.is_error():
         return True
@@ -174,7 +174,7 @@ def goes_on(schema: dict[str, Any], text: str) -> bool:
 
 
 def has_text(terminal: str) -> bool:
-    """Return whether there is a text of a terminal, given by its right-hand side; True if it cannot be compiled."""
+    """Return whether a terminal (the right-hand side of a rule) matches any text; True if it cannot be compiled."""
     lark = f"start: TEXT\nTEXT: {terminal}"
     matcher = LLMatcher(_bytes(), json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0)
     if not matcher.is_error():
@@ -192,7 +192,7 @@ def _bytes() -> LLTokenizer:
 
 
 def mask_executor() -> LLExecutor:
-    """Return threads that make masks, on at most half of the processors."""
+    """Return a thread pool for masks that uses at most half of the processors."""
     return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 2) // 2)))
 
 
@@ -204,11 +204,11 @@ def _characters_of(tokens: Sequence[bytes]) -> frozenset[str] | None:
 
 
 def _texts_of(grammar: Any) -> Iterator[str]:
-    """Yield the texts that a grammar says: literals, and what each JSON schema needs, as JSON writes it."""
+    """Yield the literal texts of a grammar, and the punctuation and names that each JSON schema requires."""
     parts = grammar.get("grammars") if isinstance(grammar, dict) else None
     for part in filter(lambda part: isinstance(part, dict), parts or ()):
         for quoted in _QUOTED.findall(str(part.get("lark_grammar", ""))):
-            with suppress(ValueError):  # an expression, or an escape that JSON does not have
+            with suppress(ValueError):  # a regular expression, or an escape that is not JSON
                 yield json.loads(quoted)
         for schema in schemas_in(part.get("json_schema")):
             yield from _marks_of(schema)
@@ -217,7 +217,7 @@ def _texts_of(grammar: Any) -> Iterator[str]:
 
 
 def _marks_of(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the marks and names that every value of a schema has."""
+    """Yield the punctuation and property names that every value of a schema contains."""
     kind = schema.get("type")
     yield _MARKS.get(kind, "") if isinstance(kind, str) else ""
     required = [name for name in list_of(schema.get("required")) if isinstance(name, str)]

@@ -1,6 +1,6 @@
-"""Narrow JSON schemas to what llguidance enforces; where it would allow more than they say, they allow less.
+"""Narrow JSON schemas so that llguidance, which ignores some limits, never allows an invalid value.
 
-What cannot be narrowed is refused.
+Schemas that cannot be narrowed are refused.
 """
 
 import math
@@ -16,7 +16,7 @@ from .schema_words import also, at_location, list_of, locations_in, mapping_of, 
 
 _MOST_EXACT = 2**53
 """Integers beyond it may have no float64, in which llguidance computes."""
-_LARGEST_INTEGER = 2**63 - 1024  # a float64; llguidance's integers have 64 bits, and so do those in bounds of numbers
+_LARGEST_INTEGER = 2**63 - 1024  # exact as float64; llguidance uses 64-bit integers, in bounds of numbers too
 _WORDS_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 """Characters that JSON writes by their codes."""
@@ -28,12 +28,12 @@ def narrow(schema: Any) -> None:
     """Narrow a JSON schema in place.
 
     - Bounds that are integers beyond 2**53 move inward to the next float64, and all bounds to within 2**63.
-    - Classes of characters in patterns lose U+0001 if they lack a quote or a backslash: llguidance takes a class of all
-      control characters for one of everything that is written with a backslash.
+    - Character classes without a quote or a backslash lose U+0001, because llguidance reads a class of all control
+      characters as everything that JSON escapes.
 
     Raises:
-        GrammarError: If it has a constant beyond 2**53 that is no float64, or counts properties of free names, which a
-            reply may repeat.
+        GrammarError: If a constant beyond 2**53 is not a float64, or if the number of freely named properties is limited, since
+            a reply may repeat names.
     """
     for location, found in locations_in(schema).items():
         with at_location(location):
@@ -50,9 +50,9 @@ def narrow(schema: Any) -> None:
 
 
 def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove values that cannot be written where `guidance_for` allows no codes of characters.
+    """Remove values that need escapes where `guidance_for` forbids escapes.
 
-    If a string can have no other value, raise `GrammarError`. `has_text` tests if a schema of strings has a text.
+    Raise `GrammarError` if a string has no other value. `has_text` tests whether a string schema has any value.
     """
     if not guidance_for(schema):
         return
@@ -73,10 +73,10 @@ def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> No
 
 
 def guidance_for(schema: Any) -> dict[str, str]:
-    """Return llguidance's settings for a schema.
+    """Return the llguidance settings for a schema.
 
-    If an object may have names that its schema does not list, no text of the schema may use codes of characters: a name
-    with such a code would be taken for another one.
+    If an object may have unlisted property names, `\\u` escapes are forbidden in the whole schema, because llguidance
+    would take an escaped name for a different name.
     """
     is_open = any(
         (found.get("properties") or found.get("patternProperties")) and found.get("additionalProperties") is not False
@@ -86,7 +86,7 @@ def guidance_for(schema: Any) -> dict[str, str]:
 
 
 def _narrow_bound(schema: dict[str, Any], word: str) -> None:
-    """Replace a bound beyond 2**53 by the nearest float64 inside, and clamp all bounds to 2**63."""
+    """Replace a bound beyond 2**53 by the nearest float64 that satisfies it, and clamp all bounds to 2**63."""
     inward = -math.inf if word == "maximum" else math.inf
     outermost = _LARGEST_INTEGER if word == "maximum" else -_LARGEST_INTEGER
     exclusive_word = f"exclusive{word.capitalize()}"
@@ -111,7 +111,7 @@ def _narrow_bound(schema: dict[str, Any], word: str) -> None:
 
 
 def _is_inside(value: float, bound: int, inward: float, *, is_exclusive: bool) -> bool:
-    """Return True if a float64 is inside a bound: its value, and the shortest digits, which llguidance writes.
+    """Return True if a float64 satisfies a bound, both by value and by its shortest decimal form.
 
     Raises:
         GrammarError: If it is infinite.
@@ -133,7 +133,7 @@ def _check_constants(schema: dict[str, Any]) -> None:
 
 
 def _narrow_count(schema: dict[str, Any]) -> None:
-    """Take out a count that the required properties make up, and require one of the others if one more is wanted."""
+    """Remove `minProperties` if the required properties reach it; require one more property if one is missing."""
     least, required = schema.get("minProperties"), list_of(schema.get("required"))
     num_required = len(set(map(str, required)))
     is_free = schema.get("additionalProperties") is not False or schema.get("patternProperties")
@@ -166,12 +166,12 @@ def _narrowed_pattern(pattern: str) -> str:
 
 
 def _narrowed_class(text: str) -> str:
-    """Return a class (or escape) that has all control characters only if it has a quote and a backslash."""
+    """Return a character class without U+0001 unless it contains a quote and a backslash."""
     if not text.startswith("["):
         return text
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a later Python may read otherwise
+            warnings.simplefilter("ignore")  # syntax that later Python versions may change
             holds = re.compile(text).fullmatch
     except re.error:
         return f"[{text}&&[^\\x01]]"

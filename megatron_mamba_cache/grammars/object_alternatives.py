@@ -1,4 +1,4 @@
-"""The objects that a schema allows, as alternatives of plain properties: for calls that write each parameter alone."""
+"""List the objects that a schema allows as alternatives of plain properties, for tool calls in XML."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ _OF_OTHERS = {"contains", "minContains", "maxContains", "unevaluatedItems", "une
 
 
 def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the allowed and the required properties of an object, for each choice of alternatives in its schema.
+    """Return the allowed and the required properties for each alternative of an object schema.
 
     Raises:
-        GrammarError: If there are too many choices, or none; or a word about the whole object cannot be enforced.
+        GrammarError: If there are too many alternatives or none, or if a keyword cannot be enforced.
     """
     if not any(word in schema for word in _COMBINED):
         found = [_merged([schema])]
@@ -32,12 +32,12 @@ def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
         found = [_merged(parts) for parts in _ways(whole, whole, 0)]
     possible = [alternative for alternative in map(_without_false, found) if alternative is not None]
     if not possible:
-        raise GrammarError("a property that is required is not allowed")
+        raise GrammarError("a required property is not allowed")
     return possible
 
 
 def _ways(schema: Any, root: Any, depth: int) -> list[list[dict[str, Any]]]:
-    """Return the lists of schemas that hold together, one for each way to choose alternatives."""
+    """Return, for each choice of alternatives, the list of schemas that apply together."""
     if not isinstance(schema, dict) or depth > 16:
         return [[]] if schema is not False else []
     own = {word: value for word, value in schema.items() if word not in _COMBINED}
@@ -82,7 +82,7 @@ def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_words(schema: Mapping[str, Any], names: set[str], num_required: int) -> None:
-    """Raise `GrammarError` for a word that says more of an object than which properties it has."""
+    """Raise `GrammarError` for a keyword that constrains more than which properties an object has."""
     words = dict(schema)
     drop_empty_words(words)
     unheld = {word for word in UNHELD - _OF_OTHERS if word in words}
@@ -97,7 +97,7 @@ def _check_words(schema: Mapping[str, Any], names: set[str], num_required: int) 
 
 
 def _may_have(schema: Any, names: set[str]) -> bool:
-    """Return whether a schema of names allows all of these."""
+    """Return whether a schema of property names allows all these names."""
     if isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
         return names.issubset(map(str, schema["enum"]))
     try:
@@ -114,7 +114,7 @@ def _may_match(pattern: str, names: set[str]) -> bool:
 
 
 def _without_false(alternative: dict[str, Any]) -> dict[str, Any] | None:
-    """Return an alternative without properties that are not allowed; None if one of them is required."""
+    """Return an alternative without forbidden properties; None if a forbidden property is required."""
     properties = {**dict.fromkeys(alternative["required"], alternative["others"]), **alternative["properties"]}
     properties = {name: properties[name] for name in [*alternative["properties"], *properties]}
     if any(properties[name] is False for name in alternative["required"]):

@@ -1,6 +1,6 @@
-"""Translate formats and patterns of strings from JSON Schema to llguidance.
+"""Translate string formats and patterns from JSON Schema to llguidance.
 
-Patterns are in the dialect of ECMA-262; llguidance reads that of Rust's `regex`, without look-around.
+JSON Schema patterns are ECMA-262 regular expressions; llguidance uses Rust's `regex`, without look-around.
 """
 
 import re
@@ -78,10 +78,10 @@ _NO_EXAMPLES = ("", "a", "A1!", " ", "@", "a b", "-1", "admin", "Passw0rd!longer
 
 
 def words_of_format(name: str) -> Mapping[str, Any]:
-    """Return words that allow texts of a format; none for one that JSON Schema does not define.
+    """Return keywords that enforce a format; none if JSON Schema does not define the format.
 
     Raises:
-        GrammarError: If no expression describes the texts of the format.
+        GrammarError: If no regular expression describes the format.
     """
     if name == "regex":
         raise GrammarError("the format regex cannot be enforced; leave it out")
@@ -89,7 +89,7 @@ def words_of_format(name: str) -> Mapping[str, Any]:
 
 
 def pattern_of_properties(pattern: str) -> str:
-    """Return a pattern of `patternProperties` for llguidance; raise `GrammarError` if it looks ahead or behind."""
+    """Translate a pattern of `patternProperties`; raise `GrammarError` if it uses look-around."""
     if _looks_around(pattern):
         raise GrammarError(
             f"patternProperties has {pattern!r:.100}, which uses lookahead or lookbehind; write it without"
@@ -98,10 +98,10 @@ def pattern_of_properties(pattern: str) -> str:
 
 
 def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str, Any]]:
-    """Return words that together allow only texts of a pattern.
+    """Return keywords that together allow only texts that match a pattern.
 
-    Look-ahead at the beginning becomes a pattern of its own. A pattern that looks around elsewhere is replaced by a
-    format whose texts it takes: the one that the schema names, or the only one. Otherwise, raise `GrammarError`.
+    A look-ahead at the start becomes a separate pattern. A pattern with look-around elsewhere is replaced by a format
+    whose texts it matches: the format of the schema, or the only such format. Otherwise, raise `GrammarError`.
     """
     ahead, rest = _split_ahead(pattern)
     parts = [*ahead, rest]
@@ -120,7 +120,7 @@ def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str,
 
 
 def pattern_of_names(schema: Any) -> str:
-    """Return a pattern of the names that a schema of strings allows; raise `GrammarError` if there is none."""
+    """Return a pattern of the strings that a schema allows; raise `GrammarError` if there is none."""
     words = schema.keys() - {"type"} if isinstance(schema, Mapping) else set()
     if words == {"pattern"} and isinstance(schema["pattern"], str):
         return str(schema["pattern"])
@@ -134,7 +134,7 @@ def pattern_of_names(schema: Any) -> str:
 
 
 def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
-    """Return expressions of the texts that a pattern and a format allow; raise `GrammarError` if there are none."""
+    """Return expressions that fully match the texts of a pattern and a format; raise `GrammarError` if none do."""
     name, pattern = schema.get("format"), schema.get("pattern")
     words = words_of_pattern(pattern, name) if isinstance(pattern, str) else []
     format_words = words_of_format(name) if isinstance(name, str) else {}
@@ -144,7 +144,7 @@ def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _whole(pattern: str) -> str:
-    """Return an expression of the texts in which a pattern is found; its ends may be anchored."""
+    """Return an expression that fully matches the texts that contain a pattern, which may be anchored."""
     flags = _FLAGS.match(pattern)
     inner = pattern if flags is None else pattern[flags.end() :]
     found = f"{'' if flags is None else flags[0]}{_in_text(inner, is_start=False, is_end=False)}"
@@ -152,7 +152,7 @@ def _whole(pattern: str) -> str:
 
 
 def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
-    """Return an expression of the texts in which a pattern is found, at their start or end if that is asked for."""
+    """Return an expression that fully matches texts with the pattern inside, at the start or at the end."""
     branches = []
     for branch in _branches(pattern):
         is_anchored = re.search(r"(?<!\\)(\\\\)*\$$", branch) is not None
@@ -170,14 +170,14 @@ def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
 
 
 def _ascii(token: str) -> str:
-    """Return a token in which digits and letters of words are those of ASCII, as in ECMA-262."""
+    """Return a token with digit and word classes limited to ASCII, as in ECMA-262."""
     if token.startswith("["):
         return re.sub(r"\\.", lambda found: _ASCII.get(found[0], found[0]), token)
     return f"[{_ASCII[token]}]" if token in _ASCII else token
 
 
 def translated(pattern: str, any_character: str = _ANY_CHARACTER) -> str:
-    """Return a pattern of ECMA-262 in Rust's dialect, with `any_character` for each dot."""
+    """Translate an ECMA-262 pattern to Rust's dialect, with `any_character` for each dot."""
     dot = "." if "(?s" in pattern else any_character
     return _TOKEN.sub(lambda found: dot if found[0] == "." else _translated_token(found[0]), pattern)
 
@@ -193,10 +193,10 @@ def _translated_token(token: str) -> str:
 
 
 def _translated_class(text: str) -> str:
-    """Return a class in which `[` and doubled signs are single characters.
+    """Translate a character class so that `[` and doubled signs are single characters.
 
     Raises:
-        GrammarError: If it is of another dialect, and means other characters in ECMA-262.
+        GrammarError: If the class uses syntax of another dialect, which means other characters in ECMA-262.
     """
     if text in ("[]", "[^]"):
         return r"[\s\S]" if text == "[^]" else r"[^\s\S]"
@@ -212,7 +212,7 @@ def _translated_class(text: str) -> str:
 
 
 def _in_class(escape: re.Match[str]) -> str:
-    if escape[2] is not None:  # white space or not; a `-` next to it is itself
+    if escape[2] is not None:  # \\s or \\S; a `-` adjacent to it is literal
         characters = _SPACES if escape[2] == "s" else _VISIBLE
         return f"{escape[1] and _DASH}{characters}{escape[3] and _DASH}"
     return r"\x08" if escape[0] == r"\b" else _translated_token(escape[0])
@@ -225,7 +225,7 @@ def _character(code: int) -> str:
 
 
 def _split_ahead(pattern: str) -> tuple[list[str], str]:
-    """Return patterns for the look-aheads at a pattern's beginning, and the rest of it."""
+    """Return the look-aheads at the start of a pattern as patterns, and the rest of the pattern."""
     ahead: list[str] = []
     rest = pattern.removeprefix("^")
     while pattern.startswith("^") and rest.startswith(_AHEAD):
@@ -238,7 +238,7 @@ def _split_ahead(pattern: str) -> tuple[list[str], str]:
 
 
 def _end_of_group(text: str) -> int:
-    """Return the end of the group that a text begins with."""
+    """Return the end of the group at the start of a text."""
     depth = 0
     for found in re.finditer(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()]", text, re.DOTALL):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
@@ -248,7 +248,7 @@ def _end_of_group(text: str) -> int:
 
 
 def _branches(text: str) -> list[str]:
-    """Return the alternatives of an expression outside of groups."""
+    """Return the top-level alternatives of an expression."""
     depth, start, found = 0, 0, []
     for sign in re.finditer(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()|]", text, re.DOTALL):
         depth += {"(": 1, ")": -1}.get(sign[0], 0)
@@ -264,7 +264,7 @@ def _looks_around(pattern: str) -> bool:
 
 
 def is_found(pattern: str, text: str) -> bool:
-    """Return whether a pattern is in a text; True if it cannot be read here."""
+    """Return whether a pattern matches somewhere in a text; True if Python cannot compile the pattern."""
     try:
         return re.search(pattern, text, re.ASCII) is not None
     except re.error:
@@ -272,7 +272,7 @@ def is_found(pattern: str, text: str) -> bool:
 
 
 def _takes(pattern: str, texts: tuple[str, ...], any_of_them: bool = False) -> bool:
-    """Return whether a pattern allows all of some texts, or any."""
+    """Return whether a pattern matches all of the texts, or any of them."""
     try:
         taken = [re.search(pattern, text) is not None for text in texts]
     except re.error:

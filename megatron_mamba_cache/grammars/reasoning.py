@@ -1,6 +1,6 @@
-"""Grammars of replies that reason first: free text between markers, then what a grammar allows.
+"""Grammars of replies with reasoning: free text between markers, then text of another grammar.
 
-Models may begin calls of tools within their reasoning and not close it. Such calls end it.
+Models may start tool calls inside reasoning without closing it. Such calls end the reasoning.
 """
 
 from collections.abc import Mapping
@@ -17,26 +17,26 @@ _SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
 
 @dataclass(frozen=True, slots=True)
 class CallsInReasoning:
-    """Tool calls that may begin within reasoning."""
+    """Tool calls that may start inside reasoning."""
 
-    marker: str  # their start, at the start of a line; if it is a token, also after a word or a sentence
-    rest: Grammar  # the grammar after the marker
-    after: Grammar | None = None  # the grammar after the calls and a closing marker; None: the reply ends there
+    marker: str  # opening marker, at the start of a line; a special token may also follow a word or sentence
+    rest: Grammar  # grammar after the marker
+    after: Grammar | None = None  # grammar after the calls and a closing marker; None: the reply ends there
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGrammar:
-    """The grammar of reasoning, by its markers."""
+    """Grammar of reasoning between an opening and a closing marker."""
 
     opening: str
     closing: str
-    special_id: SpecialId  # returns the id of a marker that is a token
+    special_id: SpecialId  # returns the id of a marker that is a special token
 
     def before(self, grammar: Grammar, calls: CallsInReasoning | None = None, *, is_open: bool) -> Grammar:
-        """Return a grammar whose text comes after reasoning.
+        """Return a grammar of reasoning followed by `grammar`.
 
         Args:
-            calls: Calls that may end the reasoning, too; None: only its closing marker does.
+            calls: Tool calls that may end the reasoning; None: only the closing marker ends it.
             is_open: True if the reply begins within reasoning; else it may begin with it.
         """
         reply = named("reply", grammar)
@@ -47,7 +47,7 @@ class ReasoningGrammar:
         return any_of(sequence(Grammar(literal(self.opening, self.special_id)), thinking), reply)
 
     def _text_to_closing(self, calls: CallsInReasoning | None) -> Grammar:
-        """Return the grammar of free text through the closing marker, in which no call begins."""
+        """Return the grammar of free text without tool calls, through the closing marker."""
         begun = "" if calls is None or self._is_token(calls.marker) else f" & ~/{self._begun(calls.marker)}{ANY}/"
         closing_id = self.special_id(self.closing)
         if closing_id is not None:
@@ -55,7 +55,7 @@ class ReasoningGrammar:
         return _lazy("thoughts", f"/{self._closed}/{begun}")
 
     def _through_calls(self, calls: CallsInReasoning) -> Grammar:
-        """Return the grammar of free text that ends with calls; the closing marker may come right after them."""
+        """Return the grammar of free text that ends with tool calls, optionally followed by the closing marker."""
         open_text = without(self.closing) if self._is_token(self.closing) else f"~/{self._closed}{ANY}/"
         marker_id = self.special_id(calls.marker)
         if marker_id is None:
@@ -71,25 +71,25 @@ class ReasoningGrammar:
 
     @property
     def _closed(self) -> str:
-        """The expression of text through a closing marker that is not just mentioned, or that ends its line."""
+        """Expression that matches text through a closing marker that ends its line or is not merely mentioned."""
         close, before = escaped(self.closing), _before_tag(is_tag=self.closing.startswith("<"))
         return rf"(({before}|{self._start}){close}|{ANY}{close}[ \t\r]*\n)"
 
     def _begun(self, marker: str) -> str:
-        """Return the expression of text through a marker that begins its line, or the reasoning."""
+        """Return an expression that matches text through a marker at the start of a line or of the reasoning."""
         return rf"({ANY}\n[ \t]*|{self._start}){escaped(marker)}"
 
     @property
     def _start(self) -> str:
-        """The expression of what does not count at the start of reasoning: white space and further opening markers."""
+        """Expression for what is ignored at the start of reasoning: white space and repeated opening markers."""
         again = "" if self._is_token(self.opening) else f"({escaped(self.opening)}{SPACE})*"
         return f"{SPACE}{again}"
 
 
 def _before_tag(*, is_tag: bool) -> str:
-    """Return the expression of text before a marker that is not a mention, as a reply's parser reads it.
+    """Return an expression that matches text before a marker that the reply parser does not take for a mention.
 
-    The marker begins its line, or follows a word; a tag may also follow the space after a sentence.
+    The marker starts a line or follows a word; a tag may also follow the space after a sentence.
     """
     word = rf"[^{_OPENING}\s\x1c-\x1f]|{_SENTENCE_END}" if is_tag else f"[^{_OPENING}]"
     return rf"(({ANY}\n)?[ \t]*|{ANY}({word}))"

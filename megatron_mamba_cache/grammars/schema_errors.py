@@ -1,4 +1,4 @@
-"""Reasons why a JSON schema cannot be enforced, in JSON Schema's terms, with their location."""
+"""Explain why a JSON schema cannot be enforced, in terms of JSON Schema and with the location."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ HasText = Callable[[Schema], bool]
 
 
 def close_names(root: Any, has_text: HasText) -> None:
-    """Replace patterns that match only listed properties by these properties, in place.
+    """Replace patterns that match only listed properties with these properties, in place.
 
-    If patterns match all names, other properties become forbidden. `has_text` tests if a name may follow the reply `{`.
+    If patterns match all names, other properties are forbidden. `has_text` tests whether a name may follow `{`.
     """
     locations = locations_in(root)
     if not any(mapping_of(found.get("patternProperties")) for found in locations.values()):
@@ -51,7 +51,7 @@ def close_names(root: Any, has_text: HasText) -> None:
 
 
 def _only(pattern: str, names: set[str]) -> Schema:
-    """Return a schema of objects with names that match a pattern and are none of some."""
+    """Return a schema of objects whose names match a pattern, except for the given names."""
     return {
         "type": "object",
         "properties": dict.fromkeys(sorted(names), False),
@@ -61,7 +61,7 @@ def _only(pattern: str, names: set[str]) -> Schema:
 
 
 def _name(schema: Schema, pattern: str, names: set[str], has_text: HasText) -> None:
-    """Replace a pattern by the names that it matches."""
+    """Replace a pattern with the names that it matches."""
     value = schema["patternProperties"].pop(pattern)
     properties = schema["properties"] = mapping_of(schema.get("properties"))
     for name in sorted(names):
@@ -70,7 +70,7 @@ def _name(schema: Schema, pattern: str, names: set[str], has_text: HasText) -> N
 
 
 def _names_of_values(locations: dict[str, Schema], root: Any) -> dict[int, set[str]]:
-    """Return the names of properties that are known of the values of each schema, of all that hold for them."""
+    """Return the property names that each schema, or a schema that applies with it, lists."""
     leader = {id(found): id(found) for found in locations.values()}
 
     def find(number: int) -> int:
@@ -96,7 +96,7 @@ _SCALARS = {"null", "boolean", "integer", "number", "string"}
 
 
 def close_endless(root: Any) -> None:
-    """Replace schemas without a finite value by false, in place; raise `GrammarError` if the root has none."""
+    """Replace schemas without a finite value with false, in place; raise `GrammarError` if the root has none."""
     locations = list(locations_in(root).values())
     finite: set[int] = set()
     while True:
@@ -113,7 +113,7 @@ def close_endless(root: Any) -> None:
 
 
 def _refuse(root: dict[str, Any], finite: set[int]) -> None:
-    """Raise the error for a schema without a finite value, with the path to what it lacks."""
+    """Raise an error for a schema without a finite value, with the path to the cause."""
     found: Any = root
     path, seen = "", set[int]()
     while isinstance(found, dict) and id(found) not in seen:
@@ -124,7 +124,7 @@ def _refuse(root: dict[str, Any], finite: set[int]) -> None:
         step, found = lacking[0]
         path = path_of(step) if step.startswith("#") else f"{path}.{step}".lstrip(".")
     if found is False:
-        path = _MEMBER_OF_ALL.sub("", path)  # `drop_empty_words` writes `not: {}` as one
+        path = _MEMBER_OF_ALL.sub("", path)  # `drop_empty_words` rewrites `not: {}` so
     with at_location(path):
         reason = "a property is required whose schema allows no value" if found is False else "references never end"
         raise GrammarError(f"no JSON value matches the schema: {reason}")
@@ -141,7 +141,7 @@ def _replace(schema: dict[str, Any], step: str) -> None:
 
 
 def _has_value(schema: dict[str, Any], finite: set[int], root: Any) -> bool:
-    """Return whether a schema may have a value that holds only values of schemas known to have one."""
+    """Return whether a schema may have a value, given the schemas that are known to have finite values."""
     if not all(_is_finite(inner, finite) for _, inner in _needs(schema, root)):
         return False
     choices = [list_of(schema.get(word)) for word in ("anyOf", "oneOf")]
@@ -149,7 +149,7 @@ def _has_value(schema: dict[str, Any], finite: set[int], root: Any) -> bool:
 
 
 def _needs(schema: dict[str, Any], root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas that need to have a value for a schema to have one."""
+    """Yield the schemas that must have a value for this schema to have one."""
     reference = schema.get("$ref")
     target = target_of(reference, root) if isinstance(reference, str) else None
     if target is not None:
@@ -177,7 +177,7 @@ def _is_finite(schema: Any, finite: set[int]) -> bool:
 
 _MOST_TRIED = 100
 _LONGEST = 300
-_NAMING = ("required property", "required item", "prefixItems")  # in reasons that name a part of the schema
+_NAMING = ("required property", "required item", "prefixItems")  # phrases in reasons that name a part of the schema
 _OPTION = re.compile(r"[^.;]*(?:coerce_one_of|x-guidance)[^.;]*[.;]?")
 _SENTENCES: tuple[tuple[str, str], ...] = (
     (r"Unsatisfiable schema: Regex is empty.*", "no string matches the pattern, the format and the length together"),
@@ -209,14 +209,14 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
         r"the pattern \1 has `^`, `$` or the end of a word inside, which cannot be enforced; write it without",
     ),
     (r"Failed to generate regex for (float|integer) range.*", "minimum or maximum is beyond 2**63; use one within it"),
-    (r"Expected f64 for '(.*?)', got (.*)", r"\1 has to be a number, not \2"),
-    (r"Expected positive integer for '(.*?)', got (.*)", r"\1 has to be an integer of 0 or more, not \2"),
-    (r"Expected (\w+) for '(.*?)', got (.*)", r"\2 has to be of type \1, not \3"),
+    (r"Expected f64 for '(.*?)', got (.*)", r"\1 must be a number, not \2"),
+    (r"Expected positive integer for '(.*?)', got (.*)", r"\1 must be an integer of 0 or more, not \2"),
+    (r"Expected (\w+) for '(.*?)', got (.*)", r"\2 must be of type \1, not \3"),
 )
 
 
 def explained(schema: dict[str, Any], refusal: Refusal) -> None:
-    """Raise a `GrammarError` with the path to the part of a schema that llguidance cannot follow."""
+    """Raise a `GrammarError` with the path to the part of a schema that llguidance refuses."""
     reason = refusal(schema)
     if reason is not None:
         path, reason = _deepest(schema, reason, refusal)
@@ -225,7 +225,7 @@ def explained(schema: dict[str, Any], refusal: Refusal) -> None:
 
 
 def _deepest(root: dict[str, Any], reason: str, refusal: Refusal) -> tuple[str, str]:
-    """Return the path of the innermost schema that has the refusal, and its reason there."""
+    """Return the path of the innermost schema that llguidance refuses, and its reason."""
     path, current = "", root
     shared = {word: root[word] for word in (GUIDANCE, "$defs", "definitions", "$id") if word in root}
     for _ in range(_MOST_TRIED):
@@ -241,7 +241,7 @@ def _deepest(root: dict[str, Any], reason: str, refusal: Refusal) -> tuple[str, 
 
 
 def _suspects(schema: dict[str, Any], root: dict[str, Any], reason: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas in one that its refusal may come from."""
+    """Yield the subschemas that may have caused the refusal."""
     named = re.search(r"required property '(.*)' is unsatisfiable", reason)
     if named is not None:
         properties = mapping_of(schema.get("properties"))
@@ -258,7 +258,7 @@ def _suspects(schema: dict[str, Any], root: dict[str, Any], reason: str) -> Iter
 
 
 def _sentence(reason: str) -> str:
-    """Return a reason in one line, without names of settings."""
+    """Return a reason as one sentence, without names of llguidance settings."""
     line = " ".join(reason.partition("while processing")[0].split())
     for pattern, sentence in _SENTENCES:
         found = re.match(pattern, line)

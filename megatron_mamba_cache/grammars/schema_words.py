@@ -1,4 +1,4 @@
-"""The words of JSON Schema: where a schema holds others, what references name, and words that allow every value."""
+"""Helpers for JSON Schema: find subschemas, resolve references, and identify keywords that allow everything."""
 
 import json
 import re
@@ -35,11 +35,11 @@ _TYPES_OF_PYTHON: tuple[tuple[Any, str], ...] = (
     (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"),
     (str, "string"), (list, "array"), (dict, "object"),
 )  # fmt: skip
-_MOST_NAMES = 64  # of a chain of references
+_MOST_NAMES = 64  # most references in a chain
 
 
 def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema without words for readers and without definitions that nothing refers to."""
+    """Return a copy of a schema without annotations and without unused definitions."""
     copied: dict[str, Any] = json.loads(json.dumps(schema))
     for found in schemas_in(copied):
         for word in _NOTES & found.keys():
@@ -49,7 +49,7 @@ def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema out of a larger one as a schema of its own, in which references lead to what they led to."""
+    """Return a subschema as a standalone schema in which references keep their targets."""
     definitions = {word: root[word] for word in _DEFINITIONS if isinstance(root.get(word), dict)}
     alone: dict[str, Any] = json.loads(json.dumps({**schema, **definitions}))
     references = [found for found in values_in(alone) if isinstance(found, dict) and isinstance(found.get("$ref"), str)]
@@ -65,12 +65,12 @@ def with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, A
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and those in it, each before what it holds; a property may be called like a word."""
+    """Yield a schema and its subschemas, parents first. Property names may look like keywords."""
     yield from locations_in(schema).values()
 
 
 def locations_in(schema: Any) -> dict[str, dict[str, Any]]:
-    """Return a schema and those in it by their paths, and those anywhere else in it that references name."""
+    """Return a schema, its subschemas and the targets of references in it, by path."""
     locations: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()
     references: list[str] = []
@@ -89,12 +89,12 @@ def locations_in(schema: Any) -> dict[str, dict[str, Any]]:
 
 
 def path_of(reference: str) -> str:
-    """Return the path of what a reference names."""
+    """Return the path of the target of a reference."""
     return reference.lstrip("#/").replace("/", ".")
 
 
 def held_by(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas that one holds itself, each with its word, and its name or number there."""
+    """Yield the direct subschemas, each with its keyword and its name or index."""
     for word, value in schema.items():
         if word in _ONE_SCHEMA and not isinstance(value, list):
             yield word, value
@@ -105,7 +105,7 @@ def held_by(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def target_of(reference: str, root: Any) -> Any:
-    """Return what a reference names in its document: by path or by anchor; None if that is elsewhere or nowhere."""
+    """Return the target of a reference by path or anchor; None if it is not in this document."""
     own = root.get("$id", root.get("id")) if isinstance(root, Mapping) else None
     if isinstance(own, str) and own:
         reference = reference.removeprefix(own.rstrip("#"))
@@ -125,7 +125,7 @@ def target_of(reference: str, root: Any) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Return a schema, or what it refers to where it says nothing else; an endless chain stays a reference."""
+    """Return a schema, or the target of a schema that is only a reference; keep references that never end."""
     for _ in range(_MOST_NAMES):
         if not isinstance(schema, Mapping) or schema.keys() != {"$ref"} or not isinstance(schema["$ref"], str):
             break
@@ -137,14 +137,14 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types that a schema itself names; all if it names none. An integer is a number too."""
+    """Return the JSON types that a schema allows by its own `type`; all without it. Integers are numbers too."""
     named = schema.get("type", TYPES)
     types = set(named if isinstance(named, list | tuple) else [named])
     return types | {"integer"} if "number" in types else types
 
 
 def also(schema: dict[str, Any], words: Mapping[str, Any]) -> None:
-    """Make a schema demand more: words that it has not are added, others as a schema that holds too."""
+    """Add keywords to a schema; keywords that it already has are added through `allOf`."""
     if schema.keys() & words.keys():
         schema["allOf"] = [*list_of(schema.get("allOf")), dict(words)]
     else:
@@ -153,7 +153,7 @@ def also(schema: dict[str, Any], words: Mapping[str, Any]) -> None:
 
 @contextmanager
 def at_location(path: str) -> Iterator[None]:
-    """Begin the message of a `GrammarError` with the path of the schema that it is about."""
+    """Prefix the message of a `GrammarError` with the path of the schema."""
     try:
         yield
     except GrammarError as error:
@@ -168,7 +168,7 @@ def type_of_value(value: Any) -> str:
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Return whether two JSON values are equal: 1 is 1.0, and not true."""
+    """Return whether two JSON values are equal: 1 equals 1.0 but not true."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, list) and isinstance(second, list):
@@ -179,17 +179,17 @@ def is_same(first: Any, second: Any) -> bool:
 
 
 def list_of(value: Any) -> list[Any]:
-    """Return a list, or an empty one for anything else."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
 def mapping_of(value: Any) -> dict[str, Any]:
-    """Return an object, or an empty one for anything else."""
+    """Return the value if it is an object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
 def values_in(value: Any) -> Iterator[Any]:
-    """Yield a JSON value and all that it holds, but for names."""
+    """Yield a JSON value and all values nested in it, without property names."""
     waiting = [value]
     while waiting:
         found = waiting.pop()
@@ -201,7 +201,7 @@ def values_in(value: Any) -> Iterator[Any]:
 
 
 def _drop_unused_definitions(root: dict[str, Any]) -> None:
-    """Take out the definitions of a schema that nothing reaches, where each reference goes to one of them."""
+    """Remove unused definitions of a schema, if every reference leads to a definition."""
     names = {(word, name) for word in _DEFINITIONS for name in mapping_of(root.get(word))}
     outer = {word: value for word, value in root.items() if word not in _DEFINITIONS}
     used: set[tuple[str, str]] = set()

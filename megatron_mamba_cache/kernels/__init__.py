@@ -1,1 +1,1 @@
-"""Ops on packed batches and state pools: Triton kernels, each with a torch reference."""
+"""Triton kernels for packed batches and state pools, each with a torch reference."""

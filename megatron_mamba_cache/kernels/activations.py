@@ -1,8 +1,8 @@
 """Activations between the two GEMMs of a feed-forward layer.
 
-GEMM kernels apply them before they round. Those after another library's GEMM have a kernel each: torch takes two
-launches, and processes non-contiguous halves element by element. Layout: contiguous [tokens, 2 * width], gates first.
-Graph safe: no host sync.
+This package's GEMM kernels apply the activation before they round. After another library's GEMM, a separate kernel
+applies it; torch would need two launches and would process the non-contiguous halves without vectorized loads. Layout:
+contiguous; the input of `gated_silu` is [tokens, 2 * width], gates first. Safe in CUDA graphs: no host sync.
 """
 
 from typing import Literal
@@ -17,11 +17,11 @@ from .kernel_launches import is_computed_in_fp32, launches_kernel, wants_gradien
 from .overlap import await_inputs, overlapping
 
 Activation = Literal["none", "squared_relu", "gated_silu"]
-"""`gated_silu` takes twice the outputs: the gates, then the gated values."""
+"""Name of an activation; the input of `gated_silu` is twice as wide as its output: gates, then gated values."""
 
 
 def activated_ref(products: Tensor, activation: Activation) -> Tensor:
-    """Return the activated products [..., outputs]."""
+    """Apply the activation to a GEMM's result; return [..., outputs]."""
     if activation == "squared_relu":
         return products.relu().square()
     if activation == "gated_silu":
@@ -55,12 +55,12 @@ def gated_silu(products: Tensor) -> Tensor:
         [..., outputs] in the products' dtype.
 
     Raises:
-        ValueError: If there is a gate without an output.
+        ValueError: If the last dimension is odd.
 
     Reference: `gated_silu_ref`. CUDA-graph safe: no host sync, one launch.
     """
     if products.shape[-1] % 2:
-        raise ValueError(f"need as many gates as outputs, found {products.shape[-1]} of both together")
+        raise ValueError(f"need an even last dimension (gates, then gated values), found {products.shape[-1]}")
     if (
         not launches_kernel(products)
         or not is_computed_in_fp32(products)
@@ -86,7 +86,7 @@ def gated_silu(products: Tensor) -> Tensor:
 
 
 def gated_silu_ref(products: Tensor) -> Tensor:
-    """Torch twin of `gated_silu`."""
+    """Torch reference for `gated_silu`."""
     dtype = torch.promote_types(products.dtype, torch.float32)
     return activated_ref(products.to(dtype), "gated_silu").to(products.dtype)
 
@@ -106,7 +106,7 @@ def _squared_relu_kernel(x, out, count, WIDTH: tl.constexpr, OVERLAPS: tl.conste
 def squared_relu(x: Tensor) -> Tensor:
     """Return max(x, 0)^2 in x's dtype, computed in fp32.
 
-    Reference: `squared_relu_ref`, with the same bits. CUDA-graph safe: no host sync, one launch.
+    Reference: `squared_relu_ref`, which is bit-identical. CUDA-graph safe: no host sync, one launch.
     """
     if not launches_kernel(x) or not is_computed_in_fp32(x) or not x.is_contiguous():
         return squared_relu_ref(x)
@@ -126,5 +126,5 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def squared_relu_ref(x: Tensor) -> Tensor:
-    """Torch twin of `squared_relu`; Megatron's own recompiles for each number of tokens."""
+    """Torch reference for `squared_relu`; Megatron's function would recompile for each number of tokens."""
     return F.relu(x).square()

@@ -1,9 +1,9 @@
-"""Count and log what Triton compiles in this process, and compile many kernels at once before they are launched.
+"""Count and log Triton compilations in this process, and compile kernels in parallel before their first launch.
 
-Triton, Gluon included, compiles a kernel when it is first launched with arguments of some types, alignments and
-constants, and calls hooks before and after, also for a kernel in its disk cache, which takes milliseconds. Its compiler
-leaves Python's lock while it works, so that threads compile several kernels; `compiling_ahead` lets a computation go
-through its launches without launching anything.
+Triton (and Gluon) compiles a kernel at its first launch for each combination of argument types, alignments and
+constants. It calls hooks before and after, even if the kernel is in its disk cache and loads within milliseconds. The
+compiler releases Python's GIL, so several threads can compile at the same time. `compiling_ahead` runs a computation
+in which each launch is replaced by a compilation.
 """
 
 import os
@@ -27,18 +27,18 @@ _Hook = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Compilations:
-    """Compiled kernels, and the seconds during which any was compiled or loaded."""
+    """Number of compiled kernels, and the time during which at least one was being compiled or loaded."""
 
     num_kernels: int = 0
     seconds: float = 0.0
 
     def since(self, earlier: "Compilations") -> "Compilations":
-        """Return what was compiled after `earlier`."""
+        """Return the difference between these totals and `earlier` ones."""
         return Compilations(self.num_kernels - earlier.num_kernels, self.seconds - earlier.seconds)
 
 
 class CompilationWatch:
-    """Count compilations through Triton's hooks, and call the hooks installed before."""
+    """Counter of compilations that uses Triton's hooks and forwards each event to the hooks installed before."""
 
     def __init__(self) -> None:
         self.total = Compilations()  # since the hooks were installed
@@ -48,7 +48,7 @@ class CompilationWatch:
         self._hooks: tuple[_Hook | None, _Hook | None] = (None, None)
 
     def install(self) -> None:
-        """Install the hooks; if others have replaced them since, install them again in front."""
+        """Install the hooks; if other code has replaced them since, chain to its hooks."""
         runtime = knobs.runtime
         before, after = self._hooks
         if before is None or runtime.jit_cache_hook is not before:
@@ -60,7 +60,7 @@ class CompilationWatch:
 
     @contextmanager
     def compiling_ahead(self) -> Iterator[None]:
-        """Count the kernels that other threads compile for this one, but not the time, which `add_seconds` adds."""
+        """Count kernels that other threads compile for this thread; their time is added by `add_seconds`."""
         self._thread.ahead = set()
         try:
             yield
@@ -68,13 +68,13 @@ class CompilationWatch:
             self._thread.ahead = None
 
     def add_seconds(self, seconds: float) -> None:
-        """Add the time that other threads took to compile."""
+        """Add the time that other threads spent on compilation."""
         with self._lock:
             self._add(0, seconds)
 
     @property
     def _ahead(self) -> set[Hashable] | None:
-        """Kernels that other threads compile for this one; None if it compiles them itself."""
+        """Kernels that other threads are compiling for this thread; None if it compiles kernels itself."""
         ahead: set[Hashable] | None = getattr(self._thread, "ahead", None)
         return ahead
 
@@ -112,7 +112,7 @@ class CompilationWatch:
                 self._add(1, 0)
                 return
             running = self._running.pop(identity, None)
-            if running is None:  # hooks that were chained twice
+            if running is None:  # already counted: the hooks were chained twice
                 return
             began, line = running
             line.end()
@@ -120,7 +120,7 @@ class CompilationWatch:
         self._thread.compiled_at = now if is_launched else None
 
     def _note_load(self, *_: object) -> None:
-        """Count the time until a kernel is loaded, during which some versions of Triton compile its launcher."""
+        """Add the time between compilation and loading, in which some Triton versions compile the launcher."""
         compiled_at = getattr(self._thread, "compiled_at", None)
         self._thread.compiled_at = None
         if compiled_at is not None:
@@ -136,14 +136,14 @@ def _identity(event: dict[str, Any]) -> Hashable:
 
 
 WATCH = CompilationWatch()
-"""The watch of this process; installed when a model is prepared for serving."""
+"""The counter for this process; installed when a model is prepared for serving."""
 
 
 _MOST_THREADS = 16
 
 
 class LoadingExecutor(ThreadPoolExecutor):
-    """Compile kernels in threads, and load each at once: some versions of Triton then compile its launcher."""
+    """Thread pool that compiles kernels and loads each immediately, because loading may compile its launcher."""
 
     def __init__(self, num_threads: int, device: torch.device) -> None:
         begin = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
@@ -151,27 +151,27 @@ class LoadingExecutor(ThreadPoolExecutor):
         self._lock = Lock()
         self._futures: list[Future[Any]] = []
         self._num_busy, self._busy_since = 0, 0.0
-        self.seconds = 0.0  # during which any kernel was compiled or loaded
+        self.seconds = 0.0  # time during which at least one kernel was being compiled or loaded
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> "Future[Any]":  # type: ignore[override]
-        """Compile and load a kernel; the result is the kernel."""
+        """Compile and load a kernel in a thread; the future's result is the kernel."""
         future = super().submit(self._compile_and_load, compile_kernel)
         self._futures.append(future)
         return future
 
     def abandon(self) -> None:
-        """Cancel compilations that have not begun."""
+        """Cancel the compilations that have not started."""
         self.shutdown(wait=False, cancel_futures=True)
         for future in self._futures:
             if future.cancelled():
-                future.set_running_or_notify_cancel()  # otherwise a waiting thread would wait for ever
+                future.set_running_or_notify_cancel()  # without this, a waiting thread would never wake up
         self._futures.clear()
 
     def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
         self._note_busy(1)
         try:
             kernel = compile_kernel()
-            with suppress(Exception):  # the launch raises it again
+            with suppress(Exception):  # the first launch raises the same error
                 kernel.run  # noqa: B018 (loads it)
         finally:
             self._note_busy(-1)
@@ -186,7 +186,7 @@ class LoadingExecutor(ThreadPoolExecutor):
 
 
 class _Launches:
-    """Turn the launches of some threads into compilations; several may begin and end in any order."""
+    """Replacement of kernel launches by compilations, per thread; threads may enter and leave in any order."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -195,7 +195,7 @@ class _Launches:
 
     @contextmanager
     def only_compile(self) -> Iterator[None]:
-        """Only compile the launches of this thread in the block."""
+        """Compile but do not launch the kernels that this thread launches within the context."""
         with self._lock:
             if not self._threads:
                 self._run, JITFunction.run = JITFunction.run, self._replacement(JITFunction.run)
@@ -220,11 +220,11 @@ _LAUNCHES = _Launches()
 
 @contextmanager
 def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> Iterator[None]:
-    """Compile the kernels of this thread's launches in the block without launching them, and load them at its end.
+    """Compile the kernels that this thread would launch within the context, without launching them.
 
-    Results of the launches are undefined, so nothing lasting and no index may be computed from them. A kernel that does
-    not compile is left to its first launch, which raises. Other threads launch as usual. If the block raises,
-    compilations that have not begun are cancelled.
+    All are loaded when the context exits. The launches leave their outputs undefined, so no index and no persistent
+    state may be computed from them. If a kernel fails to compile, its first real launch raises the error. Launches in
+    other threads are not affected. If the body raises, compilations that have not started are cancelled.
     """
     executor, mode_before = LoadingExecutor(num_threads(), device), _async_compile.active_mode.get()
 
@@ -239,7 +239,7 @@ def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> It
     try:
         with (
             watch.compiling_ahead(),
-            abandoning(),  # if the mode's wait is interrupted
+            abandoning(),  # cancels if the wait on exit from `AsyncCompileMode` is interrupted
             triton.AsyncCompileMode(executor, ignore_errors=True),
             abandoning(),
             _LAUNCHES.only_compile(),
@@ -247,11 +247,11 @@ def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> It
             yield
     finally:
         executor.shutdown()
-        _async_compile.active_mode.set(mode_before)  # Triton 3.6 and 3.7 leave theirs if their wait is interrupted
+        _async_compile.active_mode.set(mode_before)  # Triton 3.6 and 3.7 do not reset it if their wait is interrupted
         watch.add_seconds(executor.seconds)
 
 
 def num_threads() -> int:
-    """Return how many kernels to compile at once: one for each core, shared with the processes of other GPUs."""
+    """Return the number of compiler threads: this process's share of the CPU cores, as each GPU has a process."""
     num_processes = max(torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     return min(max(len(os.sched_getaffinity(0)) // num_processes, 2), _MOST_THREADS)

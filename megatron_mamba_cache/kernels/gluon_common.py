@@ -1,17 +1,17 @@
-"""Parts shared by Gluon kernels: TMA loads and stores of tiles, and the counterparts of `overlap`."""
+"""Functions shared by Gluon kernels: TMA loads and stores, and Gluon versions of the functions in `overlap`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Gluon is experimental, and names change: first Triton 3.9's, then 3.6's.
+# Gluon is experimental and its names change: Triton 3.9's name comes first, then Triton 3.6's.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
 def release(OVERLAPS: gl.constexpr):
-    """Let the next kernel begin."""
+    """Let the next kernel start."""
     if OVERLAPS:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1

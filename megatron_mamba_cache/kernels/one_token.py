@@ -1,9 +1,9 @@
-"""Matrix-vector product of one token with a linear layer's weights, with a fused activation.
+"""Matrix-vector product for one token: a linear layer with a fused activation.
 
-Reading the weights takes all the time. Layout: weights [outputs, inputs], inputs contiguous. Grid: a program for ROWS
-outputs, with as many weights in flight at once as fit in registers. Weights do not depend on the previous kernel, so a
-program loads the first of them before it waits for that kernel's results: on Hopper this overlaps with short kernels.
-Accumulation is fp32. Graph safe: no host sync, no atomics.
+The kernel is limited by the time to read the weights. Layout: weights [outputs, inputs], inputs contiguous. Grid: one
+program per ROWS outputs; it keeps as many weight loads in flight as its registers can hold. Weights do not depend on
+the previous kernel, so a program loads its first weights before it waits for that kernel; on Hopper these loads overlap
+with the end of that kernel. Accumulation is in fp32. Safe in CUDA graphs: no host sync, no atomics.
 """
 
 import torch
@@ -17,9 +17,9 @@ from .kernel_launches import launches_kernel
 from .overlap import await_written, let_next_begin, overlapping
 
 _AT_ONCE = 8192
-"""Weights of an output loaded at once."""
+"""Number of weights per output that one iteration loads."""
 MOST_INPUTS = 4 * _AT_ONCE
-"""Most inputs for an unrolled loop over the weights."""
+"""Maximum number of inputs; the loop over them is unrolled."""
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _one_token_kernel(
 
 
 def can_multiply_one_token(x: Tensor, weight: Tensor, activation: Activation = "none") -> bool:
-    """Return True if `multiply_one_token` is faster than a GEMM: for one 16-bit token on a GPU."""
+    """Return True if `multiply_one_token` supports the inputs: one token in a 16-bit dtype, on a GPU."""
     return (
         launches_kernel(x)
         and x.numel() == weight.shape[1] <= (_AT_ONCE if activation == "gated_silu" else MOST_INPUTS)
@@ -68,19 +68,21 @@ def can_multiply_one_token(x: Tensor, weight: Tensor, activation: Activation = "
 def multiply_one_token(
     x: Tensor, weight: Tensor, activation: Activation = "none", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return activation(x @ weight.T) for one token; the weights must not be written by kernels that may still run.
+    """Return activation(x @ weight.T) for one token.
+
+    No kernel that may still be running may write `weight`.
 
     Args:
         x: [..., inputs], one token.
-        weight: [outputs, inputs]; [2 * outputs, inputs] for `gated_silu`: gates first.
-        activation: Computed in fp32, before the only rounding.
-        dtype: Of the result; None: x's.
+        weight: [outputs, inputs]; for `gated_silu` [2 * outputs, inputs], gates first.
+        activation: Applied in fp32; the result is rounded once.
+        dtype: Dtype of the result; None: the dtype of `x`.
 
     Returns:
         [..., outputs].
 
     Raises:
-        ValueError: If `can_multiply_one_token` is False of tensors that a kernel computes.
+        ValueError: If the kernel would be launched, but `can_multiply_one_token` is False.
 
     Reference: `multiply_one_token_ref`. CUDA-graph safe: no host sync, one launch.
     """
@@ -88,12 +90,12 @@ def multiply_one_token(
         return multiply_one_token_ref(x, weight, activation, dtype)
     if not can_multiply_one_token(x, weight, activation):
         raise ValueError(
-            f"need one contiguous token of at most {MOST_INPUTS} inputs in the weights' 16-bit dtype, found "
-            f"{tuple(x.shape)} {x.dtype} and weights {tuple(weight.shape)} {weight.dtype}"
+            f"x and weight must be contiguous, share a 16-bit dtype, and hold one token of at most {MOST_INPUTS} "
+            f"inputs; found x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}"
         )
     inputs = weight.shape[1]
     outputs = weight.shape[0] // (2 if activation == "gated_silu" else 1)
-    rows = 2 if inputs <= _AT_ONCE and activation != "gated_silu" else 1  # a program's weights fit in its registers
+    rows = 2 if inputs <= _AT_ONCE and activation != "gated_silu" else 1  # as many as fit in a program's registers
     out = torch.empty(*x.shape[:-1], outputs, dtype=dtype or x.dtype, device=x.device)
     _one_token_kernel[(triton.cdiv(outputs, rows),)](
         x=x,
@@ -114,5 +116,5 @@ def multiply_one_token(
 def multiply_one_token_ref(
     x: Tensor, weight: Tensor, activation: Activation = "none", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Torch twin of `multiply_one_token`, in fp32."""
+    """Torch reference for `multiply_one_token`; computes in fp32."""
     return activated_ref(F.linear(x.float(), weight.float()), activation).to(dtype or x.dtype)

@@ -1,12 +1,12 @@
-"""Launch kernels while the previous one still runs, to hide launch latency (programmatic dependent launch).
+"""Start each kernel while the previous one still runs, to hide launch latency (programmatic dependent launch).
 
-Hopper lets a kernel begin once every program of the previous kernel has begun. It must wait for that kernel's results
-before it reads or writes anything but weights, and `await_inputs` does so first of all. Since each such kernel waits,
-none can overtake an earlier one. On other devices nothing changes.
+On Hopper, a kernel may start as soon as every program of the previous kernel allows it. Until it has waited for the
+results of that kernel, it may read only weights and must not write. `await_inputs` waits at the start of a kernel. All
+kernels that start early also wait, so none overtakes an earlier kernel. Other devices run kernels one after another.
 
-A kernel that lets the next one begin only after its own wait (`await_then_release`) knows that everything before it is
-written. So the next kernel may immediately read anything that this kernel does not write, and waits (`await_launcher`)
-for the rest.
+If a kernel calls `await_then_release`, everything that earlier kernels wrote is complete when the next kernel starts.
+The next kernel may therefore read anything except this kernel's results immediately, and waits for those results with
+`await_launcher`.
 """
 
 from functools import cache
@@ -21,30 +21,30 @@ from .kernel_launches import INTERPRETED, is_hopper
 
 @triton.jit
 def await_inputs(OVERLAPS: tl.constexpr):
-    """Let the next kernel begin, and wait for all earlier writes; call it before anything else."""
+    """Let the next kernel start, and wait for all earlier writes; call it before any other statement."""
     let_next_begin(OVERLAPS)
     await_written(OVERLAPS)
 
 
 @triton.jit
 def let_next_begin(OVERLAPS: tl.constexpr):
-    """Let the next kernel begin; only weights may be read between this and `await_written`."""
+    """Let the next kernel start; until `await_written`, this kernel may read only weights."""
     if OVERLAPS:
         cuda_language.gdc_launch_dependents()
 
 
 @triton.jit
 def await_written(OVERLAPS: tl.constexpr):
-    """Wait for all earlier writes."""
+    """Wait until all writes by earlier kernels are visible."""
     if OVERLAPS:
         cuda_language.gdc_wait()
 
 
 @triton.jit
 def await_then_release(OVERLAPS: tl.constexpr):
-    """Wait for inputs, then let the next kernel begin; it may immediately read anything this kernel does not write.
+    """Wait for all earlier writes, then let the next kernel start; it may read all but this kernel's results.
 
-    The next kernel calls `release` first, and `await_launcher` before it reads this kernel's results or ends.
+    The next kernel must call `release` first, then `await_launcher` before it reads these results or ends.
     """
     if OVERLAPS:
         cuda_language.gdc_wait()
@@ -53,26 +53,26 @@ def await_then_release(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def release(OVERLAPS: tl.constexpr):
-    """Let the next kernel begin; the previous kernel called `await_then_release`."""
+    """Let the next kernel start, if the previous kernel called `await_then_release`."""
     if OVERLAPS:
         cuda_language.gdc_launch_dependents()
 
 
 @triton.jit
 def await_launcher(OVERLAPS: tl.constexpr):
-    """Wait until the previous kernel has written everything; every program must call it, even without reads."""
+    """Wait until all results of the previous kernel are written; every program must call it, even without reads."""
     if OVERLAPS:
         cuda_language.gdc_wait()
 
 
 @cache
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Return the launch arguments of a kernel that awaits its inputs if OVERLAPS."""
+    """Return the launch arguments for a kernel that waits for its inputs if OVERLAPS is set."""
     overlaps = device.type == "cuda" and not INTERPRETED and is_hopper(device)
     return {"OVERLAPS": overlaps, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the device's second stream, of high priority: its programs start next, not last."""
+    """Return a second stream with high priority, so that its programs start before queued ones."""
     return torch.cuda.Stream(device, priority=-1)

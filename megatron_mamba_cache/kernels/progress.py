@@ -1,4 +1,4 @@
-"""A log line for slow work."""
+"""Log messages for slow operations."""
 
 import logging
 import time
@@ -12,7 +12,10 @@ _speaker = Lock()
 
 
 class ProgressLine:
-    """Log work that has run for 2 s, and its duration when it ends; of concurrent work, only the first."""
+    """Log message for an operation that takes longer than 2 s, and its duration when it ends.
+
+    If operations overlap, only the first one is logged.
+    """
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -25,7 +28,7 @@ class ProgressLine:
             self._timer.start()
 
     def end(self) -> None:
-        """Stop, unless it has ended already."""
+        """End the operation; later calls do nothing."""
         self._timer.cancel()
         if self._has_spoken:
             _LOG.warning("... done after %.0f s", time.perf_counter() - self._began)
@@ -40,7 +43,7 @@ class ProgressLine:
 
 @contextmanager
 def progress(message: str) -> Iterator[None]:
-    """Run the block under a `ProgressLine`."""
+    """Context manager: log `message` if the body takes longer than 2 s."""
     line = ProgressLine(message)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Helpers shared by the torch twins of kernels; no host sync.
+"""Helpers for the torch reference implementations of kernels; none of them synchronizes with the host.
 
-A masked write must not branch on device values, nor index with a mask (its size is data). So padded entries are
-redirected to the first valid one, slot and value: duplicates that write equal bytes.
+A masked write cannot branch on device values, and indexing with a boolean mask would need a host sync to size the
+result. So a padded entry writes the value of the first valid entry to the slot of that entry: a harmless duplicate.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def redirect_padding(valid: Tensor) -> Tensor:
-    """Map each entry of `valid` [n] bool to itself, or to the first valid entry if it is padding; [n] int64."""
+    """Return [n] int64: the index of each valid entry, and the first valid index for padding; `valid` is [n] bool."""
     entries = torch.arange(valid.shape[0], device=valid.device)
     return torch.where(valid, entries, valid.to(torch.int32).argmax())
 
@@ -20,5 +20,5 @@ def along_first_dim(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def compute_dtype(inputs: Tensor) -> torch.dtype:
-    """Return the dtype that reference ops compute in: float64 for float64 inputs, float32 otherwise."""
+    """Return the dtype in which references compute: float64 for float64 inputs, float32 otherwise."""
     return torch.float64 if inputs.dtype == torch.float64 else torch.float32

@@ -108,8 +108,7 @@ Placements = Mapping[str, tuple[Placement, ...]]
 def stacked(targets: Iterable[Placement]) -> tuple[Placement, ...]:
     """Return the destinations of a tensor that stacks the tensors of these destinations, in this order.
 
-    Tensors with one target, such as the halves of a gated projection, are one entry together, each its equal share of
-    the rows.
+    Tensors with one target, such as the halves of a gated projection, share one entry, in equal parts of its rows.
     """
     entries = [list(parts) for _, parts in groupby(targets, key=lambda placement: placement.target)]
 

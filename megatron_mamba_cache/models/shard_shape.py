@@ -13,9 +13,7 @@ from .rank_shard import RankShard, check_ranks
 
 
 def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridModelShape:
-    """Return the shape of this rank's shard, by Megatron's parallel state; raise `ValueError` if ranks cannot share the
-    model.
-    """
+    """Return the shape of this rank's shard; raise `ValueError` if the ranks cannot share the model."""
     check_ranks(architecture)
     part = RankShard.of_process(architecture)
     return shard_shape(architecture, dtype, part.layers, parallel_state.get_tensor_model_parallel_world_size())

@@ -81,7 +81,7 @@ def read_load(path: Path, most_sessions: int | None = None, skip_sessions: int =
         requests += found
         sizes.add(size)
     if len(sizes) > 1:
-        raise ValueError(f"{path} mixes hashes of {sorted(sizes)} tokens; give each size a file of its own")
+        raise ValueError(f"{path} mixes hashes of {sorted(sizes)} tokens; put each size into a separate file")
     if not requests:
         raise ValueError(f"{path} holds sessions without requests only")
     return RecordedLoad(sizes.pop(), tuple(sorted(requests, key=lambda request: request.arrival_s)))

@@ -1,4 +1,4 @@
-"""Match a prompt against the cache and other prompts, and plan its admission. Nothing here mutates."""
+"""Match a prompt against the cache and other prompts, and plan its admission. Nothing here changes state."""
 
 import logging
 from collections import Counter
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class HitRateHint:
-    """Watches prompts and logs one line with the reason when no prefix can be reused."""
+    """Log one line with the reason if no prompt can reuse a prefix."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._block_size = config.block_size_tokens
@@ -36,7 +36,7 @@ class HitRateHint:
             )
 
     def note_prompt(self, prompt_len: int) -> None:
-        """Count a prompt; one longer than a block settles that hits are possible."""
+        """Count a prompt; a prompt longer than one block proves that hits are possible."""
         if self._is_settled:
             return
         if prompt_len > self._block_size:
@@ -71,7 +71,7 @@ class PrefixMatch:
 
     Args:
         blocks: Every consecutive cached KV block from the start of the prompt.
-        skip_tokens: Deepest boundary inside them with a cached state, at most prompt length - 1.
+        skip_tokens: Number of tokens to skip, up to the last boundary inside `blocks` with a cached state.
     """
 
     blocks: tuple[BlockId, ...]
@@ -80,20 +80,20 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
-    """Settings that admission planning depends on, besides the request and the pools."""
+    """Settings that admission planning needs in addition to the request and the pools."""
 
     boundaries: BoundaryRule
     align_prefill_chunks: bool
 
     def chunk_end(self, *, start: int, prompt_len: int, budget: int) -> int:
-        """Choose where a prefill chunk that begins at `start` ends, within `budget` tokens."""
+        """Return where to end a prefill chunk that starts at `start`, at most `budget` tokens later."""
         block_size, align = self.boundaries.block_size, self.align_prefill_chunks
         return prefill_chunk_end(start=start, prompt_len=prompt_len, budget=budget, block_size=block_size, align=align)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlan:
-    """How to admit a request: share `match.blocks`, add `num_new_blocks`, compute up to `chunk_end`."""
+    """Plan to admit a request: share `match.blocks`, allocate `num_new_blocks`, prefill up to `chunk_end`."""
 
     match: PrefixMatch
     num_new_blocks: int
@@ -110,7 +110,7 @@ class PromptView:
 
 
 def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_size: int) -> PrefixMatch:
-    """Return the longest reusable prefix, which ends in a cached state however much KV is cached; changes nothing."""
+    """Return the longest reusable prefix, which ends at a cached state even if more KV is cached; change nothing."""
     blocks = tuple(kv.longest_match(prompt.keys))
     usable = blocks[: (prompt.prompt_len - 1) // block_size] if prompt.may_skip else ()
     return PrefixMatch(blocks, slots.deepest(usable) * block_size)
@@ -119,10 +119,10 @@ def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_siz
 def plan_admission(
     prompt: PromptView, pools: CachePools, *, budget: int, reserved_keys: Container[BlockKey], rules: AdmissionRules
 ) -> AdmissionPlan | Refusal:
-    """Plan the complete admission of one request within `budget` tokens, or return why it is refused.
+    """Plan to admit one request within `budget` tokens, or return why it cannot be admitted.
 
     Args:
-        reserved_keys: Keys of boundaries that other requests reserved in this step.
+        reserved_keys: Keys of the boundaries that other requests have reserved in this step.
     """
     block_size = rules.boundaries.block_size
     match = match_prefix(prompt, pools.kv, pools.slots, block_size)
@@ -134,9 +134,9 @@ def plan_admission(
     if not has_room(match, 0, pools, block_size):
         if pools.slots.num_reserved or not pools.slots.num_available_to_run:
             return Refusal.NO_SLOT
-        match = PrefixMatch(match.blocks, 0)  # a live request wins over the cached state it would start from
+        match = PrefixMatch(match.blocks, 0)  # running requests come first: give up the cached state to free its slot
     if not has_room(match, num_new_blocks, pools, block_size):
-        match = PrefixMatch(match.blocks, 0)  # where memory is shared, its KV may need that state's memory too
+        match = PrefixMatch(match.blocks, 0)  # the KV blocks may need the memory of that state too
         if pools.slots.num_live or not has_room(match, num_new_blocks, pools, block_size):
             return Refusal.NO_BLOCKS
     if budget < 1:
@@ -146,7 +146,7 @@ def plan_admission(
 
 
 def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_size: int) -> bool:
-    """Return whether there are a live slot and new blocks, next to the blocks and state that a match keeps."""
+    """Return whether a live slot and new blocks are available while the matched blocks and state stay."""
     source = match.blocks[match.skip_tokens // block_size - 1] if match.skip_tokens else None
     slot = None if source is None or pools.slots.is_pinned(source) else pools.slots.slot_of(source)
     kept = pools.kv.unreferenced(match.blocks)
@@ -160,7 +160,7 @@ MOST_BRANCH_POINTS = 4
 
 
 def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: int) -> tuple[int, ...]:
-    """Return the boundaries of a prompt, ascending, where others can start: the most shared `MOST_BRANCH_POINTS`."""
+    """Return the boundaries shared with most other prompts, at most `MOST_BRANCH_POINTS`, in ascending order."""
     num_sharing: Counter[int] = Counter()
     for other in others:
         num_shared = num_common(prompt.keys, other.keys) if other.may_skip else 0
@@ -171,7 +171,7 @@ def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: 
 
 
 def num_common(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
-    """Return how many leading blocks two prompts share; since keys are chained, one equal key means equal prefixes."""
+    """Return how many leading blocks two prompts share; keys are chained, so one equal key means equal prefixes."""
     low, high = 0, min(len(keys), len(others))
     while low < high:
         middle = (low + high + 1) // 2
@@ -186,10 +186,10 @@ REASONS = ("caching_off", "prompt_log_probs", "short_prompt", "copy_failed", "ne
 
 
 def reason_for_no_hit(request: RunningRequest, block_size: int, *, enabled: bool, awaited_copy: bool) -> str | None:
-    """Return why a newly admitted request computes its prompt from the first token, one of `REASONS`; None on a hit.
+    """Return why a newly admitted request prefills from its first token, one of `REASONS`; None on a hit.
 
-    "copy_failed": its restore from a tier below failed, or was evicted before admission. "new_prefix": its first block
-    is not cached. "no_state": its first blocks are cached, but no state at the end of any of them.
+    "copy_failed": the restore from a lower tier failed or was evicted before admission. "new_prefix": the first block
+    is not cached. "no_state": leading blocks are cached, but no state at the end of any of them.
     """
     if request.computed:
         return None

@@ -1,6 +1,6 @@
 """Find the accepted token of a verify step that reaches a block boundary, and plan its align copy.
 
-This is the host twin of the decision that the GPU makes from device tensors.
+The GPU makes the same decision from device tensors; this host version is its reference.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AlignCopy:
-    """A copy of the state at a block boundary out of a request's columns.
+    """Copy of the state at a block boundary from one of a request's columns.
 
     Args:
         source_column: column that holds the SSM state at the boundary.
@@ -36,7 +36,7 @@ def plan_align_copy(
         num_accepted: tokens kept, the base token included; 0 counts as 1.
         state_column: column that holds the state after the base token.
 
-    The arguments are taken as given and never checked against one another.
+    The arguments are not checked for consistency.
     """
     accepted = max(num_accepted, 1)
     running = num_computed + num_scheduled - num_draft

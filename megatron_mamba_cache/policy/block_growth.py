@@ -1,4 +1,4 @@
-"""Give decoding requests the block that their next token needs; when there are too few, pause and evict."""
+"""Give decoding requests the KV block for their next token; pause or evict requests when there are too few blocks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from .requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestDemand:
-    """Blocks that one request holds and needs for the next step.
+    """Blocks that one request holds, and whether it needs another for the next step.
 
     Args:
         age: Order of admission; the smallest goes first, ties broken by `index`.
-        needs_block: True if the request cannot continue without one more block, as every paused request.
-        blocks: Blocks held; one that several requests hold is available once the last of them has left.
-        prefilling: True if it prefills: it holds all its blocks already, and is never paused.
+        needs_block: True if the request cannot continue without one more block; always True for paused requests.
+        blocks: Blocks held. A block that several requests hold becomes available when the last of them leaves.
+        prefilling: True during prefill: the request holds all its blocks already and is never paused.
     """
 
     index: int
@@ -37,7 +37,7 @@ class RequestDemand:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPlan:
-    """The outcome for requests that need a block; every other request continues.
+    """Which of the requests that need a block get one, pause or leave; all other requests continue.
 
     Args:
         grants: requests that get one new block, oldest first; a paused request among them resumes.
@@ -51,7 +51,7 @@ class PreemptionPlan:
 
 
 def plan_preemption(requests: Sequence[RequestDemand], num_available: int, paused_capacity: int) -> PreemptionPlan:
-    """Give the remaining blocks to the oldest requests, pause the others, and evict the youngest that may not stay.
+    """Give the available blocks to the oldest requests, pause the rest, and evict the youngest if too many are paused.
 
     A paused request may not stay while the paused requests together hold more than `paused_capacity` blocks, or while
     no request would be active.
@@ -78,7 +78,7 @@ def plan_preemption(requests: Sequence[RequestDemand], num_available: int, pause
         ):
             return PreemptionPlan(_numbers(grants), _numbers(waiting), _numbers(evicted))
         if len(waiting) == 1 and not has_active:
-            if evicted:  # their states may make room
+            if evicted:  # evicting their states may free memory for blocks
                 return PreemptionPlan((), _numbers(waiting), _numbers(evicted))
             raise _no_room(waiting[0])
         leaving = waiting.pop()
@@ -109,7 +109,7 @@ def _no_room(request: RequestDemand) -> CacheCapacityError:
 
 @dataclass(frozen=True, slots=True)
 class GrowthOutcome:
-    """Requests held back: `paused` ones newly wait for a block, `evicted` ones were released, youngest first."""
+    """Requests that were paused, which now wait for a block, and requests that were evicted, youngest first."""
 
     paused: tuple[RunningRequest, ...] = ()
     evicted: tuple[RunningRequest, ...] = ()
@@ -126,7 +126,7 @@ def grow_requests(
     Args:
         requests: All admitted requests that have not finished.
         paused_capacity: Blocks that paused requests may keep.
-        release: Takes back all that an evicted request holds; None is `cache.release`.
+        release: Called to release everything that an evicted request holds; None means `cache.release`.
 
     Raises:
         CacheCapacityError: If a single request cannot continue even with the whole pool.
@@ -139,7 +139,7 @@ def grow_requests(
     if not cache.kv.num_available and len(needing) < len(requests) and _may_stay_paused(needing, paused_capacity):
         return GrowthOutcome()
     left, evicted = list(requests), []
-    # Requests leave one by one: where memory is shared, the states of one that leaves may make room for blocks too.
+    # Evict one request at a time: with shared memory, the states that it frees may make room for blocks too.
     while (plan := _plan(left, cache, paused_capacity)).evicted:
         leaving = left.pop(plan.evicted[0])
         evicted.append(leaving)
@@ -153,7 +153,7 @@ def grow_requests(
 
 
 def resume_requests(requests: Sequence[RunningRequest], cache: PrefixCache) -> None:
-    """Give paused requests, in order, the block that each waits for, while blocks last."""
+    """Give paused requests the block that each waits for, in order, until blocks run out."""
     for request in requests:
         if request.is_paused and cache.kv.num_available:
             cache.grow(request)
@@ -179,7 +179,7 @@ def _needs_block(request: RunningRequest, block_size: int) -> bool:
 
 
 def _may_stay_paused(requests: Sequence[RunningRequest], capacity: int) -> bool:
-    """Return whether all requests are already paused and together hold at most `capacity` blocks."""
+    """Return whether all the requests are paused already and hold at most `capacity` blocks in total."""
     return (
         all(request.is_paused for request in requests)
         and len({block for request in requests for block in request.block_ids}) <= capacity

@@ -21,9 +21,9 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class CacheSalt:
-    """Everything but tokens that must match before a request may reuse another's cache.
+    """Values, besides the tokens, that must match before a request may reuse another request's cache.
 
-    `epoch` counts flushes; `tenant` separates users that must not observe each other's hits.
+    `epoch` is the number of flushes; `tenant` separates users that must not observe each other's cache hits.
     """
 
     fingerprint: str
@@ -32,17 +32,17 @@ class CacheSalt:
     tenant: str = ""
 
     def root(self) -> bytes:
-        """Return the 32-byte digest that the key chain of every sequence under this salt starts from."""
+        """Return the 32-byte digest at the start of every key chain with this salt."""
         digest = sha256()
         for field in (self.fingerprint, self.weights_version, str(self.epoch), self.tenant):
             text = field.encode()
-            digest.update(len(text).to_bytes(8, "little"))  # without it ("ab", "c") and ("a", "bc") would agree
+            digest.update(len(text).to_bytes(8, "little"))  # else ("ab", "c") would equal ("a", "bc")
             digest.update(text)
         return digest.digest()
 
 
 class KeyChain(Protocol):
-    """The keys of a growing text's complete blocks, in order."""
+    """Keys of the complete blocks of a growing token sequence, in order."""
 
     keys: list[BlockKey]
     num_tokens: int
@@ -52,10 +52,10 @@ class KeyChain(Protocol):
 
 
 class BlockKeyChain:
-    """The keys of one growing token sequence, one for each complete block.
+    """Keys of a growing token sequence, one per complete block.
 
     key(i) = SHA-256(key(i-1) ‖ tokens of block i as little-endian int32), with `root` as key(-1); a key is the whole
-    digest as a big-endian integer. Tokens of an incomplete last block are kept, but have no key yet.
+    digest as a big-endian integer. The tokens of an incomplete last block are stored until the block is complete.
 
     Raises:
         ValueError: If `root` is not 32 bytes or `block_size` is not positive.
@@ -75,7 +75,7 @@ class BlockKeyChain:
         """The keys so far, first block first; callers do not change the list."""
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append tokens and hash the blocks they complete; raise `ValueError` if a token has more than 32 bits."""
+        """Append tokens and hash the blocks that become complete; raise `ValueError` if a token id exceeds 32 bits."""
         new = _int32_view(tokens)
         self.num_tokens += len(new) // _TOKEN_BYTES
         if len(self._tail) + len(new) < self._block_bytes:
@@ -85,7 +85,7 @@ class BlockKeyChain:
         self._tail = bytearray(data[self._hash_blocks(data) :])
 
     def _hash_blocks(self, data: memoryview) -> int:
-        """Hash the whole blocks of `data` and return how many bytes they take."""
+        """Hash the complete blocks in `data`; return how many bytes were hashed."""
         size = self._block_bytes
         num_bytes = len(data) // size * size
         digest = self._digest
@@ -107,7 +107,7 @@ def block_keys(root: bytes, tokens: TokenIds, block_size: int) -> list[BlockKey]
 def _int32_view(tokens: TokenIds) -> memoryview:
     """Return the bytes of the tokens as little-endian int32."""
     if isinstance(tokens, np.ndarray):
-        return _int32_array(tokens).view(np.uint8).data  # no copy of a long prompt
+        return _int32_array(tokens).view(np.uint8).data  # a view: a long prompt is not copied
     try:
         packed = array("i", tokens)
     except (OverflowError, TypeError) as error:
@@ -121,5 +121,5 @@ def _int32_array(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(f"need a vector of integer token ids, found {tokens.dtype} of shape {tokens.shape}")
     if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
-        raise ValueError(f"need token ids within 32 bits, found {tokens.min()} to {tokens.max()}")
+        raise ValueError(f"need token ids that fit 32 bits, found ids between {tokens.min()} and {tokens.max()}")
     return np.ascontiguousarray(tokens, dtype="<i4")

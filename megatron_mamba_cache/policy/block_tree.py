@@ -1,4 +1,4 @@
-"""The trees that shared prefixes form: the key of each registered block, and the block before it."""
+"""Trees of KV blocks that share prefixes: each registered block has a key and a parent, the block before it."""
 
 from collections.abc import Container, Sequence
 
@@ -10,27 +10,27 @@ _ROOT = BlockId(-1)
 
 
 class BlockTree:
-    """The map between keys and blocks 0 to num_blocks - 1, with each block's parent, depth and number of children."""
+    """Map between keys and blocks, with the parent, depth and number of children of each block."""
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[BlockKey, BlockId] = {}
         self._keys = [_UNREGISTERED] * num_blocks
-        self._parents = [_ROOT] * num_blocks  # valid where the depth is above 1
+        self._parents = [_ROOT] * num_blocks  # meaningful only for blocks with a depth above 1
         self._num_children = [0] * num_blocks
         self._depths = [0] * num_blocks
 
     def __contains__(self, block: BlockId) -> bool:
-        return self._depths[block] > 0  # not the key: a big integer, seldom in the CPU's cache
+        return self._depths[block] > 0  # the key is a big integer, seldom in the CPU's cache
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def find(self, key: BlockKey) -> BlockId | None:
-        """Return the block registered under the key."""
+        """Return the block that is registered under the key, if any."""
         return self._block_of.get(key)
 
     def longest_match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """Return the blocks of the leading keys that are all registered."""
+        """Return the blocks of the longest run of leading keys that are registered."""
         find = self._block_of.get
         matched = []
         for key in keys:
@@ -41,32 +41,32 @@ class BlockTree:
         return matched
 
     def key_of(self, block: BlockId) -> BlockKey | None:
-        """Return the key the block is registered under."""
+        """Return the key under which the block is registered."""
         return self._keys[block] or None
 
     def parent_of(self, block: BlockId) -> BlockId | None:
-        """Return the block before this one; None for a first or an unregistered block."""
+        """Return the block before this one; None if the block is the first of its sequence or unregistered."""
         return self._parents[block] if self._depths[block] > 1 else None
 
     def depth(self, block: BlockId) -> int:
-        """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
+        """Return the number of blocks from the root through this one; 0 if the block is unregistered."""
         return self._depths[block]
 
     def num_children(self, block: BlockId) -> int:
-        """Return how many registered blocks come right after this one."""
+        """Return how many registered blocks have this one as their parent."""
         return self._num_children[block]
 
     def is_leaf(self, block: BlockId) -> bool:
-        """Return whether no registered block comes after this one."""
+        """Return whether no registered block has this one as its parent."""
         return not self._num_children[block]
 
     def tail(self, block: BlockId, refs: Sequence[int], states: Container[BlockId]) -> list[BlockId]:
-        """Return the block and those before it, up to one that is needed: by others after it, a reference or a state.
+        """Return the block and its ancestors, up to the first with another child, a reference or a state.
 
         Args:
-            block: An unregistered one has no tail.
-            refs: References, by block.
-            states: The blocks that have a state.
+            block: Start of the tail; an unregistered block has none.
+            refs: Number of references on each block.
+            states: Blocks that have a state.
         """
         parents, num_children, depth, num_after = self._parents, self._num_children, self._depths[block], 0
         tail: list[BlockId] = []
@@ -78,7 +78,7 @@ class BlockTree:
         return tail
 
     def unregistered(self, blocks: Sequence[BlockId], refs: Sequence[int]) -> list[BlockId]:
-        """Return those of some blocks that have no key and, by block, no reference."""
+        """Return which of the blocks have neither a key nor a reference."""
         depths, found = self._depths, []
         for block in blocks:
             if not depths[block] and not refs[block]:
@@ -86,7 +86,7 @@ class BlockTree:
         return found
 
     def leaves(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Return those of some blocks that are registered and have no registered block after them."""
+        """Return which of the blocks are registered and have no registered child."""
         depths, num_children, found = self._depths, self._num_children, []
         for block in blocks:
             if depths[block] and not num_children[block]:
@@ -98,18 +98,18 @@ class BlockTree:
         return sorted(self._block_of.values())
 
     def require_addable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
-        """Raise unless the key is positive, the block has no other key, and the key has no other parent."""
+        """Raise an error unless the key is positive, the block has no other key, and the key has no other parent."""
         if key <= 0:
             raise ValueError(f"need a positive key for block {block}, found {key}")
         if block in self and self._keys[block] != key:
-            raise CacheIntegrityError(f"need one key a block, found block {block} registered under another key")
+            raise CacheIntegrityError(f"need one key per block, found block {block} registered under another key")
         known = self.find(key)
         if known is not None and self.parent_of(known) != parent:
             found = self.parent_of(known)
-            raise CacheIntegrityError(f"need one parent a key, found {parent} and {found} for block {known}")
+            raise CacheIntegrityError(f"need one parent per key, found {parent} and {found} for block {known}")
 
     def add(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
-        """Register an unregistered block under an unused key, after a registered parent or as a first block."""
+        """Register a block under an unused key, with a registered parent or as the first block of a sequence."""
         self._block_of[key] = block
         self._keys[block] = key
         self._depths[block] = 1
@@ -119,7 +119,7 @@ class BlockTree:
             self._depths[block] += self._depths[parent]
 
     def remove_tail(self, tail: Sequence[BlockId]) -> BlockId | None:
-        """Forget what `tail` returned, and return the block before it."""
+        """Unregister the blocks that `tail` returned; return the block before them."""
         block_of, keys, depths, num_children = self._block_of, self._keys, self._depths, self._num_children
         first = tail[-1]
         parent = self._parents[first] if depths[first] > 1 else None

@@ -1,4 +1,4 @@
-"""Choose the positions of a prompt that get a cached state, and where a prefill chunk ends.
+"""Choose at which positions of a prompt states are cached, and where a prefill chunk ends.
 
 All positions are absolute token positions, counted from the start of the request.
 """
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BoundaryRule:
-    """The rule for which boundaries a prefill reserves.
+    """Rule for the boundaries at which prefill caches a state.
 
     Args:
         block_size: tokens in a block; every boundary is a multiple of it.
-        stride: also every `stride` blocks; 1 takes every boundary, None only those derived from the prompt.
+        stride: also cache a state every `stride` blocks; None caches only at boundaries derived from the prompt.
     """
 
     block_size: int
@@ -29,11 +29,11 @@ class BoundaryRule:
 def select_boundaries(
     rule: BoundaryRule, *, prompt_len: int, start: int, end: int, kv_match_end: int, branches: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Select the boundaries that the prefill chunk of tokens [start, end) reserves, ascending.
+    """Return the boundaries that the prefill chunk of tokens [start, end) reserves, in ascending order.
 
     Args:
         kv_match_end: where the KV match of the prompt ends, a boundary; 0 when nothing matched.
-        branches: boundaries at which other texts part from the prompt.
+        branches: boundaries at which other texts diverge from the prompt.
 
     Raises:
         ValueError: If the positions are out of order, or `kv_match_end` is not a boundary.
@@ -43,7 +43,7 @@ def select_boundaries(
     last = prompt_len // block * block
     candidates = {kv_match_end, last, *branches}
     if last == prompt_len:
-        # An exact repeat must still have a token to compute, so it restores one block earlier.
+        # A repeat of the same prompt must compute at least one token, so it restores one block earlier.
         candidates.add(prompt_len - block)
     if end < prompt_len:
         candidates.add(end)
@@ -54,10 +54,10 @@ def select_boundaries(
 
 
 def prefill_chunk_end(*, start: int, prompt_len: int, budget: int, block_size: int, align: bool) -> int:
-    """Choose the position where a prefill chunk that begins at `start` ends.
+    """Return the position where a prefill chunk that starts at `start` ends.
 
     Args:
-        budget: tokens this step may still compute.
+        budget: number of tokens that this step may still compute.
         align: end on the last boundary inside the budget, so that the chunk's end state can be cached.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Changes of the boundaries that prompts can start from, recorded for the router between replicas."""
+"""Record which boundaries prompts can start from, and how they change, for the router between replicas."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from .identifiers import BlockId, BlockKey
 
 
 class CachedTexts(Protocol):
-    """KV blocks that follow a state and are useless without it."""
+    """KV blocks that can be reused only together with a state."""
 
     def is_end(self, block: BlockId) -> bool:
         """Return whether no block is cached after this one."""
 
     def prune(self, block: BlockId) -> int:
-        """Forget the block and those before it, as far as no state or request needs them; return how many are free."""
+        """Free the block and its ancestors that no state or request needs; return how many became free."""
 
 
 class NoTexts:
-    """The `CachedTexts` of a slot pool without KV blocks."""
+    """`CachedTexts` for a slot pool without KV blocks."""
 
     def is_end(self, block: BlockId) -> bool:
         return True
@@ -28,10 +28,10 @@ class NoTexts:
 
 
 class StateSaver:
-    """Saves states elsewhere before they are evicted. This one saves none."""
+    """Save states to a lower tier before they are evicted. This base class saves none."""
 
     def saves(self, block: BlockId) -> bool:
-        """Begin to save the block's state, which is next to be evicted; return whether others should leave before it.
+        """Start to save the state of the block that is evicted next; return whether to evict other states first.
 
         If so, it is not asked again until `SlotPool.stop_saving`: a state that comes up again leaves, and is lost.
         """
@@ -45,13 +45,13 @@ class StateSaver:
 
 
 class StateObserver:
-    """Is notified of each block that gets or loses a cached state. This one ignores it.
+    """Observer of the blocks that get or lose a cached state. This base class does nothing.
 
     A subclass must neither raise nor change the pool.
     """
 
     def published(self, block: BlockId) -> None:
-        """Note that the state at the end of the block has become findable."""
+        """Note that the state at the end of the block can now be found."""
 
     def dropped(self, block: BlockId) -> None:
         """Note that the block's state is gone."""
@@ -62,10 +62,10 @@ class StateObserver:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryChanges:
-    """Net changes of the resumable boundaries, by the keys of the blocks that they end; all keys share one salt.
+    """Net changes of the resumable boundaries, given by the keys of the blocks that end there; all keys share one salt.
 
     Args:
-        were_flushed: True when everything reported before is cancelled; `dropped` is then empty.
+        were_flushed: True if everything reported earlier is cancelled; `dropped` is then empty.
     """
 
     published: tuple[BlockKey, ...] = ()
@@ -77,14 +77,14 @@ class BoundaryChanges:
 
 
 class BoundaryJournal(StateObserver):
-    """Collects a slot pool's changes until they are taken; a boundary that comes and goes in between leaves no trace.
+    """Collect a slot pool's changes until they are taken; a boundary that came and went is not reported.
 
     Hits can happen exactly at blocks with a state, because no block leaves before its children. The journal holds one
     entry for each state of the pool and one for each boundary still to be reported as dropped.
     """
 
     def __init__(self) -> None:
-        self._new: dict[BlockId, None] = {}  # published and not taken yet, oldest first
+        self._new: dict[BlockId, None] = {}  # published since the last `take`, oldest first
         self._reported: dict[BlockId, BlockKey] = {}
         self._gone: list[BlockKey] = []
         self._were_flushed = False

@@ -1,4 +1,4 @@
-"""Where the states after a request's drafts are kept: in slots of the shared pool, or in a buffer per request.
+"""Where to keep the states after a request's drafts: in slots of the shared pool, or in one buffer per request.
 
 The setting `draft_states` chooses. `WindowStates` are the policy of `recurrences.window`, and serve every recurrence;
 `ReplayStates` are that of a recurrence's own replay.
@@ -15,36 +15,36 @@ from .slot_pool import SlotPool
 
 
 class DraftStates(ABC):
-    """Gives requests what their drafts need, and is the only one to change their `StateCursor`."""
+    """Give requests the slots or buffers that their drafts need; nothing else changes a `StateCursor`."""
 
     @abstractmethod
     def begin(self, live_slot: SlotId) -> StateCursor:
         """Return the cursor of an admitted request; raise `CacheIntegrityError` if there is no room for it."""
 
     def most_drafts(self, computed: int, limit: int) -> int:
-        """Return how many drafts, `limit` at most, a request may have whose next token is the one at `computed`."""
+        """Return how many drafts, at most `limit`, may follow the token at position `computed`."""
         return limit
 
     def widen(self, cursor: StateCursor, num_drafts: int) -> int:
-        """Make room for the states after up to `num_drafts` drafts; return for how many there is room."""
+        """Make room for the states after up to `num_drafts` drafts; return how many drafts fit."""
         return num_drafts
 
     def accept(self, cursor: StateCursor, num_tokens: int) -> None:
-        """Move to the state after so many of the last step's tokens, and take back what the next step does not read."""
+        """Move to the state after `num_tokens` tokens of the last step; release what the next step does not read."""
         cursor.accept(num_tokens)
         self.trim(cursor)
 
     @abstractmethod
     def trim(self, cursor: StateCursor) -> None:
-        """Take back what was given for drafts that no step computed."""
+        """Release the room for drafts that no step computed."""
 
     @abstractmethod
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
-        """Take back all room for drafts; the live slot holds the state after `num_tokens`, all that are computed."""
+        """Release all room for drafts; the live slot holds the state after all `num_tokens` computed tokens."""
 
     @abstractmethod
     def end(self, cursor: StateCursor) -> None:
-        """Take back everything but the live slot: the request leaves."""
+        """Release everything except the live slot, because the request leaves."""
 
     @abstractmethod
     def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
@@ -52,13 +52,13 @@ class DraftStates(ABC):
 
 
 class WindowStates(DraftStates):
-    """The `DraftStates` that store a state after each draft, in slots of the shared pool.
+    """`DraftStates` that store one state per draft, in slots of the shared pool.
 
-    Drafts never take slots that are needed for requests not admitted yet or for checkpoints of running ones.
+    Slots needed to admit further requests or to checkpoint running requests are never used for drafts.
 
     Args:
         max_requests: The most requests with a live slot at once.
-        keeps_checkpoints: True when running requests keep a checkpoint each, in the same slots.
+        keeps_checkpoints: True if each running request keeps a checkpoint, in the same slots.
     """
 
     def __init__(self, slots: SlotPool, max_requests: int, *, keeps_checkpoints: bool = True) -> None:
@@ -81,7 +81,7 @@ class WindowStates(DraftStates):
         return min(num_drafts, len(cursor.draft_slots))
 
     def trim(self, cursor: StateCursor) -> None:
-        """Take back the columns past the accepted one, which the next step reads."""
+        """Release the columns after the accepted column, from which the next step reads."""
         while len(cursor.draft_slots) >= cursor.accepted:
             self._slots.release_draft(cursor.draft_slots[-1])
             cursor.remove_last_slot()
@@ -93,15 +93,15 @@ class WindowStates(DraftStates):
         self.accept(cursor, 1)
 
     def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
-        """Do nothing: the slot pool knows the owner of every column."""
+        """Do nothing, because the slot pool checks the owner of every column."""
 
 
 class ReplayStates(DraftStates):
-    """The `DraftStates` that store the inputs of tokens, in a buffer for each request, which has room for all drafts.
+    """`DraftStates` that store the inputs of tokens in one buffer per request, with room for all drafts.
 
     Args:
         max_requests: The most requests that run at once, and the number of buffers.
-        rounding_len: Positions from one rounding of the stored states to the next; None if they are stored as computed.
+        rounding_len: Number of positions between two roundings of the stored states; None if states are not rounded.
     """
 
     def __init__(self, max_requests: int, rounding_len: int | None = None) -> None:
@@ -111,11 +111,11 @@ class ReplayStates(DraftStates):
 
     def begin(self, live_slot: SlotId) -> StateCursor:
         if not self._free:
-            raise CacheIntegrityError(f"all {self._num_buffers} draft buffers belong to running requests")
+            raise CacheIntegrityError(f"need a free draft buffer, found all {self._num_buffers} in use")
         return StateCursor(live_slot, self._free.pop())
 
     def most_drafts(self, computed: int, limit: int) -> int:
-        """Limit drafts to tokens before the next rounding.
+        """Limit drafts to the tokens before the next rounding.
 
         A step rounds a state before its first token. Tokens after the next rounding would read the unrounded state, and
         then their bits would depend on the number of drafts.
@@ -125,7 +125,7 @@ class ReplayStates(DraftStates):
         return min(limit, self._rounding_len - 1 - computed % self._rounding_len)
 
     def trim(self, cursor: StateCursor) -> None:
-        """Do nothing: the next step overwrites the inputs of rejected drafts."""
+        """Do nothing, because the next step overwrites the inputs of rejected drafts."""
 
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
         cursor.resolve(num_tokens)
@@ -144,7 +144,7 @@ class ReplayStates(DraftStates):
 
 
 def num_folded(request: RunningRequest, fold_len: int) -> int:
-    """Return how many tokens are in the state of the live slot of a request with a draft buffer.
+    """Return how many tokens the state in the live slot includes, for a request with a draft buffer.
 
     Prefill leaves the prompt's state there. Then each step folds the tokens that are in the buffer, up to a multiple of
     `fold_len`.

@@ -16,15 +16,15 @@ _HALF_AN_OCTAVE = 2**-0.5
 
 
 class CachedEntry(NamedTuple):
-    """Inputs of a cached state's weight. A tuple, because one is made for every push.
+    """Facts from which the weight of a cached state is computed. A tuple, because every push creates one.
 
     Args:
-        num_tokens: From the root to the end of the entry.
-        lost_tokens: Tokens since the nearest state before it, which are recomputed once the state is gone.
-        num_branch_hits: Requests that started from it though cached text followed it.
-        num_continuations: Texts known to have continued directly after it.
-        is_end: True if nothing cached follows it, so that the KV of its lost tokens leaves with it.
-        ends_prompt: True if it is the last state of its text's newest prompt.
+        num_tokens: Number of tokens from the start of the text to the end of the entry.
+        lost_tokens: Number of tokens since the previous state, which must be recomputed if this state is evicted.
+        num_branch_hits: Number of requests that started from this state and diverged from the cached text after it.
+        num_continuations: Number of texts that are known to continue directly after this state.
+        is_end: True if no cached text follows, so the KV blocks of its lost tokens are freed with it.
+        ends_prompt: True if this is the last state of the newest prompt of its text.
     """
 
     num_tokens: int
@@ -36,12 +36,12 @@ class CachedEntry(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Priority of an entry, apart from its age.
+    """Priority of an entry without the effect of its age.
 
     Args:
-        kind: Entries of one kind are equally likely to be hit.
-        gain: Savings of a hit, on any scale; 0 or more.
-        is_held: True if it counts as just used and certain to be hit, whatever its age and kind.
+        kind: Group of entries that are assumed to be hit with the same likelihood.
+        gain: What a hit saves, on any scale; at least 0.
+        is_held: True if the entry counts as just used and certain to be hit.
     """
 
     kind: int = 0
@@ -55,12 +55,12 @@ _NO_ITEM: _Item = (0, 0, BlockId(-1), 0, 0.0, False)
 
 
 class _Class:
-    """Items of one kind and of about the same gain, all held or none, the least recently used first.
+    """Items of one kind and similar gain, all held or all not held; the least recently used comes first.
 
-    Nearly all items are pushed in order; the few whose weight changes long after their last use are in a heap.
+    Nearly all items are pushed in order of their last use; a heap stores the few that are not.
 
     Attributes:
-        first: The first item, stale or not; outdated once none is left.
+        first: The first item, stale or not; invalid when no item is left.
     """
 
     __slots__ = ("first", "late", "run")
@@ -71,7 +71,7 @@ class _Class:
         self.late: list[_Item] = []  # a heap
 
     def push(self, item: _Item, replaced: _Item) -> bool:
-        """Add an item; return whether the item that it replaces was the newest and has been removed."""
+        """Add an item; return whether the replaced item was the newest and has been removed."""
         run = self.run
         has_left = bool(run) and run[-1] is replaced
         if has_left:
@@ -85,9 +85,9 @@ class _Class:
         return has_left
 
     def skip_stale(self, live: Sequence[_Item]) -> int:
-        """Remove stale items from the heads of run and heap; return how many."""
+        """Remove stale items from the front of the run and of the heap; return how many."""
         run, late, num_stale = self.run, self.late, 0
-        # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
+        # Compare by identity: an id that was discarded and pushed again may have an equal but stale item.
         while run and live[run[0][2]] is not run[0]:
             run.popleft()
             num_stale += 1
@@ -105,7 +105,7 @@ class _Class:
 
 
 class EvictionOrder:
-    """Ids by priority, lowest first: likelihood of the kind x gain / (age + `FULL_PRIORITY_AGE`).
+    """Ids ordered by priority, lowest first: likelihood of the kind x gain / (age + `FULL_PRIORITY_AGE`).
 
     Held ids count as just used and certain to be hit. Of one kind and gain, the least recently used comes first. So
     there is a queue for each kind and class of gains (equal within a factor of 2 ** .5) and for held ids, and only the
@@ -115,9 +115,9 @@ class EvictionOrder:
     """
 
     def __init__(self) -> None:
-        self._live: list[_Item] = []  # by id; `_NO_ITEM` for those that are not here
+        self._live: list[_Item] = []  # item of each id; `_NO_ITEM` if absent
         self._num_live = 0
-        self._classes: dict[int, dict[tuple[int, bool], _Class]] = {}  # by kind, then by what `_class_of` says
+        self._classes: dict[int, dict[tuple[int, bool], _Class]] = {}  # by kind, then by the key from `_class_of`
         self._num_stale = 0
 
     def __len__(self) -> int:
@@ -127,28 +127,28 @@ class EvictionOrder:
         return entry_id < len(self._live) and self._live[entry_id] is not _NO_ITEM
 
     def weight_of(self, entry_id: BlockId) -> Weight:
-        """Return the weight that an id was pushed with."""
+        """Return the weight with which an id was pushed."""
         return Weight(*self._live[entry_id][3:])
 
     def kind_of(self, entry_id: BlockId) -> int:
-        """Return the kind that an id was pushed with."""
+        """Return the kind with which an id was pushed."""
         return self._live[entry_id][3]
 
     def last_use_of(self, entry_id: BlockId) -> float:
-        """Return the last use that an id was pushed with."""
+        """Return the time of last use with which an id was pushed."""
         return self._live[entry_id][0]
 
     def priority_of(self, entry_id: BlockId, now: float, likelihood: Callable[[int], float]) -> float:
-        """Return the priority of an id at a logical time."""
+        """Return the priority of an id at logical time `now`."""
         last_used, _, _, kind, gain, is_held = self._live[entry_id]
         return gain / FULL_PRIORITY_AGE if is_held else likelihood(kind) * gain / (now + FULL_PRIORITY_AGE - last_used)
 
     def push(self, entry_id: BlockId, last_used: float, num_tokens: int, weight: Weight) -> bool:
-        """Add an id and return True, or replace its entry and return False.
+        """Add an id and return True, or update an existing id and return False.
 
         Args:
             last_used: A logical time.
-            num_tokens: Of ids used at the same time, that with the most tokens is evicted first.
+            num_tokens: Tie-breaker: of ids with the same last use, the one with the most tokens is evicted first.
 
         Raises:
             ValueError: If the gain is not a number of at least 0.
@@ -177,7 +177,7 @@ class EvictionOrder:
         return replaced is _NO_ITEM
 
     def discard(self, entry_id: BlockId) -> bool:
-        """Remove an id; return False, with nothing changed, if it is absent."""
+        """Remove an id; return False if it is absent."""
         live = self._live
         if entry_id >= len(live) or live[entry_id] is _NO_ITEM:
             return False
@@ -190,11 +190,11 @@ class EvictionOrder:
         """Return the id to evict first.
 
         Args:
-            likelihood: Of a hit, by kind; at most 1.
-            kinds: Only ids of these kinds; None: of any.
+            likelihood: Returns the likelihood of a hit for a kind, at most 1.
+            kinds: Consider only ids of these kinds; None: all kinds.
 
         Raises:
-            CacheIntegrityError: If there is none.
+            CacheIntegrityError: If there is no such id.
         """
         first, least, age_at_0, live = None, inf, now + FULL_PRIORITY_AGE, self._live
         for kind, classes in self._classes.items():
@@ -215,7 +215,7 @@ class EvictionOrder:
             for of_class in empty:
                 del classes[of_class]
         if first is None:
-            raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
+            raise CacheIntegrityError("need an entry to evict, found none; evict at most as many as are evictable")
         return first[2]
 
     def clear(self) -> None:
@@ -229,7 +229,7 @@ class EvictionOrder:
         return self._live[item[2]] is item
 
     def _count_stale(self) -> None:
-        """Count one more stale item, and remove all where they outnumber the live ones."""
+        """Count one more stale item; remove all stale items if they outnumber the live ones."""
         self._num_stale += 1
         if self._num_stale <= self._num_live + _STALE_ALLOWANCE:
             return
@@ -240,6 +240,6 @@ class EvictionOrder:
 
 
 def _class_of(gain: float, is_held: bool) -> tuple[int, bool]:
-    """Return the queue of an entry within its kind, by the magnitude of its gain and whether it is held."""
+    """Return the key of an entry's queue within its kind: the magnitude of its gain, and whether it is held."""
     fraction, exponent = frexp(gain)
     return 2 * exponent + (fraction >= _HALF_AN_OCTAVE), is_held

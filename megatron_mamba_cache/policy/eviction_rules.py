@@ -1,4 +1,4 @@
-"""Rules for what to evict: the least recently used state, or the one expected to save the least for its bytes.
+"""Rules that choose what to evict: the least recently used state, or the one that saves least per byte.
 
 "cost" multiplies the tokens to recompute for each byte that becomes free by the likelihood of a hit, and divides by the
 age: recorded sessions come back at a rate that falls as 1 / age. A text's last state leaves together with the KV before
@@ -15,17 +15,17 @@ from .identifiers import BlockId
 
 
 class HeldStates:
-    """The held states by the KV block that they end, and the newest time."""
+    """States that are held until a time, by the KV block at which each state ends."""
 
     def __init__(self) -> None:
         self._now = 0
         self.until: dict[BlockId, int] = {}
         """When each held state is held no longer; changed here only."""
-        self._ends: list[tuple[int, BlockId]] = []  # a heap; an entry is looked at again when its time comes
-        self._next_look: dict[BlockId, int] = {}  # the earliest entry of each block in the heap
+        self._ends: list[tuple[int, BlockId]] = []  # heap by time; an entry is checked again when its time has come
+        self._next_look: dict[BlockId, int] = {}  # earliest time of each block in the heap
 
     def hold(self, block: BlockId, until: int) -> bool:
-        """Hold a state until a time, or as long as it is held already; return whether it was not held before."""
+        """Hold a state until a time, unless it is already held longer; return whether it was not held before."""
         if until <= self._now:
             return False
         was_held = block in self.until
@@ -34,11 +34,11 @@ class HeldStates:
         return not was_held
 
     def release(self, block: BlockId) -> None:
-        """Forget a state; nothing happens if it is not held."""
+        """Stop holding a state; do nothing if it is not held."""
         self.until.pop(block, None)
 
     def pass_time(self, now: int) -> list[BlockId]:
-        """Set the time, unless a later one is known; return the blocks whose states are no longer held."""
+        """Advance the time; return the blocks of the states whose hold has expired."""
         self._now = max(now, self._now)
         over = []
         while self._ends and self._ends[0][0] <= self._now:
@@ -54,13 +54,13 @@ class HeldStates:
         return over
 
     def clear(self) -> None:
-        """Forget all states; the time stays."""
+        """Stop holding all states; keep the time."""
         self.until.clear()
         self._ends.clear()
         self._next_look.clear()
 
     def _look_at(self, block: BlockId, time: int) -> None:
-        """Enter a block in the heap, unless it is looked at by then."""
+        """Schedule a check of a block at a time, unless an earlier check is scheduled."""
         if time < self._next_look.get(block, time + 1):
             self._next_look[block] = time
             heappush(self._ends, (time, block))
@@ -77,23 +77,23 @@ _MOST_COUNTED = 1024
 
 
 class EvictionRule(Protocol):
-    """Weights of cached states. The same calls give the same priorities on every rank."""
+    """Compute weights of cached states. Equal calls give equal priorities on every rank."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
-        """Return the state's priority, apart from its age."""
+        """Return the priority of a state without the effect of its age."""
 
     def likelihood(self, kind: int) -> float:
-        """Return the likelihood of a hit to states of a kind; at most 1, the value for held states."""
+        """Return the likelihood that states of a kind are hit, at most 1 (the value for held states)."""
 
     def count_state(self, kind: int) -> None:
         """Count a state whose kind is new or has changed."""
 
     def count_hit(self, kind: int) -> None:
-        """Count a request that starts from a state of a kind."""
+        """Count a hit of a state of this kind."""
 
 
 class LeastRecentlyUsed:
-    """All states of one age have the same priority."""
+    """Evict the least recently used state; states of the same age rank equally."""
 
     def __init__(self, state_len: float = 0.0) -> None:
         pass
@@ -112,10 +112,10 @@ class LeastRecentlyUsed:
 
 
 class RecomputeCost:
-    """A state's priority is the number of tokens that it is expected to save for each byte that it keeps.
+    """Evict the state that is expected to save the fewest tokens of recomputation per byte.
 
     Args:
-        state_len: The tokens whose KV takes as many bytes as a state.
+        state_len: Number of tokens whose KV takes as many bytes as one state.
     """
 
     def __init__(self, state_len: float = 0.0) -> None:
@@ -129,7 +129,7 @@ class RecomputeCost:
         return Weight(kind, entry.lost_tokens / max(num_kept, 1.0))
 
     def likelihood(self, kind: int) -> float:
-        """Return the share of the states of a kind that were hit, the newest thousand or so of them."""
+        """Return which share of the last thousand or so states of a kind was hit."""
         known = self._num_hits[kind] + _PRIOR_STATES * _PRIORS[kind]
         return known / (self._num_states[kind] + _PRIOR_STATES)
 

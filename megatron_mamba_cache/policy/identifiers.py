@@ -1,4 +1,4 @@
-"""Distinct types for numbers that must never be mixed: KV blocks, state slots and draft buffers."""
+"""Distinct types for ids that must never be mixed: KV blocks, state slots and draft buffers."""
 
 from typing import NewType
 

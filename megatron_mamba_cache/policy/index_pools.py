@@ -1,4 +1,4 @@
-"""Indices of KV blocks and state slots, in memory of one use or shared by both."""
+"""Allocate indices of KV blocks and state slots, in separate memory or in memory that both share."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,50 +7,50 @@ from ..errors import CacheIntegrityError
 
 
 class IndexPool(Protocol):
-    """Indices of one use, from 0: KV blocks or state slots. A taken index is fixed (not evictable) until `unfix`."""
+    """Pool of indices of KV blocks, or of state slots. A taken index is fixed (not evictable) until `unfix`."""
 
     num_indices: int
     """Indices are below this."""
     is_shared: bool
-    """True if memory that the other use frees can make room here."""
+    """True if memory freed by the other pool can be used by this one."""
     num_free: int
-    """Indices that `take` can return without an eviction."""
+    """Number of indices that `take` can return without an eviction."""
 
     @property
     def num_available(self) -> int:
-        """Indices that `take` can return after evicting all that is not fixed."""
+        """Number of indices that `take` can return after evicting everything that is not fixed."""
 
     def take(self, num_indices: int) -> list[int]:
-        """Return free indices and fix them; there must be enough."""
+        """Return free indices and fix them; the caller ensures that there are enough."""
 
     def fix(self, *indices: int) -> None:
         """Protect taken indices from eviction."""
 
     def unfix(self, *indices: int) -> None:
-        """Let taken indices be evicted."""
+        """Allow the eviction of taken indices."""
 
     def release(self, index: int) -> None:
         """Free an index that is not fixed."""
 
 
 class CacheSpace(Protocol):
-    """The memory that KV blocks and states have."""
+    """Memory of KV blocks and states."""
 
     @property
     def blocks(self) -> IndexPool:
-        """Indices of KV blocks."""
+        """Pool of KV block indices."""
 
     @property
     def slots(self) -> IndexPool:
-        """Indices of states."""
+        """Pool of state slot indices."""
 
     def fits(
         self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
     ) -> bool:
-        """Return whether blocks and slots can be had together.
+        """Return whether so many blocks and slots can be allocated together.
 
         Args:
-            kept_blocks, kept_slots: Distinct taken indices, not fixed, that must stay.
+            kept_blocks, kept_slots: Distinct taken indices that are not fixed but must not be evicted.
         """
 
     def check_integrity(self) -> None:
@@ -58,13 +58,13 @@ class CacheSpace(Protocol):
 
 
 class FixedIndexPool:
-    """Indices that one use has for itself."""
+    """Pool whose memory is not shared."""
 
     is_shared = False
 
     def __init__(self, num_indices: int) -> None:
         self.num_indices = self.num_free = self.num_available = num_indices
-        self._free = list(reversed(range(num_indices)))  # a stack: lowest number on top
+        self._free = list(reversed(range(num_indices)))  # stack, lowest index on top
 
     def take(self, num_indices: int) -> list[int]:
         self.num_free -= num_indices
@@ -85,7 +85,7 @@ class FixedIndexPool:
         self._free.append(index)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless free indices are distinct and the counts can be true. O(n)."""
+        """Raise CacheIntegrityError unless free indices are distinct and the counts are consistent. O(n)."""
         num_free = len(self._free)
         is_ordered = num_free == self.num_free <= self.num_available <= self.num_indices
         if len(set(self._free)) != num_free or not is_ordered:

@@ -1,4 +1,4 @@
-"""Tokens that a step adds to its requests."""
+"""Tokens that a step appends to its requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class KeptTokens(NamedTuple):
-    """Tokens that a request keeps, none in mid-prefill, and whether they end it."""
+    """Tokens that a request keeps, none during prefill, and whether they end the request."""
 
     tokens: tuple[int, ...] = ()
     ends: bool = False
@@ -14,7 +14,7 @@ class KeptTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Tokens that the requests of a step keep.
+    """Tokens that each request of a step keeps.
 
     Args:
         tokens: [requests] new tokens of each, in order: at least one for a request that decodes, none in mid-prefill.
@@ -26,5 +26,5 @@ class StepTokens:
 
     @staticmethod
     def of(kept: Sequence[KeptTokens]) -> "StepTokens":
-        """Collect what each request keeps."""
+        """Collect the tokens that each request keeps."""
         return StepTokens([new.tokens for new in kept], [index for index, new in enumerate(kept) if new.ends])

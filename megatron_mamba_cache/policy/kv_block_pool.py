@@ -1,4 +1,4 @@
-"""The KV block pool: references on each block, the key it is found under, and eviction."""
+"""The KV block pool: reference counts, lookup by key, and eviction."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -11,15 +11,15 @@ from .slot_pool import SlotPool
 
 
 class KVBlockPool:
-    """KV blocks, each free, referenced, or cached: registered under a key and unreferenced.
+    """Pool of KV blocks. A block is free, referenced, or cached (registered under a key, without references).
 
     Registered blocks form trees along their sequences. A request that holds a block also holds its ancestors. A block
     without a reference stays as long as a state at its end or later can resume it, and leaves with the last such state,
     leaves first.
 
     Args:
-        indices: Where blocks come from, or how many the pool has for itself.
-        states: The states that blocks stay for.
+        indices: Index pool of the blocks, or the number of blocks of a pool of its own.
+        states: The states for which blocks are kept.
         block_size: Tokens of a block.
 
     Raises:
@@ -47,12 +47,12 @@ class KVBlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated without an eviction."""
+        """Number of blocks that can be allocated without an eviction."""
         return self._indices.num_free
 
     @property
     def num_available(self) -> int:
-        """The most that `allocate` can give now."""
+        """Maximum number of blocks that `allocate` can return now."""
         return self._indices.num_available
 
     def count_by_kind(self) -> dict[str, int]:
@@ -60,18 +60,18 @@ class KVBlockPool:
         return {"free": self.num_free, "cached": self.num_cached, "in_use": self.num_referenced}
 
     def num_refs(self, block: BlockId) -> int:
-        """Return how many references are held on the block."""
+        """Return the reference count of the block."""
         return self._refs[block]
 
     def unreferenced(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Return those of distinct cached blocks that have no reference."""
+        """Return which of the distinct cached blocks have no reference."""
         return [block for block in blocks if not self._refs[block]]
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Hand out blocks with one reference each, evicting states of least priority if too few are free.
+        """Return blocks with one reference each; evict the states of lowest priority if too few blocks are free.
 
         Raises:
-            CacheCapacityError: If fewer are available; nothing has changed then.
+            CacheCapacityError: If fewer blocks are available; nothing is changed then.
         """
         if num_blocks < 0:
             raise ValueError(f"need a count of blocks, found {num_blocks}")
@@ -84,7 +84,7 @@ class KVBlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[BlockId]) -> None:
-        """Add one reference to each block; raise `CacheIntegrityError`, with nothing changed, if one is free."""
+        """Add one reference to each block; raise `CacheIntegrityError` and change nothing if a block is free."""
         self._require_ids(blocks)
         free = self._tree.unregistered(blocks, self._refs)
         if free:
@@ -92,10 +92,10 @@ class KVBlockPool:
         self._add_references(blocks)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Drop one reference on each block; registered ones that a state can resume stay findable.
+        """Drop one reference on each block; registered blocks from which a state can resume stay cached.
 
         Raises:
-            CacheIntegrityError: If a block has fewer references than it is listed times; nothing has changed then.
+            CacheIntegrityError: If a block is listed more often than it has references; nothing is changed then.
         """
         self._require_ids(blocks)
         self._file_all(self._drop_references(blocks))
@@ -114,7 +114,7 @@ class KVBlockPool:
         return len(tail)
 
     def register(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> BlockId:
-        """Make a held block findable under its key, and return the block that the caller now holds for that key.
+        """Register a held block under its key; return the block that the caller now holds for that key.
 
         If another block has the key already, the caller's reference moves there: that block is acquired and `block`
         released. Registering a block again under its own key changes nothing.
@@ -124,7 +124,7 @@ class KVBlockPool:
 
         Raises:
             ValueError: If the key is not positive.
-            CacheIntegrityError: If the block is not held, has another key, or the parent is not as described.
+            CacheIntegrityError: If the block is not held or has another key, or `parent` is wrong.
         """
         self._require_registrable(block, key, parent)
         known = self._tree.find(key)
@@ -137,7 +137,7 @@ class KVBlockPool:
         return known
 
     def flush(self) -> None:
-        """Forget every key and every state: cached blocks become free, held ones unregistered."""
+        """Forget all keys and states: cached blocks become free, held blocks unregistered."""
         registered = self._tree.blocks()
         self._tree.clear()
         self.num_cached = 0
@@ -147,13 +147,13 @@ class KVBlockPool:
                 self._indices.release(block)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
+        """Raise CacheIntegrityError, naming the failed equation, unless all invariants of the pool hold. O(n)."""
         self._tree.check_integrity()
         self._check_counts()
         self._check_references()
 
     def _make_room(self, num_blocks: int) -> None:
-        """Evict until as many blocks are free; raises as `allocate` does."""
+        """Evict until `num_blocks` blocks are free; raises as `allocate` does."""
         indices = self._indices
         if num_blocks > indices.num_available:
             num_evictable = self.num_available - self.num_free
@@ -176,7 +176,7 @@ class KVBlockPool:
         self._indices.fix(*unreferenced)
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Drop one reference on each block, or on none if one lacks it; return the blocks left without references."""
+        """Drop one reference on each block, or none if any block lacks one; return the unreferenced blocks."""
         refs = self._refs
         emptied = []
         for index, block in enumerate(blocks):
@@ -190,7 +190,7 @@ class KVBlockPool:
         return emptied
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
-        """Count blocks without references as cached, or free those that nothing can resume."""
+        """Count blocks without references as cached; free those from which no state can resume."""
         unregistered = self._tree.unregistered(emptied, self._refs)
         self.num_referenced -= len(emptied)
         self.num_cached += len(emptied) - len(unregistered)
@@ -198,14 +198,14 @@ class KVBlockPool:
         for block in unregistered:
             self._indices.release(block)
             self._states.drop(block)
-        for block in reversed(self._tree.leaves(emptied)):  # each takes those before it along
+        for block in reversed(self._tree.leaves(emptied)):  # pruning a leaf frees its ancestors too
             if block not in self._slot_by_block:
                 self.prune(block)
 
     def _require_ids(self, blocks: Sequence[BlockId]) -> None:
         # A padding -1 would silently index the last block.
         if blocks and (min(blocks) < 0 or max(blocks) >= self.num_blocks):
-            raise ValueError(f"need block ids of 0 to {self.num_blocks - 1}, found {min(blocks)} to {max(blocks)}")
+            raise ValueError(f"need block ids below {self.num_blocks}, found {min(blocks)} to {max(blocks)}")
 
     def _require_registrable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
         self._require_ids([block] if parent is None else [block, parent])

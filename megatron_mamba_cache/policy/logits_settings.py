@@ -1,4 +1,4 @@
-"""A request's changes of the model's logits before a token is sampled."""
+"""Changes that a request makes to the logits before a token is sampled."""
 
 import math
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ _LARGEST = 1e4
 
 @dataclass(frozen=True, slots=True)
 class LogitsSettings:
-    """Changes of the logits at every position; they depend on the text before it alone. In this order:
+    """Changes to the logits at every position, applied in this order. They depend only on the text so far.
 
     Args:
-        logit_bias: Token ids, and what is added to the logit of each.
-        min_tokens: Generated tokens before which nothing that ends the request is drawn: neither its end token nor a
+        logit_bias: Value to add to the logit of each of these token ids.
+        min_tokens: Number of generated tokens before which the request cannot end: no end token is sampled, nor a
             stop word of one token.
-        repetition_penalty: Divides the positive logits of tokens in the prompt or generated, and multiplies the
+        repetition_penalty: Divides the positive logits of tokens that occur in the prompt or reply, and multiplies the
             negative ones.
-        frequency_penalty: Taken from a token's logit as often as it was generated.
-        presence_penalty: Taken from the logit of every token that was generated.
+        frequency_penalty: Subtracted from a token's logit once for each time that it was generated.
+        presence_penalty: Subtracted from the logit of each token that was generated.
         min_p: Tokens less probable than this share of the most probable one, at the request's temperature, are not
             drawn.
     """
@@ -34,11 +34,11 @@ class LogitsSettings:
 
     @property
     def depends_on_text(self) -> bool:
-        """True when tokens that were seen change logits."""
+        """True if earlier tokens change the logits."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def problem(self, vocab_size: int) -> str | None:
-        """Return what cannot be honoured, with the value and what is allowed; None if all can."""
+        """Return which setting is invalid, with its value and the allowed range; None if all are valid."""
         outside = next((token for token, _ in self.logit_bias if not 0 <= token < vocab_size), None)
         if outside is not None:
             return f"logit_bias has token {outside}, outside the vocabulary of {vocab_size}"
@@ -59,7 +59,7 @@ PLAIN_LOGITS = LogitsSettings()
 
 
 def logits_settings_of(found: Any) -> LogitsSettings:
-    """Return the settings of a plain mapping, `PLAIN_LOGITS` if empty; raise `ValueError` if it is no such mapping."""
+    """Return settings from a plain mapping, `PLAIN_LOGITS` if it is empty; raise `ValueError` if it is invalid."""
     if not found:
         return PLAIN_LOGITS
     names = {field.name for field in fields(LogitsSettings)}

@@ -1,4 +1,4 @@
-"""The pools of a cache: KV blocks and states over one space, which leave together; and their integrity check."""
+"""The KV block pool and the state slot pool of a cache, which share memory and evict together."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from .slot_pool import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class CachePools:
-    """KV blocks, state slots, and the space they share."""
+    """The KV block pool, the state slot pool, and the memory of both."""
 
     kv: KVBlockPool
     slots: SlotPool
@@ -26,10 +26,10 @@ class CachePools:
     def over(
         space: CacheSpace, rule: EvictionRule, *, block_size: int, running: FixedIndexPool | None = None
     ) -> "CachePools":
-        """Return empty pools, connected: room for either is made by evicting the state of least priority.
+        """Return empty, connected pools: evicting the state of lowest priority makes room for either.
 
         Args:
-            running: Indices of live and draft states, if they are not in the space; see `SlotPool`.
+            running: Index pool of live and draft states if they have memory of their own; see `SlotPool`.
         """
         slots = SlotPool(space.slots, rule, running)
         kv = KVBlockPool(space.blocks, slots, block_size=block_size)
@@ -43,7 +43,7 @@ class CachePools:
         kept_blocks: Sequence[BlockId] = (),
         kept_slots: Sequence[SlotId] = (),
     ) -> bool:
-        """Return whether a live state, blocks and cached states can be had together; see `CacheSpace.fits`."""
+        """Return whether a live state, blocks and cached states can be allocated together; see `CacheSpace.fits`."""
         slots = self.slots
         if slots.shares_slots:
             return self.space.fits(num_blocks, num_cached + 1, kept_blocks, kept_slots)
@@ -56,11 +56,11 @@ def check_requests_and_pools(
     held: Mapping[BlockId, int],
     expected: Sequence[SlotId],
 ) -> None:
-    """Raise `CacheIntegrityError`, naming the mismatch, unless the pools are intact and agree with the requests.
+    """Raise `CacheIntegrityError`, naming the mismatch, unless the pools are consistent and agree with the requests.
 
     Args:
-        held: References on blocks that others than requests hold.
-        expected: Slots that others have reserved.
+        held: Blocks with references that are held by something other than requests, such as copies.
+        expected: Number of slots that are reserved by something other than requests.
     """
     kv, slots = pools.kv, pools.slots
     pools.space.check_integrity()

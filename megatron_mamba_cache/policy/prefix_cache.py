@@ -1,6 +1,6 @@
-"""The prefix cache: KV blocks and state slots of requests that are admitted, published and released.
+"""The prefix cache: it admits requests, publishes what they compute, and releases what they hold.
 
-Every public method applies completely, or raises and changes nothing but what it documents. The order of calls for a
+Every public method either completes or raises without side effects, unless it documents them. The order of calls for a
 request is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) →
 release. For an overlapped step, reserve_ahead replaces schedule_decode, before its predecessor is published.
 After a failed step, release the request, because its live state may be corrupt.
@@ -40,20 +40,20 @@ from .tiers.restores import WaitingPrompt
 
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
-    """Identity of cached contents: the model and its weights."""
+    """Identity of the cached contents: the model and its weights."""
 
     fingerprint: str
     weights_version: str
 
 
 class PrefixCache:
-    """Matches, admits, publishes and releases requests over one KV block pool and one slot pool.
+    """Match, admit, publish and release requests over one KV block pool and one state slot pool.
 
     Args:
-        draft_states: What running requests hold for their drafts.
-        checkpoints: Boundaries reached in decode that keep a state: a request's newest ("rolling"), "all" or "none".
-        epoch: How often the cache has been flushed before; what tiers below hold from then is not found.
-        tiers: What is kept below the pools.
+        draft_states: Manages the slots or buffers for the drafts of running requests.
+        checkpoints: Boundaries reached in decode that keep a state: each request's newest ("rolling"), "all" or "none".
+        epoch: Number of flushes so far; entries in lower tiers from earlier epochs are not found.
+        tiers: Lower tiers: host memory and disk.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PrefixCache:
         self._num_admitted = 0
 
     def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
-        """Plan the admission of a candidate within `budget` tokens; changes nothing but the candidate's own notes."""
+        """Plan the admission of a candidate within `budget` tokens; change only the candidate's own notes."""
         if self.tiers.awaits(candidate.spec.request_id):
             candidate.awaited_copy = True
             return Refusal.WAITS_FOR_COPY
@@ -99,10 +99,10 @@ class PrefixCache:
         self.tiers.prefetch(self._waiting_prompts(candidates))
 
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
-        """Return the boundaries of a candidate at which other texts are expected to branch; changes nothing but keys.
+        """Return the boundaries of a candidate at which other texts are expected to diverge; change only its keys.
 
-        These are where waiting requests branch, the last ones before its breakpoints and, after an interruption, the
-        last ones of the original prompt.
+        These are where waiting requests diverge, the last boundaries before its breakpoints and, after an interruption,
+        the last boundaries of the original prompt.
         """
         if not self.enabled:
             return ()
@@ -111,17 +111,17 @@ class PrefixCache:
         positions = [index.position for index in spec.breakpoints]
         if spec.num_replayed:
             prompt_end = spec.prompt_len - spec.num_replayed
-            positions += [prompt_end - 1, prompt_end]  # an exact repeat computes its last token
+            positions += [prompt_end - 1, prompt_end]  # a repeat of the same prompt computes its last token
         return (*parting, *(position // self.block_size * self.block_size for position in positions))
 
     def admit(self, candidate: Candidate, plan: AdmissionPlan, branches: tuple[int, ...] = ()) -> RunningRequest:
         """Apply an admission plan and schedule the request's first prefill chunk.
 
         Args:
-            branches: Boundaries that get a state because other texts branch there.
+            branches: Boundaries at which a state is cached because other texts diverge there.
 
         Raises:
-            CacheIntegrityError: If a block or state has gone since the plan was made; nothing has changed then.
+            CacheIntegrityError: If a block or state was evicted after the plan was made; nothing is changed then.
         """
         match, block_size = plan.match, self.block_size
         self._check_plan(candidate, plan)
@@ -162,7 +162,7 @@ class PrefixCache:
         return request
 
     def schedule_chunk(self, request: RunningRequest, chunk_end: int) -> None:
-        """Schedule prefill up to `chunk_end` and reserve the boundaries that get a cached state."""
+        """Schedule prefill up to `chunk_end` and reserve slots for the boundary states to be cached."""
         request.schedule(chunk_end - request.computed)
         if not self._publishes(request):
             return
@@ -178,26 +178,26 @@ class PrefixCache:
             self._reservations.reserve_in_prompt(request, position)
 
     def continue_prefill(self, request: RunningRequest, budget: int) -> None:
-        """Schedule the next prefill chunk of a request, of at most `budget` tokens."""
+        """Schedule the request's next prefill chunk of at most `budget` tokens."""
         end = self.rules.chunk_end(start=request.computed, prompt_len=request.spec.prompt_len, budget=budget)
         self.schedule_chunk(request, end)
 
     def schedule_decode(self, request: RunningRequest, drafts: Sequence[int] = ()) -> None:
-        """Schedule a decoding request's next token and the drafts that fit after it, and reserve its boundary."""
+        """Schedule a request's next token and the drafts that fit; reserve a slot if a boundary is reached."""
         boundary = (request.computed // self.block_size + 1) * self.block_size
-        if not drafts and not request.reserved and boundary > request.computed + 1:  # most steps of most requests
+        if not drafts and not request.reserved and boundary > request.computed + 1:  # most steps
             request.schedule(1)
             return
         room = self._room_for_drafts(request, len(drafts)) if drafts else 0
         if boundary <= request.computed + 1 + room and self._keeps_decode_states and self._publishes(request):
-            self._reservations.reserve_in_decode(request, boundary)  # first: it is worth more than a draft
+            self._reservations.reserve_in_decode(request, boundary)  # before drafts, which matter less
         num_drafts = self.draft_states.widen(request.cursor, room)
         request.schedule(1 + num_drafts, tuple(drafts[:num_drafts]))
         if boundary > request.computed + request.scheduled:
             self._reservations.cancel(request)
 
     def publish(self, request: RunningRequest, num_tokens: int) -> None:
-        """Make what the step wrote for the request findable, before the request advances by the same tokens.
+        """Make the blocks and states that the step wrote findable, before the request advances by the same tokens.
 
         Args:
             num_tokens: Of the scheduled tokens: all in prefill, once the forward is launched; the kept ones in decode,
@@ -216,13 +216,13 @@ class PrefixCache:
         self._unpin_source(request)
 
     def abort(self, request: RunningRequest) -> None:
-        """Return every reservation and pin of a step that will not be published."""
+        """Release all reservations and pins of a step that will not be published."""
         self._reservations.cancel(request)
         self._unpin_source(request)
         request.schedule(0)
 
     def advance(self, request: RunningRequest, num_tokens: int) -> None:
-        """Count `num_tokens` of the scheduled tokens as computed: all in prefill, the kept ones in decode."""
+        """Count `num_tokens` scheduled tokens as computed: all tokens in prefill, the kept tokens in decode."""
         if request.is_prefilling:
             self.counters.prefill_tokens_computed += num_tokens
             self.draft_states.accept(request.cursor, 1)
@@ -233,11 +233,11 @@ class PrefixCache:
         request.advance(num_tokens)
 
     def grow(self, request: RunningRequest) -> None:
-        """Give the request one more KV block, or raise `CacheCapacityError`, with nothing changed."""
+        """Give the request one more KV block, or raise `CacheCapacityError` and change nothing."""
         request.add_blocks(self.kv.allocate(1))
 
     def at_edges(self, requests: Iterable[RunningRequest]) -> list[RunningRequest]:
-        """Return the requests that begin or complete a block in the step after the one-token step that runs."""
+        """Return the requests that start or complete a block in the step after the running one-token step."""
         block_size = self.block_size
         return [request for request in requests if (request.computed + 2) % block_size < 2]
 
@@ -245,10 +245,10 @@ class PrefixCache:
         """Reserve blocks and slots for the step after the running one-token step.
 
         Raises:
-            CacheCapacityError: If there are too few blocks.
+            CacheCapacityError: If too few blocks are available.
         """
         edges = self.at_edges(requests)
-        for request in edges:  # first: memory that both share may have too little left for a state
+        for request in edges:  # blocks first: with shared memory, they may leave too little for a state
             if request.computed + 1 == len(request.block_ids) * self.block_size:
                 self.grow(request)
         for request in edges if self._keeps_decode_states else ():
@@ -256,13 +256,13 @@ class PrefixCache:
                 self._reservations.reserve_in_decode(request, request.computed + 2)
 
     def lengthen_prompt(self, request: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
-        """Let the request prefill to the end of a longer prompt, which begins with the current one."""
+        """Replace the prompt by a longer one that starts with it; the request prefills the rest."""
         request.lengthen_prompt(prompt)
         if self.enabled:
             request.extend_keys(len(prompt))
 
     def release(self, request: RunningRequest) -> None:
-        """Take back all that the request holds; its published blocks and states stay findable. Safe to retry."""
+        """Release everything that the request holds; published blocks and states stay cached. Safe to retry."""
         self.abort(request)
         self.slots.touch_path(request.block_ids, request.first_generated)
         self.draft_states.end(request.cursor)
@@ -279,27 +279,27 @@ class PrefixCache:
             self.tiers.write_last(request.block_ids, request.first_generated)
 
     def flush(self, weights_version: str | None = None, epoch: int | None = None) -> None:
-        """Make everything cached unreachable; running requests publish nothing more until they are prefilled again.
+        """Make everything cached unreachable; running requests publish nothing until they are prefilled again.
 
         Args:
-            epoch: The new epoch, later than the present one; None: the next.
+            epoch: The new epoch, which must be later than the current one; None: the next.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
-        self._reservations.keys.clear()  # no request can match them any more
+        self._reservations.keys.clear()  # their keys belong to the old epoch
         self.tiers.flushed()
-        self.slots.flush()  # first: a pinned state must leave the map before its block does
+        self.slots.flush()  # states before blocks: a pinned state must be unmapped before its block
         self.kv.flush()
 
     def check_integrity(self, requests: Sequence[RunningRequest]) -> None:
-        """Raise `CacheIntegrityError` unless pools and requests agree about every block and slot."""
+        """Raise `CacheIntegrityError` unless pools and requests agree on every block and slot."""
         check_requests_and_pools(requests, self.pools, self.tiers.blocks_held(), self.tiers.slots_reserved())
         self.tiers.check_integrity()
         self.draft_states.check_integrity([request.cursor for request in requests])
 
     def root_of(self, tenant: str) -> bytes:
-        """Return the root digest of a tenant's key chains in this epoch."""
+        """Return the root digest of a tenant's key chains in the current epoch."""
         identity = self.identity
         return CacheSalt(identity.fingerprint, identity.weights_version, self.epoch, tenant).root()
 
@@ -335,7 +335,7 @@ class PrefixCache:
             raise CacheIntegrityError("the memory that an admission plan needs is gone; plan again before admitting")
 
     def _room_for_drafts(self, request: RunningRequest, num_drafts: int) -> int:
-        """Return how many drafts fit the request's KV blocks, after adding one block if needed and possible."""
+        """Return how many drafts fit in the request's KV blocks; add one block if needed and available."""
         room = len(request.block_ids) * self.block_size - request.computed - 1
         if num_drafts > room and self.kv.num_available:
             self.grow(request)
@@ -351,7 +351,7 @@ class PrefixCache:
             request.publish_block(self.kv.register(request.block_ids[index], request.chain.keys[index], parent))
 
     def _hold_states(self, request: RunningRequest, end: int) -> None:
-        """Hold the states before a request's breakpoints for as long as each breakpoint asks."""
+        """Hold the states before a request's breakpoints for the time that each breakpoint asks for."""
         spec, block_size = request.spec, self.block_size
         for position, keep_s in spec.breakpoints:
             index = position // block_size
@@ -359,7 +359,7 @@ class PrefixCache:
                 self.slots.hold(request.block_ids[index - 1], spec.arrived_s + keep_s)
 
     def _claim(self, request: RunningRequest) -> None:
-        """Release what was restored for a request, which holds it by now, and count its tokens."""
+        """Release the blocks restored for a request, which now holds them itself, and count their tokens."""
         restored = self.tiers.claim(request.request_id)
         from_disk = min(restored.disk * self.block_size, request.computed)
         from_host = min(restored.host * self.block_size, request.computed - from_disk)

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a draw is a function of its coordinates, never of the draws before it."""
+"""Counter-based random numbers: each is a function of its coordinates, independent of earlier numbers."""
 
 import hashlib
 import struct
@@ -8,7 +8,7 @@ _UINT64 = 1 << 64
 
 
 class DrawPurpose(IntEnum):
-    """The purpose of a random number, which keeps draws at one position independent."""
+    """Purpose of a random number; numbers with different purposes at one position are independent."""
 
     SAMPLE = 0
     ACCEPT = 1
@@ -17,7 +17,7 @@ class DrawPurpose(IntEnum):
 
 
 def counter_uniform(seed: int, position: int, purpose: int) -> float:
-    """Return the uniform number in [0, 1) at these coordinates: the same on every rank and in any batch.
+    """Return the uniform number in [0, 1) for these coordinates, the same on every rank and in any batch.
 
     Args:
         seed: The request's seed, taken modulo 2**64.

@@ -1,4 +1,4 @@
-"""A router's view of one replica's cache: reported boundaries, expected ones, and prompts that were sent there."""
+"""A router's view of one replica's cache: reported and expected boundaries, and the prompts sent there."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -7,7 +7,7 @@ from .identifiers import BlockKey
 
 
 class RecentKeys:
-    """A set of at most `max_keys` keys; the least recently noted are forgotten first.
+    """Set of at most `max_keys` keys, from which the least recently added are dropped.
 
     Raises:
         ValueError: If `max_keys` is below 1.
@@ -17,7 +17,7 @@ class RecentKeys:
         if max_keys < 1:
             raise ValueError(f"need room for at least 1 key, found max_keys={max_keys}")
         self._max_keys = max_keys
-        self._keys: dict[BlockKey, None] = {}  # least recently noted first
+        self._keys: dict[BlockKey, None] = {}  # least recently added first
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
@@ -26,7 +26,7 @@ class RecentKeys:
         return len(self._keys)
 
     def note(self, keys: Iterable[BlockKey]) -> None:
-        """Add keys or make them the newest; beyond `max_keys`, the oldest are forgotten."""
+        """Add keys, or make existing keys the newest; drop the oldest beyond `max_keys`."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None
@@ -34,7 +34,7 @@ class RecentKeys:
             del self._keys[next(iter(self._keys))]
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
-        """Remove keys; unknown ones are ignored."""
+        """Remove keys; ignore unknown keys."""
         for key in keys:
             self._keys.pop(key, None)
 
@@ -44,7 +44,7 @@ class RecentKeys:
 
 
 class ReplicaKeys:
-    """Block keys of one replica, in three degrees of certainty.
+    """Block keys of one replica, with three degrees of certainty.
 
     *Resumable* boundaries have a state, as reported by the replica: prefill can start at them. *Expected* ones will
     have one once the requests in flight are prefilled. *Seen* blocks belong to prompts that were sent there: their KV
@@ -61,26 +61,26 @@ class ReplicaKeys:
         self._expected: Counter[BlockKey] = Counter()
 
     def resumable_depth(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many of the leading `keys` a prompt with these blocks is likely to skip."""
+        """Return how many leading blocks a prompt with these keys can probably skip."""
         return max(_deepest(keys, self.resumable), _deepest(keys, self._expected))
 
     def seen_depth(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many of the leading `keys` were sent here before."""
+        """Return how many leading blocks with these keys were sent to this replica before."""
         return _deepest(keys, self.seen)
 
     def expect(self, keys: Iterable[BlockKey]) -> None:
-        """Add boundaries that a request is expected to leave here."""
+        """Add boundaries at which a request is expected to cache states."""
         self._expected.update(keys)
 
     def stop_expecting(self, keys: Iterable[BlockKey]) -> None:
-        """Undo one `expect`; the boundaries that were written have been reported by now."""
+        """Undo one `expect`: boundaries that were written have been reported by now."""
         for key in keys:
             self._expected[key] -= 1
             if self._expected[key] <= 0:
                 del self._expected[key]
 
     def flush(self) -> None:
-        """Forget what is cached; requests in flight will still leave what is expected."""
+        """Forget what is cached; requests in flight will still cache the expected boundaries."""
         self.resumable.clear()
         self.seen.clear()
         self.resumed.clear()

@@ -13,12 +13,12 @@ from .request_settings import LogProbSettings, RequestSpec, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """Decides if an engine can ever run a request.
+    """Decide whether an engine can ever run a request.
 
     Args:
-        num_blocks: KV blocks that one request can have at most.
-        scores_prompts: True when log-probs of prompts can be computed.
-        ranks_prompts: True when ranks of prompt tokens can be computed too.
+        num_blocks: Maximum number of KV blocks of one request.
+        scores_prompts: True if log-probabilities of prompts can be computed.
+        ranks_prompts: True if ranks of prompt tokens can be computed too.
     """
 
     config: CacheConfig
@@ -29,11 +29,11 @@ class RequestRules:
 
     @property
     def max_sequence_length(self) -> int:
-        """The most prompt and generated tokens of a request; the last one needs no KV block."""
+        """Maximum number of prompt and generated tokens of a request; the last token needs no KV block."""
         return min(self.config.max_sequence_length, self.num_blocks * self.config.block_size_tokens + 1)
 
     def error_of(self, spec: RequestSpec) -> str | None:
-        """Return why a request can never run, with value, limit and setting; None if it can."""
+        """Return why a request can never run, naming the value, the limit and the setting; None if it can run."""
         sampling = spec.sampling
         problem = self._problem_of_prompt(spec.prompt) or self._problem_of_length(spec)
         problem = problem or _problem_of_sampling(sampling) or self._problem_of_log_probs(spec.log_probs)
@@ -69,7 +69,7 @@ class RequestRules:
         tokens = f"{prompt_len} prompt tokens and {num_to_generate} to generate"
         if spec.max_len > limit:
             return f"{tokens} make {spec.max_len}, above max_sequence_length={limit}"
-        needed = -(-(spec.max_len - 1) // config.block_size_tokens)  # the last token sampled is never computed
+        needed = -(-(spec.max_len - 1) // config.block_size_tokens)  # the last sampled token is never an input
         if needed > self.num_blocks:
             return (
                 f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {self.num_blocks}; raise "

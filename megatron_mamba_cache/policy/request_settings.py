@@ -1,4 +1,4 @@
-"""Settings of a request, fixed for its life."""
+"""Settings of a request, which never change."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,12 +18,12 @@ class SamplingSettings:
     """Sampling settings and end conditions of a request.
 
     Args:
-        temperature, top_k, top_p: 0 switches top_k and top_p off; temperature 0 or top_k 1 is greedy.
+        temperature, top_k, top_p: top_k 0 and top_p 0 disable them; temperature 0 or top_k 1 is greedy.
         seed: Seed of the request's counter-based random numbers.
-        termination_id: Token that ends the request; -1 for none; None: the engine adds the tokenizer's.
-        stop_words: Token sequences that end it.
-        logits: How the model's logits are changed before a token is sampled.
-        grammar: What the generated text has to follow, as `grammars.forms` writes it; "" for nothing.
+        termination_id: Token that ends the request; -1: none; None: the engine uses the tokenizer's end token.
+        stop_words: Token sequences that end the request.
+        logits: Changes to the model's logits before a token is sampled.
+        grammar: Grammar of the generated text, serialized by `grammars.forms`; "" for none.
     """
 
     temperature: float = 1.0
@@ -37,17 +37,17 @@ class SamplingSettings:
 
     @property
     def changes_logits(self) -> bool:
-        """True when a token is not sampled from the model's own logits."""
+        """True if the logits are changed before a token is sampled."""
         return self.logits is not PLAIN_LOGITS or bool(self.grammar)
 
     @property
     def is_greedy(self) -> bool:
-        """True when no random number is needed."""
+        """True if sampling needs no random numbers."""
         return self.top_k == 1 or self.temperature == 0.0
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Stop words of one token."""
+        """Stop words that are a single token."""
         return tuple(word[0] for word in self.stop_words if len(word) == 1)
 
     @property
@@ -59,12 +59,12 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class LogProbSettings:
-    """Which log-probabilities a request wants: of generated tokens, of the prompt too, and how many alternatives.
+    """Log-probabilities that a request wants: for generated tokens, for the prompt, and for how many alternatives.
 
     Args:
-        top_n: Alternatives of each token, by text.
-        prompt_top_n: Alternatives of each prompt token, by id and with ranks; None for no ranks.
-        names_ids: True if alternatives are named by the digits of their ids instead of by text.
+        top_n: Number of alternatives for each generated token, named by text.
+        prompt_top_n: Number of alternatives for each prompt token, named by id, with ranks; None: no ranks.
+        names_ids: True if alternatives are named by their decimal ids instead of by text.
     """
 
     wanted: bool = False
@@ -75,20 +75,20 @@ class LogProbSettings:
 
     @property
     def of_prompt(self) -> bool:
-        """True when log-probabilities of the prompt are wanted."""
+        """True if log-probabilities of the prompt are wanted."""
         return self.wanted and not self.skip_prompt
 
     @property
     def most_of_prompt(self) -> int:
-        """Alternatives that are needed for each prompt token."""
+        """Number of alternatives that must be computed for each prompt token."""
         return max(self.top_n, self.prompt_top_n or 0)
 
 
 class ScoredToken(NamedTuple):
-    """A prompt token's log-prob and rank, and its alternatives, best first.
+    """Log-probability and rank of a prompt token, and its alternatives, best first.
 
     Args:
-        rank: 1 plus the number of tokens that are more probable.
+        rank: 1 plus the number of more probable tokens.
     """
 
     log_prob: float
@@ -114,15 +114,15 @@ class PromptBreakpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestSpec:
-    """One request, from the server's order to the running request; immutable.
+    """Immutable description of a request, used from the server to the running request.
 
     Args:
         prompt: [prompt_len] int64 token ids, never empty.
-        max_len: Prompt and generated tokens together.
-        tenant: Salt that keeps this request's prefixes apart from other tenants'.
-        num_replayed: Tokens at the prompt's end that this request generated before it was interrupted.
-        breakpoints: The last boundary up to each gets a state.
-        arrived_s: When the request came, in seconds of the clock that stamps all requests; 0 if none does.
+        max_len: Maximum number of prompt and generated tokens together.
+        tenant: Salt that separates the cached prefixes of this tenant from those of other tenants.
+        num_replayed: Number of tokens at the end of the prompt that the request generated before an interruption.
+        breakpoints: A state is cached at the last boundary before each.
+        arrived_s: Arrival time in seconds, on the clock used for all requests; 0 if unknown.
     """
 
     request_id: int
@@ -134,35 +134,35 @@ class RequestSpec:
     num_replayed: int = 0
     breakpoints: tuple[PromptBreakpoint, ...] = ()
     arrived_s: int = 0
-    prompt_len: int = field(init=False)  # read many times a step
+    prompt_len: int = field(init=False)  # cached, because it is read many times per step
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_len", len(self.prompt))
 
     def __deepcopy__(self, _memo: object) -> "RequestSpec":
-        """Return this spec: Megatron copies the parameters that carry it, and no copy of it can differ."""
+        """Return this object itself: it is immutable, and Megatron deep-copies the parameters that contain it."""
         return self
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens to generate after the prompt."""
+        """Maximum number of tokens to generate after the prompt."""
         return self.max_len - self.prompt_len
 
     @property
     def may_skip(self) -> bool:
-        """True when cached prompt tokens may be skipped; False when their log-probs are wanted."""
+        """True if cached prompt tokens may be skipped; False if their log-probabilities are wanted."""
         return not self.log_probs.of_prompt
 
     def continued(self, generated: Sequence[int]) -> "RequestSpec":
-        """Return the same request after an interruption: its prompt ends with all that it has generated."""
+        """Return the request after an interruption: the generated tokens are appended to its prompt."""
         if len(generated) == self.num_replayed:
             return self
         prompt = np.concatenate((self.prompt[: self.prompt_len - self.num_replayed], np.array(generated, np.int64)))
-        log_probs = replace(self.log_probs, skip_prompt=True)  # those of the prompt came with the first token
+        log_probs = replace(self.log_probs, skip_prompt=True)  # returned with the first token
         return replace(self, prompt=prompt, num_replayed=len(generated), log_probs=log_probs)
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return all but the id and the prompt in types that msgpack can serialize; `mcore.request_spec` reads it."""
+        """Return all fields except id and prompt in types that msgpack serializes; `mcore.request_spec` reads them."""
         log_probs = self.log_probs
         return {
             **asdict(self.sampling),
@@ -179,11 +179,11 @@ class RequestSpec:
 
 
 def packed_ids(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return integers as a vector, in less than half the time that NumPy takes.
+    """Return integers as an int64 vector, more than twice as fast as NumPy does.
 
     Raises:
-        OverflowError: If one has more than 64 bits.
-        TypeError: If one is no integer.
+        OverflowError: If an integer exceeds 64 bits.
+        TypeError: If an element is not an integer.
     """
     ids = np.empty(len(tokens), np.int64)
     try:

@@ -1,4 +1,4 @@
-"""Choose the replica for a prompt: the one that caches most of it, unless it is overloaded, or round robin."""
+"""Choose a replica for a prompt: the replica that caches most of it, unless overloaded, or round robin."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ _HALF_LIFE = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """A prompt under the block keys of one replica.
+    """Prompt with its block keys under the salt of one replica.
 
     Args:
-        keys: Keys of the prompt's complete blocks, under that replica's salt; empty if it caches nothing.
+        keys: Keys of the prompt's complete blocks under that replica's salt; empty if the replica caches nothing.
         block_size: Tokens in a block.
-        prompt_len: Tokens of the prompt.
-        max_new_tokens: The most tokens to generate.
+        prompt_len: Number of tokens in the prompt.
+        max_new_tokens: Maximum number of tokens to generate.
     """
 
     keys: Sequence[BlockKey]
@@ -33,11 +33,11 @@ class PromptBlocks:
 
     @property
     def usable(self) -> Sequence[BlockKey]:
-        """The keys that a hit may reach: at least one token is always left to compute."""
+        """Keys of the blocks that a hit can skip; at least one token must be computed."""
         return self.keys[: max(self.prompt_len - 1, 0) // self.block_size]
 
     def work(self, num_cached_blocks: int) -> int:
-        """Return the tokens to compute and to generate if `num_cached_blocks` blocks are cached."""
+        """Return how many tokens are computed and generated if `num_cached_blocks` blocks are cached."""
         return self.prompt_len - num_cached_blocks * self.block_size + self.max_new_tokens
 
 
@@ -53,7 +53,7 @@ class Route:
 class _Replica:
     keys: ReplicaKeys
     order: int  # of joining
-    given: float  # tokens of work sent there, older work counting less
+    given: float  # tokens of work sent there; older work counts less
     load: int = 0  # tokens of work in flight
 
 
@@ -65,7 +65,7 @@ class _InFlight:
 
 
 class PrefixRouter:
-    """Sends a prompt to the replica with the longest cached prefix of it, within a bound on load.
+    """Send each prompt to the replica with its longest cached prefix, within a bound on load.
 
     A replica is a candidate if its work in flight is at most `load_factor` times the replicas' mean plus one request of
     mean work; the least loaded one always is. A new conversation goes to a candidate whose recent work is within
@@ -74,7 +74,7 @@ class PrefixRouter:
     work in flight, the least work assigned, and the order of joining. Stale keys cost a prefill, never a wrong token.
 
     Args:
-        max_keys: Boundaries remembered for each replica, and as many blocks of prompts sent there.
+        max_keys: Maximum number of boundaries, and of blocks of sent prompts, to remember for each replica.
 
     Raises:
         ValueError: If a factor is below 1 or `max_keys` is not positive.
@@ -110,7 +110,7 @@ class PrefixRouter:
         self._replicas[replica] = _Replica(ReplicaKeys(self._max_keys), next(self._orders), given)
 
     def leave(self, replica: ReplicaName) -> None:
-        """Forget a replica and its requests in flight; nothing happens if it is unknown."""
+        """Forget a replica and its requests in flight; do nothing if the replica is unknown."""
         self._replicas.pop(replica, None)
         left = [request_id for request_id, entry in self._in_flight.items() if entry.replica == replica]
         for request_id in left:
@@ -152,7 +152,7 @@ class PrefixRouter:
         return route
 
     def finish(self, request_id: int) -> None:
-        """Take a request off its replica's load; nothing happens if it is unknown."""
+        """Subtract a request from the load of its replica; do nothing if the request is unknown."""
         entry = self._in_flight.pop(request_id, None)
         if entry is not None:
             replica = self._replicas[entry.replica]
@@ -181,7 +181,7 @@ class PrefixRouter:
         return Route(name, depths[name])
 
     def _continues(self, name: ReplicaName, depth: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> bool:
-        """Return whether a prompt starts where a conversation has ended so far."""
+        """Return whether a prompt continues a conversation from its current end."""
         return depth > 0 and blocks_on(name).keys[depth - 1] not in self._replicas[name].keys.resumed
 
     def _count(self, request_id: int, route: Route, blocks: PromptBlocks) -> None:
@@ -202,7 +202,7 @@ class PrefixRouter:
 
 
 class RoundRobinRouter(PrefixRouter):
-    """Sends prompts to the replicas in turn, whatever they cache; for comparison."""
+    """Send prompts to replicas round robin, for comparison."""
 
     def __init__(self) -> None:
         super().__init__(max_keys=1)

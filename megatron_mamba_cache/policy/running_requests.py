@@ -1,4 +1,4 @@
-"""The running requests, and every change of which ones those are."""
+"""The set of running requests, and all changes to it."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from .requests import Candidate, RunningRequest
 
 
 class RequestCounts(NamedTuple):
-    """Counts of running requests and of the tokens that they compute in the next step.
+    """Number of running requests, and of tokens that they compute in the next step.
 
     Args:
-        paused: Requests that compute nothing: those without a KV block for their next token, and prompts that wait.
-        prefilling: Requests that compute prompt tokens.
-        tokens: Tokens to compute, without drafts.
+        paused: Number of requests that compute nothing: waiting prompts, and requests that lack a KV block.
+        prefilling: Number of requests that compute prompt tokens.
+        tokens: Number of tokens to compute, without drafts.
     """
 
     requests: int = 0
@@ -25,12 +25,12 @@ class RequestCounts(NamedTuple):
 
 
 class RunningRequests:
-    """Requests over one prefix cache, oldest admission first, paused ones included.
+    """Running and paused requests of one prefix cache, in order of admission.
 
     Args:
-        max_requests: Most requests at a time.
-        max_tokens: Most tokens of a step.
-        max_mixed_prompt_tokens: Most prompt tokens of a step in which requests decode; None: as many as fit.
+        max_requests: Maximum number of requests at a time.
+        max_tokens: Maximum number of tokens per step.
+        max_mixed_prompt_tokens: Maximum number of prompt tokens in a step with decode requests; None: no limit.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RunningRequests:
 
     @property
     def is_full(self) -> bool:
-        """True when no request can join before another ends, whatever memory there is."""
+        """True if no request can join until another ends, even with free memory."""
         return len(self._requests) >= self._max_requests
 
     @property
@@ -60,12 +60,12 @@ class RunningRequests:
 
     @property
     def oldest_first(self) -> Sequence[RunningRequest]:
-        """All requests, in order."""
+        """All requests, in order of admission."""
         return self._requests
 
     @property
     def decoding(self) -> list[RunningRequest]:
-        """Requests that decode in the next step."""
+        """Requests that decode in the next step, in order."""
         return [request for request in self._requests if not request.is_paused and not request.is_prefilling]
 
     @property
@@ -75,12 +75,12 @@ class RunningRequests:
 
     @property
     def any_paused(self) -> bool:
-        """True when a request waits for a KV block."""
+        """True if a request waits for a KV block."""
         return any(request.is_paused for request in self._requests)
 
     @property
     def counts(self) -> RequestCounts:
-        """Counts of the next step, without drafts."""
+        """Request and token counts of the next step, without drafts."""
         num_decoding = num_prefilling = num_prompt_tokens = 0
         for request in self._requests:
             if request.is_prefilling:
@@ -97,28 +97,28 @@ class RunningRequests:
 
     @property
     def budget(self) -> int:
-        """Tokens that the next step may still compute."""
+        """Number of tokens that the next step may still compute."""
         return self._max_tokens - self.counts.tokens
 
     @property
     def prompt_budget(self) -> int:
-        """Prompt tokens that the next step may still compute."""
+        """Number of prompt tokens that the next step may still compute."""
         counts = self.counts
         num_decoding = counts.requests - counts.paused - counts.prefilling
         budget = self._max_tokens - counts.tokens
         return min(budget, self._max_mixed_prompt_tokens - (counts.tokens - num_decoding)) if num_decoding else budget
 
     def admit(self, candidate: Candidate, budget: int, following: Iterable[Candidate] = ()) -> RunningRequest | Refusal:
-        """Admit a request with its first prefill chunk in the next step, or return why not.
+        """Admit a request and schedule its first prefill chunk, or return why it cannot be admitted.
 
         Args:
-            budget: Tokens of this request that the step may compute.
-            following: Requests that wait after it: where they part from its prompt, it keeps a state for them.
+            budget: Maximum number of tokens of this request in the step.
+            following: Requests that wait after it; it caches states where their prompts diverge from its prompt.
         """
         if self.is_full:
             return Refusal.TOO_MANY_REQUESTS
         plan = self.cache.plan(candidate, budget)
-        while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._requests:  # no request will make room
+        while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._requests:  # none will free memory
             if not self.cache.tiers.make_room(candidate.request_id):
                 break
             plan = self.cache.plan(candidate, budget)
@@ -130,18 +130,18 @@ class RunningRequests:
         return request
 
     def drop(self, requests: Collection[RunningRequest]) -> None:
-        """Drop requests; what they published stays findable. If releasing one raises, it and those after it stay."""
+        """Remove requests; what they published stays cached. If a release raises, the remaining requests stay."""
         for request in list(requests):
             self._release(request)
 
     def grow(self, paused_capacity: int) -> GrowthOutcome:
-        """Give decoding requests their next KV blocks; what is held for waiting requests makes room first."""
+        """Give decode requests their next KV blocks; first release what is held for waiting requests, if needed."""
         if self.cache.tiers.takes_room and self.cache.kv.num_available < len(self._requests):
             self.cache.tiers.make_room()
         return grow_requests(list(self._requests), self.cache, paused_capacity, self._release)
 
     def resume(self) -> None:
-        """Resume paused requests while KV blocks last, after others left between steps."""
+        """Resume paused requests while KV blocks are available, after other requests ended."""
         resume_requests(self._requests, self.cache)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""Fill a step within its token budget: requests in mid-prefill first, then waiting ones in order."""
+"""Fill a step within its token budget: first requests in mid-prefill, then waiting requests in order."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ FAILURES_BEFORE_REFUSAL = 4
 
 
 class FailedSteps:
-    """Counts, for each request, the failed steps that it took part in since its last token.
+    """Count, for each request, the failed steps since its last token.
 
     One failure may be transient. After `FAILURES_BEFORE_ISOLATION` a request runs isolated until it generates a token,
     so that the failures that bring it to `FAILURES_BEFORE_REFUSAL` are its own.
@@ -27,14 +27,14 @@ class FailedSteps:
         return bool(self._counts)
 
     def count(self, request_ids: Iterable[int]) -> list[int]:
-        """Count a failed step against its requests; return those to refuse."""
+        """Count a failed step for each of its requests; return the requests to refuse."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
         return [request_id for request_id in request_ids if self._counts[request_id] >= FAILURES_BEFORE_REFUSAL]
 
     def forget(self, request_id: int) -> None:
-        """Clear a request: it has generated a token, or has left."""
+        """Reset a request's count, because it has generated a token or has left."""
         self._counts.pop(request_id, None)
 
     def clear(self) -> None:
@@ -42,7 +42,7 @@ class FailedSteps:
         self._counts.clear()
 
     def next_isolated(self) -> int | None:
-        """Return the request to run isolated now, the same one until it is cleared; None if there is none."""
+        """Return the request to run alone next, the same one until its count is reset; None if there is none."""
         suspects = (request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ISOLATION)
         return next(suspects, None)
 
@@ -60,7 +60,7 @@ MOST_PASSED_OVER = 64
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """Newly admitted requests, and the id of the request whose prompt continues in the next, or -1."""
+    """Newly admitted requests, and the id of the request whose prefill continues in the next step, or -1."""
 
     admitted: tuple[RunningRequest, ...]
     unfinished_prefill_id: int
@@ -68,18 +68,18 @@ class ScheduledStep:
 
 @dataclass(slots=True)
 class QueueState:
-    """The queue as the scheduler last saw it.
+    """State of the queue after the last scheduling.
 
     Args:
-        has_waiting: True when a request waits for memory only: not for a copy, and not because max_requests run.
-        is_settled: True when the scheduler found no request that can join the next step and nothing has changed since.
+        has_waiting: True if a request waits only for memory, not for a copy or because max_requests are running.
+        is_settled: True if no waiting request could join the next step, and nothing has changed since.
     """
 
     has_waiting: bool = False
     is_settled: bool = False
 
     def note_waiting(self, *, has_waiting: bool) -> None:
-        """Note whether requests wait for memory only; the first one of them may fit already."""
+        """Note whether requests wait only for memory; the first of them may fit by now."""
         if has_waiting is not self.has_waiting:
             self.has_waiting, self.is_settled = has_waiting, self.is_settled and not has_waiting
 
@@ -88,12 +88,12 @@ class QueueState:
         self.is_settled = is_settled
 
     def note_change(self) -> None:
-        """Note that a request may now be able to join the next step."""
+        """Note that a waiting request may be able to join the next step now."""
         self.is_settled = False
 
 
 class StepScheduler:
-    """Admits waiting requests, oldest first.
+    """Admit waiting requests, oldest first.
 
     Only tokens that will be computed count against a step's budget, not those that a prefix hit skips. At most one
     request is left in mid-prefill, and no request is admitted while a request is paused for lack of blocks. Up to
@@ -106,12 +106,12 @@ class StepScheduler:
         self._in_hand: int | None = None
 
     def take_in_hand(self) -> int | None:
-        """Return the request whose scheduling raised, the one to blame, and forget it; None if there is none."""
+        """Return the request whose scheduling raised an error, and forget it; None if there is none."""
         request_id, self._in_hand = self._in_hand, None
         return request_id
 
     def fill_step(self, requests: RunningRequests, waiting: Iterable[Candidate]) -> ScheduledStep:
-        """Schedule the next step's prefill work; decoding requests take one token each by themselves."""
+        """Schedule the prefill of the next step; each decode request takes one token of the budget."""
         unfinished = self._continue_prefills(requests)
         admitted, num_passed_over, budget = [], 0, requests.prompt_budget
         most_considered = requests.num_free + MOST_PASSED_OVER + 1
@@ -135,18 +135,18 @@ class StepScheduler:
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
 
     def prefetch(self, requests: RunningRequests, queue: Sequence[Candidate]) -> None:
-        """Begin to restore the prefixes of the next requests of a queue from the tiers below."""
+        """Start to restore the prefixes of the next queued requests from lower tiers."""
         requests.cache.prefetch(self._in_turn(queue[:PREFETCH_WINDOW], None))
 
     def _in_turn(self, candidates: Sequence[Candidate], in_hand: int | None) -> Iterator[Candidate]:
-        """Yield candidates, each in hand while its keys are computed."""
+        """Yield candidates; while the keys of one are computed, it is `in_hand`."""
         for candidate in candidates:
             self._in_hand = candidate.request_id
             yield candidate
         self._in_hand = in_hand
 
     def _continue_prefills(self, requests: RunningRequests) -> RunningRequest | None:
-        """Give requests in mid-prefill their next prefill chunk; return one that stays in mid-prefill, if any."""
+        """Schedule the next chunk of requests in mid-prefill; return one that stays in mid-prefill, if any."""
         unfinished = None
         for request in requests.prefilling:
             if requests.prompt_budget > 0:

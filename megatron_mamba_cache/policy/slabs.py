@@ -1,4 +1,4 @@
-"""One memory for KV blocks and states: slabs that hold either, changing hands when they are empty."""
+"""One memory for KV blocks and states: each slab holds one of them, and can be reassigned when it is empty."""
 
 from bisect import insort
 from collections import Counter
@@ -10,7 +10,7 @@ from ..errors import CacheIntegrityError
 
 
 class SlabUse(IntEnum):
-    """Contents of a slab; values index `Slabs.indices`."""
+    """Contents of a slab; the value is an index into `Slabs.indices`."""
 
     UNUSED = -1
     KV = 0
@@ -18,16 +18,16 @@ class SlabUse(IntEnum):
 
 
 class Slabs:
-    """State of the slabs that both uses share.
+    """State of the slabs that KV blocks and states share.
 
     Attributes:
-        use: The use of each slab.
-        num_fixed: How many of them cannot be evicted.
-        num_open: Slabs without a fixed index: the most that can become unused.
-        unused: In order: KV takes the first and states the last, so that they keep apart and few slabs change hands.
-        held_states: For each slab, True if it has held states since it was last cleared.
-        taken_over: Slabs that KV blocks have taken over from states; may hold one twice, or one that is unused again.
-        indices: The pool of each use. Both count the indices of an unused slab as free, and of an open one as
+        use: What each slab holds.
+        num_fixed: Number of indices in each slab that cannot be evicted.
+        num_open: Number of slabs without a fixed index: all of them could become unused.
+        unused: Unused slabs in ascending order. KV takes the first and states the last, so few slabs are reassigned.
+        held_states: For each slab, True if it has held states since its memory was last cleared.
+        taken_over: Slabs reassigned from states to KV; may list a slab twice, or a slab that is unused again.
+        indices: Pool of each use. Both pools count the indices of an unused slab as free, and of an open slab as
             available.
     """
 
@@ -54,12 +54,12 @@ class Slabs:
 
 
 class SlabIndexPool:
-    """The indices of one use. KV takes unused slabs from the low end, states from the high end.
+    """Pool of the indices of one use. KV takes unused slabs from the low end, states from the high end.
 
-    Partly used slabs are filled first, the lowest number before others, so that some slabs become empty.
+    Partly used slabs are filled first, lowest number first, so that other slabs become empty.
 
     Attributes:
-        num_next_to_fixed: Indices that are not fixed, in slabs with a fixed index of this use.
+        num_next_to_fixed: Number of indices that are not fixed but share a slab of this use with a fixed index.
     """
 
     is_shared = True
@@ -71,8 +71,8 @@ class SlabIndexPool:
         self._slabs = slabs
         self._use = int(use)
         self._other_use = 1 - self._use
-        self._free: list[list[int]] = [[] for _ in slabs.use]  # by slab of this use, the next one last
-        self._partly: list[int] = []  # a heap that holds each slab with an index in `_free`, and released ones
+        self._free: list[list[int]] = [[] for _ in slabs.use]  # free indices of each slab; a stack
+        self._partly: list[int] = []  # heap of the slabs with free indices; may also hold slabs that were released
         slabs.indices.append(self)
 
     @property
@@ -93,7 +93,7 @@ class SlabIndexPool:
                 taken.append(free.pop())
                 num_fixed[slab] += 1
                 missing -= 1
-            if not free:  # full now, or given up long ago
+            if not free:  # the slab is full or was released
                 heappop(partly)
         self.num_free -= num_indices
         self.num_next_to_fixed -= num_indices
@@ -139,13 +139,15 @@ class SlabIndexPool:
         num_fixed = [slabs.num_fixed[slab] for slab in mine]
         for slab, count in zip(mine, num_fixed, strict=True):
             if len(self._free[slab]) + count > per_slab:
-                raise CacheIntegrityError(f"slab {slab} of {per_slab} indices has {count} fixed ones next to free ones")
+                raise CacheIntegrityError(
+                    f"slab {slab} has {count} fixed and {len(self._free[slab])} free indices, at most {per_slab} in all"
+                )
         num_free = sum(len(self._free[slab]) for slab in mine) + len(slabs.unused) * per_slab
         num_next_to_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
         if (self.num_free, self.num_next_to_fixed) != (num_free, num_next_to_fixed):
             raise CacheIntegrityError(
-                f"{self.num_free} free indices and {self.num_next_to_fixed} next to fixed ones counted, {num_free} and "
-                f"{num_next_to_fixed} found"
+                f"counted {self.num_free} free indices and {self.num_next_to_fixed} in slabs with fixed indices, "
+                f"found {num_free} and {num_next_to_fixed}"
             )
 
     def _check_lists(self, mine: Sequence[int]) -> None:
@@ -161,7 +163,7 @@ class SlabIndexPool:
             raise CacheIntegrityError(f"slabs {sorted(self._partly)} listed as partly used, {partly} found")
 
     def _open_slab(self) -> int:
-        """Take over a slab, which then is the only one in the heap."""
+        """Take an unused slab, which becomes the only slab in the heap."""
         slab = self._take_over()
         first = slab * self.per_slab
         self._free[slab].extend(range(first + self.per_slab - 1, first - 1, -1))
@@ -169,7 +171,7 @@ class SlabIndexPool:
         return slab
 
     def _take_over(self) -> int:
-        """Give this use an unused slab."""
+        """Assign an unused slab to this use."""
         slabs = self._slabs
         slab = slabs.unused.pop(-self._use)
         slabs.use[slab] = self._use
@@ -182,7 +184,7 @@ class SlabIndexPool:
         return slab
 
     def _give_up(self, slab: int) -> None:
-        """Mark a slab without a taken index as unused."""
+        """Mark a slab without taken indices as unused."""
         slabs = self._slabs
         slabs.use[slab] = SlabUse.UNUSED
         insort(slabs.unused, slab)
@@ -191,13 +193,13 @@ class SlabIndexPool:
 
 
 class SlabSpace:
-    """Slabs with room for KV blocks or for states, one use at a time until the last index of a slab is free.
+    """Memory in slabs that hold either KV blocks or states; a slab keeps its use until all its indices are free.
 
     Block b is in slab b // blocks_per_slab, slot s in slab s // slots_per_slab.
     """
 
     def __init__(self, num_slabs: int, blocks_per_slab: int, slots_per_slab: int) -> None:
-        """Start with every slab unused; raise ValueError if a number is out of range."""
+        """Create unused slabs; raise ValueError if an argument is out of range."""
         if num_slabs < 0 or blocks_per_slab < 1 or slots_per_slab < 1:
             raise ValueError(
                 f"need num_slabs >= 0 and a block and a slot a slab, found {num_slabs}, {blocks_per_slab} and "
@@ -221,14 +223,14 @@ class SlabSpace:
         return num_slabs <= slabs.num_open - newly_fixed
 
     def count_slabs(self) -> dict[str, int]:
-        """Return how many slabs are unused, and how many hold KV blocks and states."""
+        """Return how many slabs are unused, hold KV blocks, and hold states."""
         uses = Counter(self._slabs.use)
         return {"unused": uses[SlabUse.UNUSED], "kv_blocks": uses[SlabUse.KV], "states": uses[SlabUse.STATES]}
 
     def take_stale_blocks(self) -> list[range]:
-        """Return the blocks of slabs that KV has taken over from states since the last call, to be cleared now.
+        """Return the blocks of slabs reassigned from states to KV since the last call; the caller clears their memory.
 
-        Former states may read as NaN, and attention may multiply what it masks by zero.
+        Bytes of a state may be NaN as KV, and attention multiplies masked values by zero, which keeps NaN.
         """
         slabs, stale = self._slabs, []
         for slab in slabs.taken_over:

@@ -1,4 +1,4 @@
-"""The use of each state slot."""
+"""Record what each state slot is used for."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -18,11 +18,11 @@ class SlotOwner(Enum):
     CACHED = "cached"
     DRAFT = "draft"
 
-    __hash__ = object.__hash__  # members are unique; Enum's own hashes the name, in Python
+    __hash__ = object.__hash__  # faster than Enum's own, which hashes the name in Python
 
 
 class SlotOwners:
-    """The owner of each slot; all are free at first."""
+    """Owner of each slot; all slots are free at first."""
 
     def __init__(self, indices: IndexPool) -> None:
         self.indices = indices
@@ -30,15 +30,15 @@ class SlotOwners:
         self._counts = dict.fromkeys(SlotOwner, 0)
 
     def count(self, owner: SlotOwner) -> int:
-        """Return how many slots the owner has; of free ones, those that could be taken now."""
+        """Return the number of slots of an owner; for free slots, the number that can be taken now."""
         return self.indices.num_free if owner is SlotOwner.FREE else self._counts[owner]
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
-        """Return what the slot is used for."""
+        """Return the owner of the slot."""
         return self._owners[slot]
 
     def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
-        """Give `num_slots` free slots to an owner; there must be enough."""
+        """Assign `num_slots` free slots to an owner; the caller ensures that there are enough."""
         slots = cast("list[SlotId]", self.indices.take(num_slots))
         for slot in slots:
             self._owners[slot] = owner
@@ -46,14 +46,14 @@ class SlotOwners:
         return slots
 
     def hand_over(self, slot: SlotId, owner: SlotOwner, new_owner: SlotOwner) -> None:
-        """Pass a slot to another owner.
+        """Change the owner of a slot.
 
         Raises:
             ValueError: If there is no such slot.
-            CacheIntegrityError: If the slot is not `owner`'s; nothing has changed then.
+            CacheIntegrityError: If the slot does not belong to `owner`; nothing is changed then.
         """
-        if not 0 <= slot < len(self._owners):  # a padding -1 would silently index the last slot
-            raise ValueError(f"need a slot of 0 to {len(self._owners) - 1}, found {slot}")
+        if not 0 <= slot < len(self._owners):  # a padding slot of -1 would silently index the last slot
+            raise ValueError(f"need a slot between 0 and {len(self._owners) - 1}, found {slot}")
         if self._owners[slot] is not owner:
             raise CacheIntegrityError(f"need slot {slot} to be {owner.value}, found {self._owners[slot].value}")
         self._counts[owner] -= 1
@@ -61,21 +61,21 @@ class SlotOwners:
         self._owners[slot] = new_owner
 
     def free(self, slot: SlotId, owner: SlotOwner, *, is_fixed: bool = True) -> None:
-        """Take a slot back from its owner; raises as `hand_over` does. Pass `is_fixed=False` if it could be evicted."""
+        """Free a slot of an owner; raises as `hand_over` does. Pass `is_fixed=False` if the slot was evictable."""
         self.hand_over(slot, owner, SlotOwner.FREE)
         if is_fixed:
             self.indices.unfix(slot)
         self.indices.release(slot)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless the counts agree with the owners. O(n)."""
+        """Raise CacheIntegrityError unless the counts match the owners. O(n)."""
         found = {owner: self._owners.count(owner) for owner in SlotOwner if owner is not SlotOwner.FREE}
         counted = {owner: self._counts[owner] for owner in found}
         if found != counted:
             raise CacheIntegrityError(f"owners {found} != counted {counted}")
 
     def check_owned(self, owner: SlotOwner, slots: Sequence[SlotId]) -> None:
-        """Raise CacheIntegrityError unless `slots`, in any order, are exactly the owner's. O(n)."""
+        """Raise CacheIntegrityError unless `slots`, in any order, are exactly the slots of the owner. O(n)."""
         owned = [slot for slot, found in enumerate(self._owners) if found is owner]
         if sorted(slots) != owned:
             raise CacheIntegrityError(f"slots listed as {owner.value} {sorted(slots)} != slots owned so {owned}")

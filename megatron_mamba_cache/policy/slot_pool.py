@@ -1,6 +1,6 @@
-"""The owner of each slot of the state pool: live, draft, reserved and cached states share one set of slots.
+"""The state slot pool: live, draft, reserved and cached states share one set of slots.
 
-If cached states are quantized, live and draft states have slots of their own, with numbers of their own.
+If cached states are quantized, live and draft states have separate slots with separate numbers.
 """
 
 from collections.abc import Container, Sequence
@@ -17,19 +17,19 @@ from .slot_owners import SlotOwner, SlotOwners
 from .state_lineage import StateLineage
 
 _NOT_COUNTED = -1
-_MOMENT = 2.0**-10  # separates uses within one request; exact in any sum
+_MOMENT = 2.0**-10  # separates the times of states used by the same request; a power of two, so sums are exact
 
 
 class SlotPool:
-    """Slots of the state pool, one owner each; a cached slot belongs to one KV block, and a block has at most one.
+    """Slots of the state pool, each with one owner. A cached state belongs to one KV block; a block has at most one.
 
     A cached state is evicted when a slot or a KV block is needed and none is free, unless it is pinned: about to be
     read. Time is logical: it passes when requests start from a state and when they end.
 
     Args:
-        indices: Where slots come from, or how many the pool has for itself.
-        rule: Weighs states for eviction; None: the least recently used is evicted first.
-        running: Where the slots of live and draft states come from; None: from `indices` too.
+        indices: Index pool of the slots, or the number of slots of a pool of its own.
+        rule: Weighs states for eviction; None: evict the least recently used state first.
+        running: Index pool of the slots of live and draft states; None: `indices`.
 
     Raises:
         ValueError: If the number of slots is negative.
@@ -47,67 +47,67 @@ class SlotPool:
         self._running = self._owners if running is None else SlotOwners(running)
         self._rule = rule or LeastRecentlyUsed()
         self._texts: CachedTexts = NoTexts()
-        self._kinds: list[int] = []  # by block, of states that wait for a hit: what each was last counted as
+        self._kinds: list[int] = []  # by block: the kind as which a state without a hit was last counted
         self._lineage = StateLineage()
         self.slot_by_block: dict[BlockId, SlotId] = {}
         """The slots with cached states, by the block that each ends; always the same object, changed here only."""
         self._pins: dict[BlockId, int] = {}
-        self._rolling: set[BlockId] = set()  # decode checkpoints that only their own request uses
-        self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: freed at the block's last unpin
+        self._rolling: set[BlockId] = set()  # blocks of decode checkpoints that only their own request uses
+        self._orphans: dict[BlockId, list[SlotId]] = {}  # slots flushed while pinned, freed at the last unpin
         self._held = HeldStates()
-        self._evictable = EvictionOrder()  # the blocks whose state is not pinned
+        self._evictable = EvictionOrder()  # blocks whose state is not pinned
         self._observer = StateObserver()
         self._saver = StateSaver()
-        self._saved: set[BlockId] = set()  # being copied to another tier: priority of held states
-        self._quiet_pins: dict[BlockId, float] = {}  # pinned, but not used: last use before
-        self.num_evicted = 0  # to make room; dropped and flushed ones do not count
-        self.num_blocks_evicted = 0  # KV blocks that left with them
+        self._saved: set[BlockId] = set()  # blocks whose states are being copied to a lower tier
+        self._quiet_pins: dict[BlockId, float] = {}  # blocks pinned without being used, and their last use before
+        self.num_evicted = 0  # number evicted to make room; excludes dropped and flushed states
+        self.num_blocks_evicted = 0  # number of KV blocks freed with evicted states
         self._clock = 0.0
 
     def attach(self, texts: CachedTexts) -> None:
-        """Let KV blocks leave with the states that they are useless without."""
+        """Free KV blocks together with the states that they need to be reusable."""
         self._texts = texts
 
     @property
     def num_available(self) -> int:
-        """The most that can be reserved now: free slots, and those that evictions can free."""
+        """Maximum number of slots that can be reserved now: free slots, and slots that evictions can free."""
         return self._indices.num_available
 
     @property
     def num_available_to_run(self) -> int:
-        """The most that live and draft states can take now."""
+        """Maximum number of slots that live and draft states can take now."""
         return self._running.indices.num_available
 
     @property
     def shares_slots(self) -> bool:
-        """True if live and draft states take the same slots as cached ones."""
+        """True if live and draft states use the same slots as cached states."""
         return self._running is self._owners
 
     @property
     def num_free(self) -> int:
-        """Slots that can be reserved without an eviction."""
+        """Number of slots that can be reserved without an eviction."""
         return self._indices.num_free
 
     @property
     def num_reserved(self) -> int:
-        """Slots reserved and not yet published or cancelled."""
+        """Number of reserved slots that are not yet published or cancelled."""
         return self._owners.count(SlotOwner.RESERVED)
 
     @property
     def num_live(self) -> int:
-        """Slots of running requests' live states."""
+        """Number of slots with live states of running requests."""
         return self._running.count(SlotOwner.LIVE)
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
-        """Return the use of a slot that cached states can have; one flushed while pinned is cached until it is free."""
+        """Return the owner of a slot for cached states. A slot flushed while pinned counts as cached."""
         return self._owners.owner_of(slot)
 
     def owner_of_running(self, slot: SlotId) -> SlotOwner:
-        """Return the use of a slot that live and draft states can have."""
+        """Return the owner of a slot for live and draft states."""
         return self._running.owner_of(slot)
 
     def count_by_owner(self) -> dict[str, int]:
-        """Return the number of slots by the lower-case name of their owner; free ones are those for cached states."""
+        """Return the number of slots by the lower-case name of the owner; "free" counts slots for cached states."""
         running = {owner.value: self._running.count(owner) for owner in (SlotOwner.LIVE, SlotOwner.DRAFT)}
         return {owner.value: self._owners.count(owner) for owner in SlotOwner} | running
 
@@ -123,7 +123,7 @@ class SlotPool:
         return depth
 
     def tokens_before(self, block: BlockId) -> int:
-        """Return the tokens from the root to the nearest cached state before that of the block."""
+        """Return the number of tokens up to the previous cached state before the block's."""
         entry = self._entry(block)
         return entry.num_tokens - entry.lost_tokens
 
@@ -132,41 +132,41 @@ class SlotPool:
         return list(self.slot_by_block)
 
     def is_pinned(self, block: BlockId) -> bool:
-        """Return whether the block's state may not be evicted now."""
+        """Return whether the block's state is protected from eviction."""
         return block in self._pins
 
     def observe(self, observer: StateObserver) -> None:
-        """Notify the observer, replacing any other, of all cached states: first the existing ones, then each change."""
+        """Set the observer, which is notified of the existing cached states and then of each change."""
         self._observer = observer
         for block in self.slot_by_block:
             observer.published(block)
 
     def take_live(self) -> SlotId:
-        """Give a slot to a running request, evicting the cached state of least priority if none is free.
+        """Return a slot for a running request; if none is free, evict the cached state of lowest priority.
 
         Raises:
-            CacheCapacityError: If every slot is in use; nothing has changed then.
+            CacheCapacityError: If every slot is in use; nothing is changed then.
         """
         return self._take(1, SlotOwner.LIVE, self._running)[0]
 
     def release_live(self, slot: SlotId) -> None:
-        """Take a running request's slot back."""
+        """Free the slot of a running request."""
         self._running.free(slot, SlotOwner.LIVE)
 
     def take_draft(self, num_slots: int) -> list[SlotId]:
-        """Give slots to draft states, as `take_live` does."""
+        """Return slots for draft states, as `take_live` does."""
         return self._take(num_slots, SlotOwner.DRAFT, self._running)
 
     def release_draft(self, slot: SlotId) -> None:
-        """Take a draft state's slot back."""
+        """Free the slot of a draft state."""
         self._running.free(slot, SlotOwner.DRAFT)
 
     def reserve(self, num_slots: int = 1) -> list[SlotId]:
-        """Set slots aside for states that the coming step writes, as `take_live` does; all of them or none."""
+        """Reserve slots for states that the next step writes, as `take_live` does; all or none."""
         return self._take(num_slots, SlotOwner.RESERVED, self._owners)
 
     def cancel(self, slot: SlotId) -> None:
-        """Give a reserved slot back, unpublished."""
+        """Free a reserved slot without publishing it."""
         self._owners.free(slot, SlotOwner.RESERVED)
 
     def publish(
@@ -177,12 +177,12 @@ class SlotPool:
         anchor: BlockId | None = None,
         num_continuations: int = 0,
     ) -> None:
-        """Make a reserved slot, now written, the cached state at the end of the block.
+        """Turn a reserved slot, which has been written, into the cached state at the end of the block.
 
         Args:
-            num_tokens: Tokens from the root to the end of the block.
-            anchor: The block of the nearest cached state before it: the tokens in between are lost with the state.
-            num_continuations: Texts that continue after it and have no state with this one as anchor.
+            num_tokens: Number of tokens from the start of the text to the end of the block.
+            anchor: Block of the previous cached state; evicting the state loses the tokens in between.
+            num_continuations: Number of texts that continue after the state and have no state with this one as anchor.
 
         Raises:
             CacheIntegrityError: If the slot is not reserved or the block has a state; nothing has changed then.
@@ -199,22 +199,22 @@ class SlotPool:
             self._kinds += [_NOT_COUNTED] * (block + 1 - len(self._kinds))
         self._kinds[block] = _NOT_COUNTED
         if anchor is not None and anchor in self._evictable:
-            self._file_again(anchor)  # it is no longer the end
+            self._file_again(anchor)  # the anchor is no longer the last state of its text
         self._clock += _MOMENT
         if block not in self._pins:
             self._file(block, self._clock)
 
     def mark_rolling(self, block: BlockId) -> None:
-        """Let `retire` drop the block's state, until it is pinned or `keep` is called."""
+        """Allow `retire` to drop the block's state, until the state is pinned or `keep` is called."""
         if block in self.slot_by_block:
             self._rolling.add(block)
 
     def keep(self, block: BlockId) -> None:
-        """Undo `mark_rolling`: the state has become more than a request's own checkpoint."""
+        """Undo `mark_rolling`, because the state is no longer only a request's own checkpoint."""
         self._rolling.discard(block)
 
     def retire(self, block: BlockId) -> None:
-        """Drop the block's state if it still is a rolling checkpoint."""
+        """Drop the block's state if it is still a rolling checkpoint."""
         if block in self._rolling:
             self.drop(block)
 
@@ -224,41 +224,41 @@ class SlotPool:
             self._file_again(block)
 
     def pass_time(self, now: int) -> None:
-        """Set the time that `hold` refers to; an earlier one than before changes nothing."""
+        """Set the time to which `hold` refers; ignore an earlier time than the current one."""
         for block in self._held.pass_time(now):
             if block in self._evictable:
                 self._file_again(block)
 
     def save_with(self, saver: StateSaver) -> None:
-        """Let another tier save states before they are evicted."""
+        """Set what saves states to a lower tier before they are evicted."""
         self._saver = saver
 
     def stop_saving(self, block: BlockId) -> None:
-        """Let the block's state be evicted by its priority again."""
+        """Return the block's state to its normal eviction priority."""
         if block in self._saved:
             self._saved.remove(block)
             if block in self._evictable:
                 self._file_again(block)
 
     def priority_of(self, block: BlockId) -> float:
-        """Return the present priority of the block's state; infinite if it cannot be evicted."""
+        """Return the current priority of the block's state; infinite if it cannot be evicted."""
         if block not in self._evictable:
             return inf
         return self._evictable.priority_of(block, self._clock, self._rule.likelihood)
 
     def likelihood(self, block: BlockId) -> float:
-        """Return how likely hits are to states like that of the block, whatever their age."""
+        """Return the likelihood of a hit for states of the same kind as the block's, at any age."""
         return self._rule.likelihood(self._weigh(block).kind)
 
     def min_priority(self) -> float:
-        """Return the priority of the state that is evicted next; infinite if there is none."""
+        """Return the priority of the state to evict next; infinite if there is none."""
         return self.priority_of(self._next_evicted()) if len(self._evictable) else inf
 
     def pin(self, block: BlockId, *, is_hit: bool = True) -> None:
-        """Protect the block's state from eviction until as many `unpin` calls.
+        """Protect the block's state from eviction until a matching number of `unpin` calls.
 
         Args:
-            is_hit: True if it counts as just used, by a request that starts from it.
+            is_hit: True if the pin counts as a use, by a request that starts from the state.
 
         Raises:
             CacheIntegrityError: If the block has no state.
@@ -302,7 +302,7 @@ class SlotPool:
         self._forget_state(block)
 
     def note_end(self, block: BlockId) -> None:
-        """Note that nothing is cached after the block any more; nothing happens if it has no state to evict."""
+        """Note that nothing is cached after the block any more; do nothing if the block has no evictable state."""
         if block not in self.slot_by_block:
             return
         weight = self._file_again(block) if block in self._evictable else self._weigh(block)
@@ -310,13 +310,13 @@ class SlotPool:
             self._count_kind(block, weight.kind)
 
     def evict(self, *, is_end: bool = False) -> None:
-        """Evict the state of least priority, and the KV blocks that are useless without it.
+        """Evict the state of lowest priority and the KV blocks that cannot be reused without it.
 
         Args:
-            is_end: Only the last state of a text, which KV blocks leave with.
+            is_end: True to evict only a last state of a text, whose eviction frees KV blocks.
 
         Raises:
-            CacheIntegrityError: If every such state is pinned.
+            CacheIntegrityError: If all such states are pinned.
         """
         kinds = ENDS if is_end else None
         block = self._next_evicted(kinds)
@@ -328,19 +328,19 @@ class SlotPool:
         self.num_evicted += 1
 
     def touch_path(self, blocks: Sequence[BlockId], prompt_len: int | None = None) -> None:
-        """Set the last use of a path's states to now, link them, and note which ends the newest prompt, if given."""
+        """Mark the states along a path as used now and link them; note which state ends the newest prompt, if given."""
         path = [block for block in blocks if block in self.slot_by_block]
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
         if prompt_len is not None:
             self._lineage.mark_prompt_end(path, prompt_len)
         self._clock += 1
-        for block in reversed(path):  # in the order in which states used at the same time are evicted
+        for block in reversed(path):  # the order in which states with the same last use are evicted
             weight = self._weigh(block) if block in self._pins else self._file(block, self._clock)
             self._count_kind(block, weight.kind)
 
     def flush(self) -> None:
-        """Forget every cached state; a pinned one's slot becomes free at its last unpin. Flush KV blocks afterwards."""
+        """Forget every cached state; free pinned slots at their last unpin. Flush KV blocks afterwards."""
         for block in sorted(self.slot_by_block):
             if block in self._pins:
                 self._orphans.setdefault(block, []).append(self.slot_by_block.pop(block))
@@ -359,7 +359,7 @@ class SlotPool:
         self._saver.flushed()
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
+        """Raise CacheIntegrityError, naming the failed equation, unless all invariants of the pool hold. O(n)."""
         self._owners.check_integrity()
         self._running.check_integrity()
         if self._running_indices is not None:
@@ -389,7 +389,7 @@ class SlotPool:
         return owners.take(num_slots, owner)
 
     def _make_room(self, num_slots: int, owners: SlotOwners) -> None:
-        """Evict until as many slots are free; raises as `take_live` does."""
+        """Evict until `num_slots` slots are free; raises as `take_live` does."""
         indices = owners.indices
         if num_slots > indices.num_available:
             raise CacheCapacityError(
@@ -401,7 +401,7 @@ class SlotPool:
             self.evict()
 
     def _next_evicted(self, kinds: Container[int] | None = None) -> BlockId:
-        """Return the block whose state has the least priority, of some kinds or of any."""
+        """Return the block whose state has the lowest priority, among the given kinds or all."""
         first, likelihood = self._evictable.first, self._rule.likelihood
         block = first(self._clock, likelihood, kinds)
         while self._has_changed(block):
@@ -410,7 +410,7 @@ class SlotPool:
         return block
 
     def _forget_state(self, block: BlockId) -> int:
-        """Forget the block's state; return how many KV blocks left with it."""
+        """Forget the block's state; return how many KV blocks were freed with it."""
         self._evictable.discard(block)
         self._rolling.discard(block)
         if block in self._held.until:
@@ -434,7 +434,7 @@ class SlotPool:
         return self._file(block, self._evictable.last_use_of(block))
 
     def _count_kind(self, block: BlockId, kind: int) -> None:
-        """Count what the block's state has become since it was last counted, or hit."""
+        """Update the count of the state's kind if the kind has changed since it was last counted or hit."""
         if self._kinds[block] != kind:
             self._kinds[block] = kind
             self._rule.count_state(kind)

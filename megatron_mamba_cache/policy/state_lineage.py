@@ -1,4 +1,4 @@
-"""Lineage of cached states, which sets their priority, by the KV block that they end."""
+"""Lineage of cached states, by the KV block at which each ends; eviction priorities depend on it."""
 
 from collections.abc import Container, Sequence
 
@@ -9,7 +9,7 @@ _ROOT = BlockId(-1)
 
 
 class StateLineage:
-    """The nearest state before each state, how often requests continued after it, and where prompts ended; by block.
+    """Record the previous state of each state, how often requests continued after it, and where prompts ended.
 
     The record of a dropped state still links the states after it to those before it: a block's ancestors stay
     registered as long as the block, so their numbers are not reused. A state published between two others is unknown to
@@ -18,7 +18,7 @@ class StateLineage:
 
     def __init__(self) -> None:
         self._num_tokens: list[int] = []
-        self._anchors: list[BlockId] = []  # the nearest state before, as last known
+        self._anchors: list[BlockId] = []  # block of the previous state, as last known
         self._num_branch_hits: list[int] = []
         self._num_continuations: list[int] = []
         self._ends_prompt: list[bool] = []
@@ -27,9 +27,9 @@ class StateLineage:
         """Record a state at the end of a block.
 
         Args:
-            num_tokens: From the root to the end of the block.
-            anchor: The block of the nearest state before it.
-            num_continuations: Texts that already continue after it.
+            num_tokens: Number of tokens from the start of the text to the end of the block.
+            anchor: Block of the previous state.
+            num_continuations: Number of texts that already continue after the state.
         """
         self._make_room(block)
         self._num_tokens[block] = num_tokens
@@ -41,7 +41,7 @@ class StateLineage:
             self._num_continuations[anchor] += 1
 
     def mark_prompt_end(self, path: Sequence[BlockId], prompt_len: int) -> None:
-        """Make the last state within the newest prompt the text's only prompt end; `path` are its states' blocks."""
+        """Mark the last state within the newest prompt as its text's prompt end; `path` are blocks with states."""
         last = None
         for block in path:
             self._ends_prompt[block] = False
@@ -51,11 +51,11 @@ class StateLineage:
             self._ends_prompt[last] = True
 
     def pass_prompt_end_on(self, block: BlockId, cached: Container[BlockId]) -> BlockId | None:
-        """If a dropped state was the prompt end, make the nearest state before it the prompt end; return its block."""
+        """If a dropped state was the prompt end, mark the previous state instead; return its block."""
         if not self._ends_prompt[block]:
             return None
         self._ends_prompt[block] = False
-        self._tokens_before(block, cached)  # finds the nearest state
+        self._tokens_before(block, cached)  # updates the anchor
         anchor = self._anchors[block]
         if anchor not in cached:
             return None
@@ -63,27 +63,27 @@ class StateLineage:
         return anchor
 
     def count_branch_hit(self, block: BlockId) -> None:
-        """Count a request that starts from the block's state though cached text follows it."""
+        """Count a request that resumes from this block's state and diverges from the cached text after it."""
         self._num_branch_hits[block] += 1
 
     def relink(self, block: BlockId, anchor: BlockId) -> None:
-        """Set the nearest state before the block's."""
+        """Set the block of the previous state."""
         self._anchors[block] = anchor
 
     def num_tokens(self, block: BlockId) -> int:
-        """Return the tokens from the root to the end of the block."""
+        """Return the number of tokens from the start of the text to the end of the block."""
         return self._num_tokens[block]
 
     def is_anchor_kept(self, block: int, cached: Container[BlockId]) -> bool:
-        """Return whether the block's state costs no more than when it was last checked."""
+        """Return whether the previous state still exists, so that losing this state costs no more than before."""
         anchor = self._anchors[block]
         return anchor == _ROOT or anchor in cached
 
     def entry(self, block: BlockId, cached: Container[BlockId], *, is_end: bool) -> CachedEntry:
-        """Return the inputs of the weight of the block's state.
+        """Return the facts from which the weight of the block's state is computed.
 
         Args:
-            cached: The blocks that have a state.
+            cached: Blocks that have a state.
             is_end: True if no block is cached after this one.
         """
         num_tokens = self._num_tokens[block]
@@ -106,9 +106,9 @@ class StateLineage:
         self._ends_prompt.clear()
 
     def _tokens_before(self, block: BlockId, cached: Container[BlockId]) -> int:
-        """Return the tokens up to the nearest cached anchor; shortens the path for the next call."""
+        """Return the number of tokens up to the nearest cached anchor; shorten the path for the next call."""
         anchor, end = self._anchors[block], self._num_tokens[block]
-        # Positions must fall along the path, so it ends even if the caller keeps no order among blocks.
+        # Positions must decrease along the path, so the loop ends even if the caller passes blocks in any order.
         while anchor != _ROOT and anchor not in cached and self._num_tokens[anchor] < end:
             anchor, end = self._anchors[anchor], self._num_tokens[anchor]
         self._anchors[block] = anchor

@@ -1,4 +1,4 @@
-"""The slots that the step in preparation writes boundary states to: reserved, then published or cancelled."""
+"""Slots to which the next step writes boundary states: reserved, then published or cancelled."""
 
 from ..metrics import CacheCounters
 from .identifiers import BlockId, BlockKey
@@ -8,10 +8,10 @@ from .slot_pool import SlotPool
 
 
 class StateReservations:
-    """Reserves, publishes and cancels the boundary states of running requests.
+    """Reserve, publish and cancel the boundary states of running requests.
 
     Args:
-        is_rolling: True if a request keeps only its newest decode checkpoint and those that other requests use.
+        is_rolling: True if a request keeps only its newest decode checkpoint and checkpoints that other requests use.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class StateReservations:
         """Keys of the reserved prompt boundaries, each with its request's id; others may wait for the publish."""
 
     def reserve_in_prompt(self, request: RunningRequest, position: int) -> None:
-        """Reserve a boundary of the request's prompt, unless its state is cached or reserved, or no slot is left."""
+        """Reserve a slot for a boundary of the prompt, unless its state is cached or reserved or no slot is left."""
         key = request.chain.keys[position // self._block_size - 1]
         known = self._kv.find(key)
         if known is not None and self._slots.slot_of(known) is not None:
@@ -36,17 +36,17 @@ class StateReservations:
             self.keys[key] = request.request_id
 
     def reserve_in_decode(self, request: RunningRequest, position: int) -> None:
-        """Reserve a boundary that decoding may reach in this step; its key is known once its tokens are."""
+        """Reserve a slot for a boundary that decoding may reach in this step; its key is known after the step."""
         self._reserve(request, position)
 
     def publish(self, request: RunningRequest, end: int) -> None:
-        """Publish the states at boundaries up to token `end`, whose blocks are registered; cancel the others."""
-        while request.reserved:  # one by one, so that a failure leaves the rest to `cancel`
+        """Publish the reserved states up to token `end`, whose blocks are registered; cancel the rest."""
+        while request.reserved:  # one at a time, so that after a failure `cancel` handles the rest
             state = request.reserved[0]
             block = request.block_ids[state.position // self._block_size - 1] if state.position <= end else None
             if block is None or self._slots.slot_of(block) is not None:
                 if block is not None:
-                    self._slots.keep(block)  # two requests reached it
+                    self._slots.keep(block)  # two requests reached the same boundary
                 self._slots.cancel(state.slot)
                 block = None
             else:
@@ -57,7 +57,7 @@ class StateReservations:
                 self._note_published(request, block)
 
     def cancel(self, request: RunningRequest) -> None:
-        """Return every reservation of the request."""
+        """Cancel all reservations of the request."""
         while request.reserved:
             state = request.reserved[-1]
             self._slots.cancel(state.slot)
@@ -77,7 +77,7 @@ class StateReservations:
         index = state.position // self._block_size
         depth = self._slots.deepest(request.block_ids[: index - 1])
         anchor = request.block_ids[depth - 1] if depth else None
-        # Other texts that continue after a prompt boundary are known by their blocks; this request's state will follow.
+        # Count the other texts that continue after a prompt boundary by their blocks; this request's own will follow.
         continues = index < len(request.block_ids) and self._kv.parent_of(request.block_ids[index]) == block
         num_others = self._kv.num_children(block) - continues
         self._slots.publish(state.slot, block, state.position, anchor, num_others)

@@ -40,7 +40,7 @@ class StateMove:
 
 
 def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int) -> None:
-    """Torch twin of `align_copy`; every source is read before any write."""
+    """Torch reference for `align_copy`; every source is read before any write."""
     if rows.targets.shape[0] == 0:
         return
     keeps, window, whole, shift = _decide(rows, block_size)
@@ -67,8 +67,8 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int
 
 
 def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each request: keep a state or not, the slots of its window and of whole tensors, and the shift:
-    [requests].
+    """Return flags of kept states, the slots of windows and of whole tensors, and shifts: [requests], 0 if none is
+    kept.
     """
     running = rows.computed + rows.scheduled - rows.drafts
     accepted = rows.accepted.to(torch.int32).clamp_min(1)

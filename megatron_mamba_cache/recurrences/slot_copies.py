@@ -139,7 +139,7 @@ def store_empty_requests(pool: Tensor, rows: PrefillBatch) -> None:
 
 
 def copy_slots_ref(sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-    """Torch twin of `copy_slots`."""
+    """Torch reference for `copy_slots`."""
     if src.shape[0] == 0:
         return
     valid = (src != PAD_SLOT) & (dst != PAD_SLOT)

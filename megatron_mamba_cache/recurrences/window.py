@@ -58,10 +58,7 @@ def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple
 
 
 def columns_of(lines: Sequence[Sequence[int]]) -> Tensor:
-    """Return lines of numbers as columns, [numbers, at least lines] int32.
-
-    Rows are padded to 16 bytes, so that every number of lines runs the same compiled kernel.
-    """
+    """Return lines of numbers as columns, [numbers, at least lines] int32, padded so that all counts run one kernel."""
     table = torch.full((len(lines[0]), -(-len(lines) // 4) * 4), PAD_SLOT, dtype=torch.int32)
     table[:, : len(lines)] = torch.tensor(lines, dtype=torch.int32).T
     return table

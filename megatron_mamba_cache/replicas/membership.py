@@ -87,7 +87,8 @@ class Membership:
             replica = Replica(hello.replica, hello.num_members, hello.domain)
         if (replica.num_members, replica.domain) != (hello.num_members, hello.domain):
             raise WireError(
-                f"a member of {hello.replica} says {hello.num_members} members; others disagree on that or the domain"
+                f"a member of {hello.replica} reports {hello.num_members} members; others report another number "
+                "or domain"
             )
         if hello.member in replica.members or identity in self._name_of:
             raise WireError(f"member {hello.member} of {hello.replica} has already joined")

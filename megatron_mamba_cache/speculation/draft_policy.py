@@ -256,7 +256,7 @@ class DraftPolicy:
             of_drafter = float(self._drafter_seconds(len(requests), most))
         except Exception as error:  # a drafter is user code, and its failure must not fail a request
             if not self._has_warned:
-                _LOG.warning("draft_seconds() of a drafter failed, drafts are tried only occasionally: %r", error)
+                _LOG.warning("draft_seconds() of a drafter failed; drafts are now tried only occasionally: %r", error)
             self._has_warned, of_drafter = True, math.inf
         return self._time.seconds(len(requests), num_drafts, num_cached) + (of_drafter if of_drafter >= 0 else math.inf)
 

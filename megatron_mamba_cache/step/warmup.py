@@ -27,7 +27,7 @@ from .shapes import decode_padding_request, prefill_padding_request
 from .verify import copy_reached_boundaries, verify_step
 
 _LOG = logging.getLogger(__name__)
-_COMPILES = "Triton compiles the kernels of this model, once per machine"
+_COMPILES = "Triton compiles the kernels for this model, once per machine"
 _LAUNCHES = "Each kernel of this model is launched once, and compiled if it has not been"
 _MOST_RESIDUES = 8
 """The number of offsets of 2-byte elements modulo 16 bytes, the alignment by which compiled kernels differ."""

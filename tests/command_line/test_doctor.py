@@ -62,11 +62,11 @@ NVCC, TOOLS = "CUDA/bin/nvcc", ["PATH/c++", "SCRIPTS/ninja"]
 @pytest.mark.parametrize(
     ("files", "is_compiled", "expected"),
     [
-        ([], False, f"they cannot be compiled without {NVCC}, c++, ninja: install it, or run `flashinfer"),
-        ([NVCC, "SCRIPTS/ninja"], False, "they cannot be compiled without c++: install it"),
-        ([NVCC, *TOOLS], False, f"{NVCC} compiles them at the first start with a model, and they are kept in HOME/."),
-        (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles them at the first start"),
-        ([], True, "flashinfer-jit-cache has them compiled"),
+        ([], False, f"cannot be compiled, {NVCC}, c++, ninja missing; install it, or run `flashinfer"),
+        ([NVCC, "SCRIPTS/ninja"], False, "cannot be compiled, c++ missing; install it"),
+        ([NVCC, *TOOLS], False, f"{NVCC} compiles them when a model is first started; they are cached in HOME/."),
+        (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles them when a model is first started"),
+        ([], True, "the package flashinfer-jit-cache contains them"),
     ],
 )
 def test_doctor_reports_the_source_of_flashinfers_kernels(

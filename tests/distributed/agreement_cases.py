@@ -1,4 +1,4 @@
-"""On a rank: what ranks agree on, and how they learn that they have parted."""
+"""On a rank: decisions that ranks agree on, and detection of diverged ranks."""
 
 from dataclasses import replace
 from json import JSONDecodeError
@@ -22,7 +22,7 @@ STEPS_TOGETHER = 7
 
 
 def capacities(layout: Layout, pattern: str, kv_blocks: list[int], states: list[int], requests: list[int]) -> tuple:
-    """Return what an engine has whose ranks buy different numbers, before a suspend and after it."""
+    """Return an engine's capacities where ranks can afford different ones, before a suspend and after it."""
     rank = dist.get_rank()
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes(pattern=pattern))
@@ -43,7 +43,7 @@ def _capacity(run: EngineRun) -> tuple[int, int, int, int]:
 
 
 def error_of_settings(layout: Layout, settings: list[dict]) -> str:
-    """Return the error that an engine is refused with whose ranks have different settings.
+    """Return the error that refuses an engine whose ranks have different settings.
 
     Args:
         settings: Of each rank; with "cache_gb", one budget.
@@ -95,7 +95,7 @@ ERRORS_OF_ONE_RANK = {
 
 
 def error_of_a_part(layout: Layout, every: int, part: str) -> tuple[str, int]:
-    """Let the second rank decide otherwise once; return the error that ends a step, and how many steps later."""
+    """Let the second rank make one other decision; return the resulting error, and the number of steps until it."""
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())
         config: CacheConfig = cache_config(subject.sizes, rank_digest_steps=every)
@@ -146,7 +146,7 @@ def _part(run: EngineRun, how: str) -> None:
 
 
 def failures_of_one_drafter(layout: Layout) -> tuple[int, int]:
-    """Let the second rank's drafter alone fail now and then; return failures and accepted drafts as counted."""
+    """Let only the second rank's drafter fail sometimes; return the counts of failures and accepted drafts."""
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())
         config = cache_config(subject.sizes, rank_digest_steps=1, num_speculative_tokens=2)
@@ -168,7 +168,7 @@ def failures_of_one_drafter(layout: Layout) -> tuple[int, int]:
 
 
 def broadcast_outcomes(layout: Layout) -> tuple[list[int], list[int]]:
-    """Return the tokens of requests where the first rank of the last stage alone samples what it should."""
+    """Return the tokens of requests if only the first rank of the last stage samples correctly."""
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())
         found = []

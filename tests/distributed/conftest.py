@@ -9,7 +9,7 @@ from tests.distributed.world import Worlds, is_rank
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run a rank's tests in its own process, one after another: all ranks run the same."""
+    """Run a rank's tests in its own process one after another: all ranks run the same."""
     if is_rank() and hasattr(config.option, "numprocesses"):
         config.option.numprocesses = 0
         config.option.dist = "no"
@@ -17,7 +17,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Keep processes from one test to the next."""
+    """Keep processes between tests."""
     found = Worlds()
     yield found
     found.close()
@@ -25,4 +25,4 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture(autouse=True)
 def alone(many_processes: None) -> None:
-    """Keep to `many_processes` in all of this folder."""
+    """Use `many_processes` in all of this folder."""

@@ -1,4 +1,4 @@
-"""On a rank: conversations with its part of a checkpoint, compared with transformers."""
+"""On a rank: conversations with its shard of a checkpoint, compared with transformers."""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from tests.models.tiny_checkpoints import tiny_checkpoint
 
 
 def skipped_tokens(name: str, layout: Layout) -> list[int]:
-    """Hold conversations without drafts and with some, compared on this rank; return the prompt tokens skipped."""
+    """Hold conversations with and without drafts, compared on this rank; return the number of skipped prompt tokens."""
     case = tiny_checkpoint(name)
     case.config.get_text_config().vocab_size = 128  # the drawn ones are odd on purpose
     reference, folder, found = reference_run(case).model, folder_of_all_ranks(), []

@@ -1,4 +1,4 @@
-"""On a rank: what the processes of a command do together."""
+"""On a rank: what a command's processes do together."""
 
 from argparse import Namespace
 
@@ -13,7 +13,7 @@ from tests.distributed.rank_process import has_devices
 
 
 def error_of_the_random_model(kind: str) -> str:
-    """Return the error of a random model that the processes cannot share."""
+    """Return the error of a random model that cannot be split between the processes."""
     size = dist.get_world_size()
     sizes = {f"{one}_model_parallel_size": size if one == kind else 1 for one in ("tensor", "pipeline", "expert")}
     try:
@@ -27,7 +27,7 @@ def error_of_the_random_model(kind: str) -> str:
 
 
 def error_of_one_process() -> str:
-    """Return the error that ends this process where the second one alone finds a mistake."""
+    """Return the error that ends this process if only the second one finds a mistake."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = {f"{kind}_model_parallel_size": 1 for kind in ("tensor", "pipeline", "expert")}
     try:

@@ -1,4 +1,4 @@
-"""On a rank: a checkpoint loaded under several layouts, from both formats, and what it generates."""
+"""On a rank: a checkpoint loaded under several layouts, in both formats, and its replies."""
 
 import tempfile
 from dataclasses import replace
@@ -26,7 +26,7 @@ from tests.models.tiny_checkpoints import TinyCheckpoint, tiny_checkpoint, wide_
 
 
 def tokens_under_layouts(name: str, layouts: list[Layout]) -> list[dict[int, list[int]]]:
-    """Return what a checkpoint generates under each layout; each loads again what the one before it has saved."""
+    """Return a checkpoint's replies under each layout; each layout also loads what the previous one saved."""
     case = tiny_checkpoint(name)
     case.config.vocab_size = 128  # the drawn ones are odd on purpose
     folder = folder_of_all_ranks()
@@ -49,7 +49,7 @@ def tokens_under_layouts(name: str, layouts: list[Layout]) -> list[dict[int, lis
 
 
 def compare_quantized_weights(name: str, kinds: list[str], layouts: list[Layout]) -> None:
-    """Assert that a checkpoint in each of these formats loads as what it means, bit by bit, under each layout."""
+    """Assert that a checkpoint in each of these formats loads bit for bit under each layout."""
     case, folder = wide_checkpoint(name), folder_of_all_ranks()
     for number, kind in enumerate(kinds):
         quantized, plain = folder / f"quantized_{number}", folder / f"plain_{number}"
@@ -66,7 +66,7 @@ def compare_quantized_weights(name: str, kinds: list[str], layouts: list[Layout]
 
 
 def assert_known_before(loaded: LoadedModel) -> None:
-    """Assert that the shape of this rank's part follows from the architecture."""
+    """Assert that the shape of this rank's shard follows from the architecture."""
     built = model_shape_of(loaded.model, ranks_of_process())
     assert rank_shape(loaded.architecture, torch.float32) == replace(built, fingerprint="")
 

@@ -1,4 +1,4 @@
-"""On a rank: a layout of ranks, and tiny models shared out by it, and the fp64 oracle of the whole model."""
+"""On a rank: a layout of ranks, tiny models split by it, and the fp64 oracle of the whole model."""
 
 import gc
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from tests.oracle import HybridOracle
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How ranks share a model; what is left of the world are replicas."""
+    """How ranks split a model; the remaining ranks are replicas."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -41,7 +41,7 @@ class Layout:
 
 @contextmanager
 def parallel(layout: Layout) -> Iterator[None]:
-    """Let Megatron's parallel state be of a layout, and tests' tiny models be shared out by it."""
+    """Initialize Megatron's parallel state for a layout, and split the tests' tiny models by it."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -75,7 +75,7 @@ def parallel(layout: Layout) -> Iterator[None]:
 
 
 def _destroy_groups() -> None:
-    """Destroy the groups that Megatron forgets but does not destroy: each keeps threads."""
+    """Destroy the groups that Megatron only forgets: each keeps threads."""
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
@@ -87,7 +87,7 @@ def _hybrid(sizes: RandomHybridConfig) -> Hybrid:
 
 
 def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:
-    """Return all weights of the model that a rank has a part of, under the attributes that a model has."""
+    """Return all weights of the model of which this rank has a shard, by the model's attributes."""
     whole = SimpleNamespace(config=model.config, position_embedding_type=model.position_embedding_type)
     whole.share_embeddings_and_output_weights = False
     for name, value in random_weights(sizes):
@@ -125,5 +125,5 @@ def _state_bytes(shape: HybridModelShape, num_drafts: int) -> int:
 
 
 def _bytes(count: int) -> int:
-    """Return at least one byte: settings buy something where nothing is needed, too."""
+    """Return at least one byte: settings need a positive budget even if nothing is needed."""
     return max(1, count)

@@ -22,7 +22,7 @@ TIMEOUT = timedelta(minutes=4)  # no claim: ranks may start far apart on a busy 
 
 
 def start(rank: int, size: int, meeting: str) -> None:
-    """Join the world at a meeting point of torch.distributed; on CUDA devices where there is one for each rank."""
+    """Join the world through a rendezvous of torch.distributed, with a CUDA device per rank if there are enough."""
     set_usual()
     uses_cuda = has_devices(size)
     if uses_cuda:
@@ -37,7 +37,7 @@ def start(rank: int, size: int, meeting: str) -> None:
 
 
 def has_devices(size: int) -> bool:
-    """True if each of so many ranks can have a CUDA device."""
+    """True if each of `num_ranks` ranks can have a CUDA device."""
     return torch.cuda.device_count() >= size
 
 
@@ -48,7 +48,7 @@ def call(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def main(rank: int, size: int, port: int, requests: Connection, log: Path) -> None:
-    """Answer requests until the other end is closed: a name `module:function` and the function's arguments.
+    """Answer requests until the other end closes: a name `module:function` and the function's arguments.
 
     Each answer is whether the function returned, and what it returned or its traceback.
 

@@ -36,7 +36,7 @@ class RefitOutcome:
 
 
 def refit(layout: Layout, resident_pools: bool) -> RefitOutcome:
-    """Change the weights of a model between a suspend and a resume, with requests that run and one that waits."""
+    """Change the weights of a model between a suspend and a resume, with running requests and a waiting one."""
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         capture_without_cuda(patch)
         shares_experts = layout.expert > 1  # ranks that do may overlap steps; the others compare each step

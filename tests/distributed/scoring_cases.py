@@ -1,4 +1,4 @@
-"""On a rank: prompts that are scored by a model that ranks share."""
+"""On a rank: prompts that are scored by a sharded model."""
 
 import torch
 
@@ -8,11 +8,11 @@ from megatron_mamba_cache.step import prompt_log_probs
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_sizes
-from tests.mcore.test_log_probs import assert_log_probs, oracle_log_probs
+from tests.mcore.oracle_log_probs import assert_log_probs, oracle_log_probs
 
 
 def scores(layout: Layout, most_logits: int) -> tuple[list[float], list[dict[str, float]], list[ScoredToken]]:
-    """Return the log-probs of a prompt, its best tokens and its ranks, which the oracle's are compared with here."""
+    """Return a prompt's log-probs, best tokens and ranks after comparing them with the oracle."""
     prompt_log_probs._MOST_LOGITS = most_logits
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())

@@ -1,4 +1,4 @@
-"""Ranks of a model agree on what there is and on what they do; where they part, all of them say so."""
+"""Ranks of a model agree on capacities and decisions; if they diverge, all of them report it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks that share a model mask, bias and penalise alike, with drafts and without, as one process does."""
+"""Ranks of a sharded model mask, bias and penalize like one process, with drafts and without."""
 
 import pytest
 

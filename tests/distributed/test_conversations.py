@@ -1,4 +1,4 @@
-"""Conversations with a checkpoint that ranks share are those of transformers."""
+"""Conversations with a sharded checkpoint match transformers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The command under torchrun: one output, the same as one process writes, and one line for a mistake."""
+"""The command under torchrun: one output, equal to that of one process, and one line per mistake."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints of both formats load into any layout of ranks, and generate what one rank does."""
+"""Checkpoints of both formats load into any layout of ranks, and generate the same as on one rank."""
 
 import pytest
 

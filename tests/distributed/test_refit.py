@@ -1,4 +1,4 @@
-"""New weights for ranks that share a model: all of them take the same ones, and none finds what the old ones left."""
+"""New weights for a sharded model: all ranks take the same ones, and none finds states of the old ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks that share a model score prompts alike, and as the oracle does."""
+"""Ranks of a sharded model score prompts equally, and like the oracle."""
 
 import pytest
 

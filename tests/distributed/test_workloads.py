@@ -1,4 +1,4 @@
-"""Random workloads over models that ranks share: tokens are the oracle's, plans the same on all ranks at each step."""
+"""Random workloads over sharded models: tokens match the oracle, and plans are equal on all ranks at each step."""
 
 import os
 from collections import Counter
@@ -74,7 +74,7 @@ class Totals:
     num_decisions: int = 0
 
     def add(self, outcome: RankOutcome) -> None:
-        """Count what one rank saw."""
+        """Count the results of one rank."""
         self.tally.add(OracleTally(outcome.num_compared, outcome.num_stopped))
         self.num_decisions += sum(count for count, *_ in outcome.decisions)
 
@@ -98,7 +98,7 @@ def name_of(value: object) -> str | None:
 def run_on_each(
     worlds: Worlds, layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int, form: str = "dense"
 ) -> RankOutcome:
-    """Run a workload on the ranks of a model; assert that they do the same, and return what the first saw."""
+    """Run a workload on the ranks of a model; assert that all act alike, and return the first rank's results."""
     world = worlds.of(layout.tensor * layout.pipeline)
     outcomes = world.run(run_workloads, layout, flavour, seed, num_graphs, digest_steps, form)
     first: RankOutcome = outcomes[0]
@@ -118,7 +118,7 @@ def test_ranks_make_the_same_plans_and_generate_the_oracles_tokens(
     worlds: Worlds,
     totals: Totals,
 ) -> None:
-    """Where ranks compare their decisions in every step, none overlaps; where they do not, steps do on all alike."""
+    """If ranks compare their decisions in every step, none overlaps; otherwise steps overlap equally on all."""
     first = run_on_each(worlds, layout, flavour, seed, num_graphs, digest_steps, form)
     assert bool(first.num_early) is not bool(first.decisions)
     assert all(count > first.seen[0]["requests"] for count, *_ in first.decisions)
@@ -148,7 +148,7 @@ def test_ranks_follow_grammars_alike(layout: Layout, num_graphs: int, worlds: Wo
     ids=name_of,
 )
 def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals) -> None:
-    """It is shared as the model is, for which it drafts."""
+    """The draft model is split like the model for which it drafts."""
     outcomes = worlds.of(2).run(run_workloads, layout, "disturbed", 12, num_graphs, 1, "dense", False, "live", True)
     first, *others = outcomes
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
@@ -169,7 +169,7 @@ def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, wor
     ids=name_of,
 )
 def test_ranks_quantize_states_alike(layout: Layout, flavour: str, form: str, worlds: Worlds) -> None:
-    """Each has its part of every cached state, and one of them may have none."""
+    """Each rank has its shard of every cached state, which may be empty."""
     first, *others = worlds.of(2).run(run_workloads, layout, flavour, 11, 3, 1, form, False, "int8")
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
     assert all(seen["prompt_tokens_skipped"] and seen["graph_steps"] for seen in first.seen)

@@ -1,4 +1,4 @@
-"""Failures of tests whose ranks fail or hang."""
+"""Reports of tests whose ranks fail or hang."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""On a rank: random workloads over a model that ranks share."""
+"""On a rank: random workloads over a sharded model."""
 
 import random
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ from tests.mcore.random_workloads import (
     make_workload,
     run_workload,
 )
-from tests.mcore.test_speculative_workloads import start_draft_model
+from tests.mcore.workload_drafters import start_draft_model
 
 NUM_DRAFTS = 3
 GRAPH_TOKENS = 40
@@ -88,7 +88,7 @@ def run_workloads(
     cached_form: str = "live",
     drafts_with_model: bool = False,
 ) -> RankOutcome:
-    """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
+    """Run the workload of a flavour and a seed with and without drafts, like the other ranks.
 
     Tokens are compared with the oracle's here; plans with the other ranks' before every forward, with digests.
     """
@@ -109,7 +109,7 @@ def run_workloads(
 def run_workloads_of_replicas(
     layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int, form: str = "dense"
 ) -> RankOutcome:
-    """Run a workload of each replica's own, in step with the others, which may share experts with it."""
+    """Run a different workload on each replica, in step with the others, which may share experts with it."""
     with parallel(layout):
         return _run_workloads_of_replica(layout, flavours, seed, num_graphs, digest_steps, form)
 
@@ -117,7 +117,7 @@ def run_workloads_of_replicas(
 def _run_workloads_of_replica(
     layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int, form: str
 ) -> RankOutcome:
-    """Do so within the layout; what this function holds, graphs among it, is gone before the ranks' groups are."""
+    """Run it within the layout; everything that this function holds is freed before the ranks' groups."""
     with pytest.MonkeyPatch.context() as patch:
         capture_without_cuda(patch)
         if layout.expert > 1:  # of one model
@@ -145,7 +145,7 @@ def _run_workloads_of_replica(
 
 @contextmanager
 def _shapes_without_graphs(most_tokens: int) -> Iterator[list[StepShape]]:
-    """Collect the shapes of shared steps in the block that have no graph, but for those of more prompt tokens."""
+    """Collect the shapes of shared steps that have no graph, except those of more prompt tokens."""
     found: list[StepShape] = []
     next_shape = shared_steps.SharedSteps.next_shape
 
@@ -161,7 +161,7 @@ def _shapes_without_graphs(most_tokens: int) -> Iterator[list[StepShape]]:
 
 
 class SharedSteps:
-    """Lets replicas step as often as each other, those without requests idly.
+    """Keeps replicas in step, with idle steps for those without requests.
 
     Attributes:
         num_idle: Dummy steps so far, while other replicas had requests.
@@ -192,7 +192,7 @@ class SharedSteps:
         patch.setattr(random_workloads, "assert_replies_are_the_oracles", checked_alone)
 
     def _wait_for_others(self) -> None:
-        """Run dummy steps until no replica has a request; what is cached stays as it is."""
+        """Run dummy steps until no replica has a request; the cache is kept."""
         context = self._controller.context
         before = _contents(context)
         while context.runner.sharing.is_owed or self._any_busy(False):
@@ -256,7 +256,7 @@ def _counted_overlapped_steps() -> Iterator[list[OverlappedStep]]:
 
 
 def _draft_model(work: Workload) -> CheckedDraftModel:
-    """Return the ranks' model, which drafts for itself and has graphs if it has."""
+    """Return the ranks' model as its own draft model, with graphs if the model has them."""
     return start_draft_model(
         random.Random(7), work, work.subject, num_cuda_graphs=work.config.num_cuda_graphs, kv_blocks=200
     )

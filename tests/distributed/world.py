@@ -1,4 +1,4 @@
-"""Several ranks for a test: processes that this one starts, or those that torchrun has started, this one among them."""
+"""The ranks of a test: processes that this one starts, or torchrun's, of which this is one."""
 
 import contextlib
 import multiprocessing
@@ -29,7 +29,7 @@ def is_rank() -> bool:
 
 
 class SpawnedWorld:
-    """Ranks in processes of their own, which live until `close`."""
+    """Ranks in their own processes, which live until `close`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -41,7 +41,7 @@ class SpawnedWorld:
             self._start(rank, port)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run a function of a module on every rank; return what it returned on each.
+        """Run a function of a module on every rank; return its results.
 
         Raises:
             AssertionError: With the tracebacks of the ranks that failed, or what those wrote that do not answer.
@@ -60,7 +60,7 @@ class SpawnedWorld:
 
     @property
     def is_closed(self) -> bool:
-        """True if the ranks are gone."""
+        """True if the ranks have ended."""
         return not self._processes
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class SpawnedWorld:
         return Path(self._logs.name) / f"{rank}.log"
 
     def _replies(self) -> dict[int, tuple[bool, Any]]:
-        """Return what each rank replied in time: all of them, or those until soon after the first failure."""
+        """Return the replies that came in time: of all ranks, or those until soon after the first failure."""
         replies: dict[int, tuple[bool, Any]] = {}
         waiting = {requests: rank for rank, requests in enumerate(self._requests)}
         end = time.monotonic() + TIMEOUT_S
@@ -105,7 +105,7 @@ class SpawnedWorld:
         return replies
 
     def _where(self, rank: int) -> str:
-        """Return the end of what a rank wrote, the stacks of its threads last."""
+        """Return the end of a rank's output, with the stacks of its threads last."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._processes[rank].pid, rank_process.TELL_WHERE)
         time.sleep(1.0)
@@ -123,7 +123,7 @@ class JoinedWorld:
     is_closed = False
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run a function here, as the other ranks do; return what it returned on each of them."""
+        """Run a function here, like the other ranks; return the results of all."""
         replies: list[Any] = [None] * self.size
         dist.all_gather_object(replies, function(*arguments))
         return replies
@@ -135,7 +135,7 @@ class JoinedWorld:
 
 
 class Worlds:
-    """One world of each size, started when it is first asked for."""
+    """One world of each size, started at its first use."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, SpawnedWorld | JoinedWorld] = {}

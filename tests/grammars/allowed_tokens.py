@@ -11,7 +11,7 @@ from tests.grammars.piece_tokenizer import PieceTokenizer
 
 
 def allowed_tokens(grammar: str, generated: Sequence[int], vocab_size: int) -> Tensor:
-    """Return which tokens are allowed instead of each token of a reply, [generated, vocab] bool."""
+    """Return the tokens allowed at each position of a reply, [generated, vocab] bool."""
     grammars = Grammars(vocab_size)
     grammars.read(PieceTokenizer(vocab_size))
     matcher = grammars.matcher(grammar)

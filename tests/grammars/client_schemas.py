@@ -1,9 +1,11 @@
-"""JSON schemas as clients write them: servers of tools (MCP), and zod 3 and 4; names and texts are our own."""
+"""JSON schemas as clients write them: tool servers (MCP), zod 3 and zod 4, with our own names and texts."""
 
 import json
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
+
+from tests.grammars.pydantic_schemas import random_model
 
 Schema = dict[str, Any]
 DRAFT_7, DRAFT_2020 = "http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema"
@@ -53,12 +55,12 @@ def mcp_schema(random: Random) -> Schema:
 
 
 def zod_3_schema(random: Random) -> Schema:
-    """Return what zod-to-json-schema writes for an object of zod 3."""
+    """Return an object's schema as written by zod-to-json-schema for zod 3."""
     return {**_object(random, _DEPTH, _ZOD_3, is_closed=True), "$schema": DRAFT_7}
 
 
 def zod_4_schema(random: Random) -> Schema:
-    """Return what `z.toJSONSchema` of zod 4 writes."""
+    """Return a schema as written by `z.toJSONSchema` of zod 4."""
     schema = {"$schema": DRAFT_2020, **_object(random, _DEPTH, _ZOD_4, is_closed=True)}
     if random.random() < 0.2:
         lazy = {"type": "object", "properties": {"id": {"type": "string"}}, "additionalProperties": False}
@@ -254,3 +256,13 @@ def _tagged(random: Random, depth: int, tag: str, writers: tuple[Writer, ...]) -
 _SCALARS: Mapping[tuple[Writer, ...], tuple[Writer, ...]] = {
     _MCP: _MCP_SCALARS, _ZOD_3: _ZOD_3_SCALARS, _ZOD_4: _ZOD_4_SCALARS,
 }  # fmt: skip
+
+MAKERS = {
+    "mcp": (mcp_schema, 100),
+    "zod 3": (zod_3_schema, 50),
+    "zod 4": (zod_4_schema, 50),
+    "pydantic": (lambda random: random_model(random).model_json_schema(), 100),
+}
+
+REASONS = ("uniqueItems", "has lookahead or lookbehind", "oneOf", "no JSON value", "no value is allowed")
+LIBRARY_WORDS = ("x-guidance", "coerce", "llguidance", "Unimplemented", "Unsatisfiable", "lookaround", "\n")

@@ -1,4 +1,4 @@
-"""A tokenizer for tests of grammars: bytes, pieces of JSON text that cross its tokens, and special tokens."""
+"""A tokenizer for tests of grammars: bytes, pieces of JSON text that cross JSON tokens, and special tokens."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _PIECES = (
 
 
 class PieceTokenizer:
-    """Ids: 0 to 255 bytes, then special tokens, then pieces; the rest of the vocabulary means nothing."""
+    """Ids: 0 to 255 are bytes, then special tokens, then pieces; the rest of the vocabulary has no text."""
 
     bos = None
     eod = END
@@ -56,7 +56,7 @@ class PieceTokenizer:
         return b"".join(self.bytes_of(token) or b"" for token in known).decode(errors="replace")
 
     def detokenizer(self, shown: Collection[str] | None) -> Callable[[list[int]], str]:
-        """Return `detokenize` that shows these special tokens; None shows all."""
+        """Return a `detokenize` that shows these special tokens; None shows all."""
 
         def detokenize(tokens: list[int]) -> str:
             kept = [t for t in tokens if t not in _SPECIAL or shown is None or _SPECIAL[t] in shown]

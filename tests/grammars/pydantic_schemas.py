@@ -1,4 +1,4 @@
-"""Random models of pydantic, whose schemas pydantic writes itself."""
+"""Random pydantic models, whose schemas pydantic generates."""
 
 # ruff: noqa: UP045  # kinds that are values can only be made optional so
 

@@ -1,4 +1,4 @@
-"""Random replies that a grammar allows, of tokens of `PieceTokenizer`, which are led to their end after a while."""
+"""Random replies allowed by a grammar, of `PieceTokenizer`'s tokens, which are led to their end after a while."""
 
 from collections.abc import Sequence
 from random import Random
@@ -12,7 +12,7 @@ _CLOSING_TAG = b"\n</parameter>\n"
 
 
 class StuckReplyError(AssertionError):
-    """A reply that its grammar does not let continue, or end."""
+    """A reply that its grammar allows neither to continue nor to end."""
 
 
 def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length: int) -> str:
@@ -42,7 +42,7 @@ def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length
 
 
 class _Reply:
-    """The bytes of a reply, and whether they end inside of a JSON string."""
+    """The bytes of a reply, and True if they end inside a JSON string."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -73,7 +73,7 @@ def _allowed(matcher: Any, vocab_size: int) -> list[int]:
 
 
 def _towards_end(matcher: Any, allowed: Sequence[int], reply: _Reply, random: Random) -> list[int]:
-    """Return tokens that lead to the end, if some are known; else any one, of printable text where possible."""
+    """Return tokens that lead to the end, if some are known; otherwise any one, preferably of printable text."""
     if END in allowed:
         return [END]
     for tag in (_CLOSING_TAG, b"</function>\n</tool_call>"):

@@ -12,7 +12,7 @@ _DEPTH = 3
 
 
 def random_schema(random: Random) -> dict[str, Any]:
-    """Return a schema; its documents are values of any kind, a few hundred bytes at most."""
+    """Return a schema whose documents are values of any kind, a few hundred bytes at most."""
     made = _SchemaMaker(random)
     schema = made.schema(_DEPTH)
     return {**schema, "$defs": made.definitions} if made.definitions else schema
@@ -93,7 +93,7 @@ class _SchemaMaker:
         return {"anyOf": [self.schema(depth) for _ in range(self._random.randrange(1, 4))]}
 
     def _reference(self, depth: int) -> dict[str, Any]:
-        """Return a reference to a definition that is complete: no document is endless, and none is impossible."""
+        """Return a reference to a complete definition: no document is endless or impossible."""
         if not self.definitions or (len(self.definitions) < 3 and self._random.random() < 0.5):
             made = self.schema(depth)
             self.definitions[f"d{len(self.definitions)}"] = made

@@ -1,4 +1,4 @@
-"""Schemas of the kinds that clients send: each is held in every reply, or refused in one line before it begins."""
+"""Each schema like those of clients is enforced in every reply, or refused in one line before it."""
 
 import json
 from random import Random
@@ -9,20 +9,11 @@ import pytest
 
 from megatron_mamba_cache.grammars import forms
 from megatron_mamba_cache.grammars.compiler import Grammars
-from tests.grammars.client_schemas import mcp_schema, zod_3_schema, zod_4_schema
+from tests.grammars.client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 from tests.grammars.piece_tokenizer import PieceTokenizer
-from tests.grammars.pydantic_schemas import random_model
 from tests.grammars.random_replies import random_reply
 
 TOKENIZER = PieceTokenizer()
-MAKERS = {
-    "mcp": (mcp_schema, 100),
-    "zod 3": (zod_3_schema, 50),
-    "zod 4": (zod_4_schema, 50),
-    "pydantic": (lambda random: random_model(random).model_json_schema(), 100),
-}
-REASONS = ("uniqueItems", "has lookahead or lookbehind", "oneOf", "no JSON value", "no value is allowed")
-LIBRARY_WORDS = ("x-guidance", "coerce", "llguidance", "Unimplemented", "Unsatisfiable", "lookaround", "\n")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +24,7 @@ def grammars() -> Grammars:
 
 
 def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
-    """Check that a schema is held in 3 replies, or refused by name; return whether it is held."""
+    """Check that a schema is enforced in 3 replies, or refused by name; return True if it is enforced."""
     grammar = forms.json_grammar(schema).text
     error = grammars.error_of(grammar)
     if error is not None:
@@ -143,7 +134,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "never": (of("a", a={"not": {}}), "properties.a: no JSON value matches the schema"),
     "never within all": (of("a", a={"allOf": [TEXT, {"not": {}}]}), "properties.a.allOf.1: no JSON value"),
     "missing": (of(a={"$ref": "#/$defs/x"}), "$ref names #/$defs/x, which is not in the schema"),
-    "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum has to be a number"),
+    "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum must be a number"),
     "far bound": (of(a={"type": "number", "minimum": 1e19}), "properties.a: minimum or maximum is beyond 2**63"),
     "farthest bound": ({"type": "integer", "exclusiveMinimum": int(1.7976931348623157e308)}, "no float64 is within"),
     "draft": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired cannot be enforced"),

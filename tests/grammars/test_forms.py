@@ -1,4 +1,4 @@
-"""Grammars as text: what they allow, and what is refused with a reason."""
+"""Grammars as text: the replies they allow, and refusals with a reason."""
 
 import json
 import re

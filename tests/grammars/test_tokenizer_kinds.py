@@ -1,4 +1,4 @@
-"""Replies that follow grammars, with tokenizers of every kind: their tokens spell what the grammar says."""
+"""Replies follow grammars with tokenizers of every kind."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def saved(directory: Path, kind: str, ends: str) -> HuggingFaceTokenizer:
-    """Return a kind's tokenizer, for a model whose vocabulary is larger than its own."""
+    """Return a kind's tokenizer, for a model with a larger vocabulary."""
     save_kind(directory, kind, ends)
     found = load_tokenizer(directory, size_of(directory) + 3)
     assert found is not None
@@ -51,7 +51,7 @@ def saved(directory: Path, kind: str, ends: str) -> HuggingFaceTokenizer:
 
 
 def reply_of(tokenizer: HuggingFaceTokenizer, grammars: Grammars, grammar: str, seed: int) -> str:
-    """Return the text of a reply of random allowed tokens, as it follows a prompt."""
+    """Return the text of a reply of random allowed tokens after a prompt."""
     matcher, rng, tokens = grammars.matcher(grammar), random.Random(seed), list[int]()
     while not matcher.is_stopped():
         mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
@@ -74,7 +74,7 @@ def grammars_of(tokenizer: HuggingFaceTokenizer) -> Grammars:
 
 
 def replies(tokenizer: HuggingFaceTokenizer, grammar: forms.Grammar | str, count: int) -> list[str]:
-    """Return the texts of replies that follow a grammar, by seeds from 0 up."""
+    """Return the texts of replies that follow a grammar, for seeds from 0 on."""
     grammars = grammars_of(tokenizer)
     text = grammar if isinstance(grammar, str) else grammar.text
     assert grammars.error_of(text) is None
@@ -106,7 +106,7 @@ def texts_of(tokenizer: HuggingFaceTokenizer) -> frozenset[bytes | None]:
 
 
 def can_write(tokenizer: HuggingFaceTokenizer, text: str) -> bool:
-    """Return whether each character of a text is a token, or each byte is."""
+    """Return True if each character of a text is a token, or each byte is."""
     known = texts_of(tokenizer)
     return all(c.encode() in known or all(bytes([byte]) in known for byte in c.encode()) for c in text)
 
@@ -207,7 +207,7 @@ def test_character_missing_from_the_vocabulary_is_refused_before_a_reply(
 
 
 def saved_without(directory: Path, missing: str, *added: str) -> HuggingFaceTokenizer:
-    """Return a unigram tokenizer without the pieces that have this in them, but with others."""
+    """Return a unigram tokenizer without the pieces that contain this text, but with others."""
     state = json.loads(KINDS["unigram"].make().to_str())
     kept = [scored for scored in state["model"]["vocab"] if missing not in scored[0]]
     state["model"]["vocab"] = kept + [[piece, -10.0] for piece in added]
@@ -232,7 +232,7 @@ def save_byt5(directory: Path) -> None:
 
 
 def save_old_files(directory: Path) -> None:
-    """Write byte-level BPE as `vocab.json` and `merges.txt`, as GPT-2 has it."""
+    """Write byte-level BPE as `vocab.json` and `merges.txt`, like GPT-2."""
     save_kind(directory, "byte-level BPE", "plain")
     model = Tokenizer.from_file(str(directory / "tokenizer.json")).model
     (directory / "tokenizer.json").unlink()
@@ -256,7 +256,7 @@ def test_tokenizers_read_by_transformers_work(save: Callable[[Path], None], tmp_
 
 
 class Beginning:
-    """A tokenizer of another package, which begins each text with a token and ends it with one."""
+    """A tokenizer of another package that adds a token before and after each text."""
 
     eod, bos, special_ids, vocab_size = 256, 257, (257,), 258
 

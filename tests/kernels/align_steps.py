@@ -1,4 +1,4 @@
-"""Rows of verify steps on the host, and what the align copy must do to them, taken from the host's plan."""
+"""Requests of verify steps on the host, and the host's plan of their align copies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Pools:
         return Pools(self.conv.clone(), self.ssm.clone())
 
     def planned(self, rows: Sequence[StepRequest], block_size: int, window_len: int) -> "Pools":
-        """Return what the host's plans make of the pools; these stay as they are."""
+        """Return the pools after the host's planned copies; these pools stay unchanged."""
         after = self.clone()
         for request in rows:
             plan = request.plan(block_size)

@@ -34,7 +34,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, 
 def _attend_all(
     q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, table: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and log2 of the sums of exponentials, in a dense way of its own; 0 and -inf without keys."""
+    """Return dense attention and log2 of the sums of exponentials; 0 and -inf without keys."""
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
     for row, (start, stop) in enumerate(zip(cu_query[:-1].tolist(), cu_query[1:].tolist(), strict=True)):
         kv_len, num_tokens = int(kv_lens[row]), stop - start
@@ -54,7 +54,7 @@ def _attend_all(
 
 
 def flash_attn_2() -> ModuleType:
-    """Return a package flash_attn with the function of release 2.8 that reads a block table."""
+    """Return a stand-in for flash_attn 2.8 with its function that reads a block table."""
 
     def flash_attn_varlen_func(
         q,
@@ -84,7 +84,7 @@ def flash_attn_2() -> ModuleType:
 
 
 def flash_attn_3() -> ModuleType:
-    """Return a package flash_attn_interface with its function for paged caches."""
+    """Return a stand-in for flash_attn_interface with its function for paged caches."""
 
     def flash_attn_with_kvcache(
         q,
@@ -135,7 +135,7 @@ def varlen_attn(
     block_table=None,
     num_splits=None,
 ):
-    """Stand for the function of torch 2.13."""
+    """Stand in for the function of torch 2.13."""
     assert window_size == (-1, 0) and enable_gqa == (query.shape[1] != key.shape[2])
     assert _is_size(max_q, cu_seq_q.diff().max()) and _is_size(max_k, seqused_k.max())
     assert torch.equal(cu_seq_k.diff(), seqused_k)
@@ -222,14 +222,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 
 def flashinfer() -> ModuleType:
-    """Return a package flashinfer."""
+    """Return a stand-in for the flashinfer package."""
     module = ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
     return module
 
 
 def put_libraries_in_place(patch: pytest.MonkeyPatch, num_multiprocessors: int = 132) -> None:
-    """Let the backends find here what the libraries promise, and a Hopper card."""
+    """Install the stand-in libraries and a Hopper card."""
     for module in (flash_attn_2(), flash_attn_3(), flashinfer()):
         patch.setitem(sys.modules, module.__name__, module)
     patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
@@ -239,8 +239,7 @@ def put_libraries_in_place(patch: pytest.MonkeyPatch, num_multiprocessors: int =
 
 
 def serve_with_flashinfer(patch: pytest.MonkeyPatch) -> None:
-    """Let engines on a CPU attend by FlashInfer's backend in single precision; with few multiprocessors, so that
-    prompts of tiny models suit "fa3"."""
+    """Let engines on a CPU use FlashInfer's backend in fp32, with few multiprocessors so that tiny prompts suit fa3."""
     put_libraries_in_place(patch, num_multiprocessors=2)
     patch.setattr(sys.modules[__name__], "IN_GRAPHS", True)
     patch.setattr(flashinfer_backend.FlashInferAttention, "refusal", staticmethod(lambda shape: None))

@@ -17,7 +17,7 @@ from tests.kernels.kernel_stand_ins import AbsentHopper, CompiledInsteadOfLaunch
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter_rounds_to_bf16() -> Iterator[None]:
-    """Let interpreted kernels round fp32 values to the nearest bf16, as compiled ones do; Triton's own truncates."""
+    """Let interpreted kernels round fp32 to the nearest bf16, as compiled ones do; Triton's interpreter truncates."""
     convert = interpreter._convert_float
 
     def convert_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
@@ -33,7 +33,7 @@ def interpreter_rounds_to_bf16() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter_repeats_no_work() -> Iterator[None]:
-    """Skip what Triton's interpreter repeats for each call or throws away; the results are the same."""
+    """Skip work that Triton's interpreter repeats or discards for each call; results stay the same."""
     builder, patch_language = interpreter.interpreter_builder, interpreter._patch_lang
 
     @cache

@@ -35,15 +35,15 @@ class DeltaSteps:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
+        """Total number of tokens."""
         return self.tokens.v.shape[0]
 
     def __getitem__(self, tokens: slice | Sequence[int]) -> "DeltaSteps":
-        """Return some of the tokens, copied."""
+        """Return a copy of some of the tokens."""
         return self._with_tokens(lambda tensor: tensor[tokens].clone())
 
     def joined_with(self, before: Sequence["DeltaSteps"], after: Sequence["DeltaSteps"]) -> "DeltaSteps":
-        """Return these tokens between those of others."""
+        """Return the tokens of `before`, these and those of `after`."""
         parts = [*(steps.tokens for steps in before), self.tokens, *(steps.tokens for steps in after)]
         return replace(
             self, tokens=DeltaTokens(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES))
@@ -54,7 +54,7 @@ class DeltaSteps:
         return self._with_tokens(lambda tensor: tensor.to(dtype))
 
     def cpu(self) -> "DeltaSteps":
-        """Return them on the CPU, where each step costs no launches."""
+        """Return the tokens on the CPU, where a step costs no launches."""
         return replace(
             self._with_tokens(Tensor.cpu), gates=GateWeights(self.gates.A_log.cpu(), self.gates.dt_bias.cpu())
         )

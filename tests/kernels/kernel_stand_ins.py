@@ -29,7 +29,7 @@ class CountedKernel:
 
 @contextmanager
 def launches_expected(module: ModuleType, name: str, *, of_kernel: bool, device: str) -> Iterator[CountedKernel]:
-    """Check that a module's kernel is launched, if `of_kernel` and it runs on `device`, and is not otherwise."""
+    """Check that a module's kernel is launched exactly if `of_kernel` and it can run on `device`."""
     with pytest.MonkeyPatch.context() as patch:
         counted = CountedKernel(getattr(module, name))
         patch.setattr(module, name, counted)
@@ -38,7 +38,7 @@ def launches_expected(module: ModuleType, name: str, *, of_kernel: bool, device:
 
 
 class AbsentHopper:
-    """As much of a driver as compiling needs."""
+    """The part of a driver that compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -51,7 +51,7 @@ class AbsentHopper:
 
 
 def compile_anew(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """Compile for a Hopper GPU, without hooks and without what was compiled before."""
+    """Compile for a Hopper GPU, without hooks and with an empty cache."""
     monkeypatch.setattr(driver, "_active", AbsentHopper())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(directory))
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
@@ -60,7 +60,7 @@ def compile_anew(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 
 class CompiledInsteadOfLaunched:
-    """Stand for a kernel; keep what each launch would run, and the hashes of what was compiled."""
+    """Stand in for a kernel; record each launch's function and the hashes of compiled kernels."""
 
     def __init__(self, kernel: object) -> None:
         self.kernel = kernel

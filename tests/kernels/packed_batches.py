@@ -13,7 +13,7 @@ from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, Pref
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """A row of `length` tokens from absolute position `start`; `boundaries` maps absolute positions to slots."""
+    """A request of `length` tokens from absolute position `start`; `boundaries` maps absolute positions to slots."""
 
     length: int
     start: int = 0
@@ -72,7 +72,7 @@ class VerifySpec:
 
     @property
     def source(self) -> int:
-        """The slot that the row starts from."""
+        """The slot of the request's initial state."""
         return self.columns[self.accepted - 1]
 
 
@@ -116,7 +116,7 @@ def row_slices(specs: Sequence[RowSpec | VerifySpec]) -> list[slice]:
 
 
 def written_slots(specs: Sequence[RowSpec]) -> set[int]:
-    """Return every slot that the rows write."""
+    """Return every slot that the requests write."""
     slots = {spec.final for spec in specs}
     for spec in specs:
         slots.update(spec.boundaries.values())

@@ -26,7 +26,7 @@ def holds_quantized(quantized: QuantizedStates, slot: int, state: Tensor) -> boo
 
 
 def by_the_formula(state: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a state [heads, d_state, head_dim] channel by channel."""
+    """Quantize a state [heads, d_state, head_dim] channel by channel."""
     values = torch.zeros(state.shape, dtype=torch.int8)
     scales = torch.zeros(state.shape[0], state.shape[2])
     for head in range(state.shape[0]):
@@ -40,7 +40,7 @@ def by_the_formula(state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assert_only_written(before: QuantizedStates, after: QuantizedStates, written: set[int]) -> None:
-    """Check that every slot not in `written` kept its bits, in places of one layer."""
+    """Check that every slot of one layer not in `written` kept its bits."""
     for slot in range(before.values.shape[0]):
         kept = same_bits(before.values[slot], after.values[slot]) and same_bits(before.scales[slot], after.scales[slot])
         assert slot in written or kept, f"slot {slot} changed"

@@ -1,4 +1,4 @@
-"""Requests that decode over replayed states, with drafts that are accepted or not, in poisoned pools and rings."""
+"""Decode steps of requests with replayed states and random drafts, in poisoned pools and rings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ def poisoned_ring(
     dtype: torch.dtype = torch.float32,
     spare: tuple[int, int] = (0, 0),
 ) -> ReplayRing:
-    """Return rings of NaN, with so many positions more than are needed, and so many of x."""
+    """Return rings of NaN, with spare positions, and more spare ones of x."""
     capacity, of_x = least_capacity(ring_len, max_tokens) + spare[0], least_x_capacity(ring_len, max_tokens) + spare[1]
 
     def random_values(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ def copied(ring: ReplayRing) -> ReplayRing:
 
 @dataclass
 class Request:
-    """A text of which `computed` tokens are known to be right, and where its state is."""
+    """A text whose first `computed` tokens are verified, and the slot of its state."""
 
     text: SSMSteps
     slot: int
@@ -80,7 +80,7 @@ class Turn:
 
 
 class ReplayedRequests:
-    """Requests in a pool and rings that hold NaN wherever nothing was written."""
+    """Requests in a pool and rings that are NaN except where they were written."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ReplayedRequests:
         )
 
     def step(self, op: Op, turns: Sequence[Turn], num_tail: int = 0) -> Tensor:
-        """Run a step whose rejected drafts, padding and tail are NaN; check all that it may not touch; keep tokens."""
+        """Run a step with NaN in rejected drafts, padding and tail; check untouched memory; keep accepted tokens."""
         parts = []
         for turn in turns:
             length = 1 + turn.num_drafts
@@ -164,7 +164,7 @@ class ReplayedRequests:
                 assert same_bits(before[number, kept], after[number, kept]), f"ring {number} changed"
 
     def folds(self, targets: Sequence[int], ends: Sequence[int] | None = None) -> BoundaryFolds:
-        """Return rows that write each request's state, at `ends` or after its last token, into `targets`."""
+        """Return the folds that write each request's state, at `ends` or after its last token, into `targets`."""
         device = str(self.pool.device)
         columns = ([getattr(request, name) for request in self.requests] for name in ("slot", "ring", "folded"))
         ends = ends or [request.computed for request in self.requests]
@@ -174,5 +174,5 @@ class ReplayedRequests:
 
 
 def layered(pool: Tensor, ring: ReplayRing) -> tuple[Tensor, ReplayRing]:
-    """Return views of a pool and rings as those of one layer among all."""
+    """Return views of a pool and rings as one layer of several."""
     return pool[None], ReplayRing(*(tensor[None] for tensor in ring_tensors(ring)))

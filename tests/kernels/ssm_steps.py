@@ -33,15 +33,15 @@ class SSMSteps:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
+        """Total number of tokens."""
         return self.tokens.x.shape[0]
 
     def __getitem__(self, tokens: slice | Sequence[int]) -> "SSMSteps":
-        """Return some of the tokens, copied."""
+        """Return a copy of some of the tokens."""
         return self._with_tokens(lambda tensor: tensor[tokens].clone())
 
     def joined_with(self, before: Sequence["SSMSteps"], after: Sequence["SSMSteps"]) -> "SSMSteps":
-        """Return these tokens amid those of others."""
+        """Return the tokens of `before`, these and those of `after`."""
         parts = [*(steps.tokens for steps in before), self.tokens, *(steps.tokens for steps in after)]
         return replace(self, tokens=SSMTokens(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES)))
 
@@ -51,7 +51,7 @@ class SSMSteps:
         return replace(self, tokens=tokens)
 
     def cpu(self) -> "SSMSteps":
-        """Return them on the CPU, where what goes token by token is no launch each."""
+        """Return the tokens on the CPU, where a loop over tokens costs no launches."""
         weights = replace(
             self.weights, **{name: getattr(self.weights, name).cpu() for name in ("A_log", "D", "dt_bias")}
         )

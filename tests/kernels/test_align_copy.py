@@ -1,6 +1,6 @@
-"""The align copy, kernel and twin, does bit for bit what the host plans.
+"""The align copy, kernel and reference, matches the host's plan bit for bit.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 import os
@@ -166,7 +166,7 @@ def test_random_requests_move_as_planned(op: Op, data: st.DataObject) -> None:
 
 
 def crossing_rows(num_rows: int, shift: int, num_slots_before: int = 0) -> list[StepRequest]:
-    """Rows of one window of 5 columns each and a target, all at a boundary `shift` drafts on."""
+    """Return requests at a boundary `shift` drafts ahead, each with a window of 5 columns and a target."""
     windows = [range(num_slots_before + row * 6, num_slots_before + row * 6 + 6) for row in range(num_rows)]
     return [StepRequest(31 - shift, 5, 4, 5, tuple(slots[:5]), slots[5]) for slots in windows]
 
@@ -174,7 +174,7 @@ def crossing_rows(num_rows: int, shift: int, num_slots_before: int = 0) -> list[
 @both_ops
 @pytest.mark.parametrize("num_rows", [ROWS_AT_A_TIME, ROWS_AT_A_TIME + 1, 2 * ROWS_AT_A_TIME + 44])
 def test_any_batch_size(num_rows: int, op: Op, device: str) -> None:
-    """Only the first and last row of every few copy."""
+    """Copy only the first and last request of each batch."""
     rows = crossing_rows(num_rows, shift=2)
     rows = [
         row if number % 50 == 0 or number == num_rows - 1 else StepRequest(0, 1, 0, 1, row.columns, row.target)
@@ -290,7 +290,7 @@ def test_every_tiling_copies_the_same_bytes(tiling: CopyTiling, device: str) -> 
 
 
 def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignBatch], tuple[object, ...]], str]]:
-    """Return calls that must be refused and a word of the reason."""
+    """Return invalid calls and a word of the error."""
 
     def with_rows(**changes: Tensor) -> Callable[[Pools, AlignBatch], tuple[object, ...]]:
         def arguments(pools: Pools, rows: AlignBatch) -> tuple[object, ...]:

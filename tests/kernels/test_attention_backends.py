@@ -1,4 +1,4 @@
-"""Attention backends against the twin, where their library is installed, and which of them serves a model."""
+"""Attention backends match the reference where their library is installed, and the right one serves a model."""
 
 import logging
 import os
@@ -77,7 +77,7 @@ class Step:
         )
 
     def reference(self, scale: float) -> Tensor:
-        """Return the twin's result, in float32."""
+        """Return the reference's result in float32."""
         return paged_attention_ref(self.q.float(), self.k.float(), self.v.float(), self.rows, scale)
 
 
@@ -234,14 +234,14 @@ by_captured = pytest.mark.parametrize("captured_rows", CAPTURED.values(), ids=CA
 
 
 def captured_mixes(captured: Captured, block_size: int) -> Iterator[Mix]:
-    """Yield each mix of rows, and after it the same a token further in their blocks."""
+    """Yield each mix of requests, and then the same one token later."""
     for mix in captured.mixes:
         yield mix
         yield [(query_len, kv_len + (kv_len % block_size > 0)) for query_len, kv_len in mix]
 
 
 class CapturedSteps:
-    """Steps that are computed by one captured call, over rows that are padded in place."""
+    """Steps of one captured call, over requests that are padded in place."""
 
     def __init__(self, captured: Captured, shape: AttentionShape) -> None:
         options = {"dtype": torch.int32, "device": shape.device}
@@ -263,7 +263,7 @@ class CapturedSteps:
         self.k, self.v = torch.zeros(cache_shape, **half)
 
     def load(self, mix: Mix, shape: AttentionShape) -> tuple[Step | None, AttentionRows]:
-        """Put a step's rows and padding where the captured call reads them; return it, and what to plan."""
+        """Write a step's requests and padding to the captured buffers; return it, and its plan's inputs."""
         step = Step(mix, shape) if mix else None
         unused = CAPTURED_ROWS - len(mix)
         num_tokens = sum(query_len for query_len, _ in mix)
@@ -299,7 +299,7 @@ def test_split_workspace_has_flashinfers_size(monkeypatch: pytest.MonkeyPatch) -
 def test_plan_has_room_for_every_tile_request_and_token(
     head_dim: int, most_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As FlashInfer counts them, but for what aligns its parts."""
+    """Count as FlashInfer does, without its alignment."""
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
     shape, grain = shape_of(num_heads=32, num_kv_heads=8, head_dim=head_dim), 64 * 2**10
     for num_rows, num_tokens in ((1, 1), (4, 4096), (256, 256), (256, 2304), (64, 16_384), (4096, 4096), (2, 2**18)):
@@ -334,7 +334,7 @@ def test_captured_attention_follows_each_replays_batch(
 
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let FlashInfer's backend serve a CPU in single precision."""
+    """Let FlashInfer's backend serve a CPU in fp32."""
     monkeypatch.setattr(flashinfer, "half_precision_refusal", lambda *asked: None)
 
 
@@ -419,7 +419,7 @@ def test_old_flashinfer_is_refused_with_the_remedy(
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
     monkeypatch.setattr(flashinfer, "version", lambda distribution: release)
     reason = flashinfer.FlashInferAttention.refusal(shape_of())
-    older = f"flashinfer {release} is older than 0.5.3; the extra gpu installs a newer release"
+    older = f"flashinfer {release} is older than 0.5.3; install the extra `gpu` for a newer release"
     assert reason == (older if is_older else "it needs a CUDA device, found cpu")
 
 
@@ -455,7 +455,7 @@ def test_missing_flashinfer_is_logged_for_half_precision_on_a_gpu(
         choose_attention("other", shape)
         monkeypatch.setattr(choice, "BACKENDS", (OtherAttention, flashinfer.FlashInferAttention))
         choose_attention("auto", shape)
-    text = "attention runs on other, not on flashinfer: flashinfer is not installed; the extra gpu installs it"
+    text = "attention runs on other, not on flashinfer: flashinfer is not installed; install the extra `gpu`"
     assert [record.message for record in caplog.records] == [text] * is_logged
 
 
@@ -595,7 +595,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(params=["usual", pytest.param("256 channels", marks=pytest.mark.slow)], scope="module")
 def shape(request: pytest.FixtureRequest) -> AttentionShape:
-    """Heads in groups of 8, or those of Qwen3.6-27B in groups of 6, for which FlashInfer compiles for minutes."""
+    """Heads in groups of 8; or those of Qwen3.6-27B in groups of 6, for which FlashInfer compiles for minutes."""
     usual = shape_of("cuda", torch.bfloat16)
     return usual if request.param == "usual" else replace(usual, num_heads=24, num_kv_heads=4, head_dim=256, scale=0.08)
 
@@ -616,7 +616,7 @@ def backend(shape: AttentionShape, request: pytest.FixtureRequest) -> Iterator[A
 def test_backend_agrees_with_the_reference(
     mix: Mix, num_padding: int, shape: AttentionShape, backend: AttentionBackend
 ) -> None:
-    """Within bfloat16's rounding of the weights and of the result: 8 bits each, of values below 4."""
+    """The rounding error of bf16 weights and results: 8 bits each, of values below 4."""
     torch.manual_seed(1)
     step = Step(mix, shape, num_padding)
     attend = backend.plan(step.rows)

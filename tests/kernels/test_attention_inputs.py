@@ -1,6 +1,6 @@
 """Heads are normed and rotated as by Megatron and transformers, and only the given cache slots change.
 
-Where the kernel neither compiles nor is interpreted, the op is its reference; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ both_ops = pytest.mark.parametrize("op", [write_attention_inputs, write_attentio
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of heads, how many channels are rotated, and the offset of norms; None for no rotation or no norm."""
+    """Sizes of heads, the number of rotated channels, and the offset of norms; None: no rotation or no norm."""
 
     kv_heads: int
     queries: int
@@ -52,7 +52,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Views of a joint projection [q | gate | k | v] by KV head, one query more than keys, and what changes them."""
+    """Views of a joint projection [q | gate | k | v] by KV head, with one query more than keys, and their changes."""
 
     query: Tensor
     key: Tensor
@@ -98,7 +98,7 @@ def normed(x: Tensor, weight: Tensor, offset: float) -> Tensor:
 
 
 def expected_heads(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return queries [tokens, heads, dim] and keys by other ops: Megatron's rotation, of heads that are normed."""
+    """Return queries [tokens, heads, dim] and keys by Megatron's rotation of normed heads."""
     query, key = inputs.query[: len(inputs.key)].flatten(1, 2), inputs.key
     norms = inputs.changes.norms
     if norms is not None:
@@ -185,17 +185,17 @@ def test_no_tokens(device: str) -> None:
 
 
 def bad_changes() -> dict[str, tuple[HeadChanges, str]]:
-    """Return changes of keys of 8 channels that must be refused, and a word of the reason."""
+    """Return head changes that must be refused for keys with 8 channels, each with an excerpt of the error message."""
     weights, table = torch.zeros(8), torch.zeros(4, 2, 2)
     positions = torch.zeros(3, dtype=torch.int64)
     return {
-        "norms of others": (HeadChanges(HeadNorms(weights, torch.zeros(4), EPS)), r"norms \[8\]"),
-        "strided norms": (HeadChanges(HeadNorms(torch.zeros(16)[::2], weights, EPS)), "contiguous weights"),
-        "too many channels": (HeadChanges(rotation=Rotation(torch.zeros(4, 2, 5), positions)), "at most 8 channels"),
-        "table of angles": (HeadChanges(rotation=Rotation(torch.zeros(4, 4), positions)), r"\[positions, 2, half\]"),
-        "dtype of the table": (HeadChanges(rotation=Rotation(table.bfloat16(), positions)), "table in torch.float32"),
+        "wrong norm size": (HeadChanges(HeadNorms(weights, torch.zeros(4), EPS)), r"norm weights of shape \[8\]"),
+        "strided norms": (HeadChanges(HeadNorms(torch.zeros(16)[::2], weights, EPS)), "contiguous norm weights"),
+        "too many channels": (HeadChanges(rotation=Rotation(torch.zeros(4, 2, 5), positions)), "between 2 and 8"),
+        "wrong table shape": (HeadChanges(rotation=Rotation(torch.zeros(4, 4), positions)), r"\[positions, 2, half\]"),
+        "wrong table dtype": (HeadChanges(rotation=Rotation(table.bfloat16(), positions)), "torch.float32 table"),
         "float positions": (HeadChanges(rotation=Rotation(table, positions.float())), "int64 positions"),
-        "too few positions": (HeadChanges(rotation=Rotation(table, positions[:2])), "positions of 3 tokens"),
+        "too few positions": (HeadChanges(rotation=Rotation(table, positions[:2])), r"shape \[3 or more\]"),
     }
 
 

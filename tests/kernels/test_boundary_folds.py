@@ -1,6 +1,6 @@
-"""Properties of the states that are written at boundaries, of the kernel and of its twin.
+"""Properties of the states written at boundaries, for kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 import random
@@ -31,14 +31,14 @@ BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 @pytest.fixture(params=[fold_boundaries, fold_boundaries_ref])
 def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
-    """Return the op or its twin; check that the kernel was launched, or was not."""
+    """Return the op or its reference; check that the kernel was launched or not."""
     of_kernel = request.param is fold_boundaries
     with launches_expected(boundary_folds, "_fold_boundaries_kernel", of_kernel=of_kernel, device=device):
         yield request.param
 
 
 def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: int = 9) -> ReplayedRequests:
-    """Return requests that have just kept all of a long step."""
+    """Return requests that have just kept all tokens of a long step."""
     requests = ReplayedRequests(
         [random_steps(4 * ring_len + 9, device, SHAPE) for _ in range(number)], SHAPE, ring_len, most, dtype=dtype
     )
@@ -55,7 +55,7 @@ def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: i
 def test_state_at_a_ring_multiple_equals_a_later_steps_replay_base(
     ring_len: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
-    """Several multiples may have been passed; a bf16 state loses precision at each."""
+    """The fold may pass several multiples; a bf16 state loses precision at each."""
     torch.manual_seed(ring_len)
     requests = decoded(2, ring_len, device, dtype)
     ends = [request.computed // ring_len * ring_len for request in requests.requests]
@@ -82,7 +82,7 @@ def test_live_state_can_be_read_at_any_position(ends_off_a_multiple: int, op: Op
 
 @BOTH_POOLS
 def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
-    """Rows without a target, and padding with a target, have counts that mean nothing."""
+    """The counts of requests without a target, and of padding with one, are arbitrary."""
     torch.manual_seed(2)
     requests = decoded(2, 4, device, dtype)
     before = requests.pool.clone()
@@ -177,7 +177,7 @@ WHOLE_TILES = [
 @pytest.mark.parametrize("ring_len", [4, 16, 32])
 @pytest.mark.parametrize("shape", WHOLE_TILES)
 def test_matmul_folds_equal_the_reference(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
-    """From anywhere to anywhere, over several multiples, and over none: a copy."""
+    """Fold between any positions, over several multiples and over none: then it is a copy."""
     torch.manual_seed(ring_len)
     num_rows, most = 19, 9
     texts = [random_steps(3 * ring_len + 9, "cuda", shape).cast(torch.bfloat16) for _ in range(num_rows)]

@@ -1,4 +1,4 @@
-"""The device's plan of what is folded at boundaries: that of the host, row by row."""
+"""The device's plan of boundary folds equals the host's, request by request."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ FIELDS = ("slots", "buffers", "folded", "ends", "targets")
 
 
 def random_step(num_rows: int, device: str) -> tuple[ReplayBatch, AlignBatch]:
-    """Return rows of which some are padding, some have no target, and some reach a boundary."""
+    """Return requests, of which some are padding, some have no target, and some reach a boundary."""
     generator = torch.Generator().manual_seed(num_rows)
 
     def draw(low: int, high: int) -> torch.Tensor:

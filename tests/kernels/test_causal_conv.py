@@ -1,6 +1,6 @@
-"""Properties of the convolution over packed rows, of the kernel and of its twin.
+"""Properties of the convolution over packed requests, for kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, PrefillBatch], Tensor]
 
 @pytest.fixture(params=[causal_conv, causal_conv_ref])
 def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
-    """Return the op or its twin; check that the kernel was launched, or was not."""
+    """Return the op or its reference; check that the kernel was launched or not."""
     of_kernel = request.param is causal_conv
     with launches_expected(causal_conv_module, "_causal_conv_kernel", of_kernel=of_kernel, device=device):
         yield request.param
@@ -225,7 +225,7 @@ def test_kernel_matches_the_reference(
 @settings(max_examples=5 if INTERPRETED else 25)
 @given(data=st.data())
 def test_windows_of_random_requests_match_the_reference(d_conv: int, data: st.DataObject) -> None:
-    """Rows of a few tokens, which chunks cut, over slots of their own, one of them shared as initial slot."""
+    """Return requests of a few tokens, cut by chunks, with their own slots, one of them a shared initial slot."""
     slots = iter(data.draw(st.permutations(range(1, 40))))
     specs = []
     for _ in range(data.draw(st.integers(1, 4))):

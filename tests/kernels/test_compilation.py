@@ -1,4 +1,4 @@
-"""Triton's compilations are counted and timed. They are real ones, for a GPU that is not there."""
+"""Triton's compilations are counted and timed, with real kernels for a GPU that is not present."""
 
 import time
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def triton_kernel() -> triton.JITFunction:
 
 
 def gluon_kernel() -> triton.JITFunction:
-    """Return one in Gluon."""
+    """Return a Gluon kernel that was never compiled."""
 
     @gluon.jit
     def add(x, NUMBER: gl.constexpr):
@@ -42,7 +42,7 @@ def gluon_kernel() -> triton.JITFunction:
 
 
 def broken_kernel() -> triton.JITFunction:
-    """Return a kernel that the compiler refuses."""
+    """Return a kernel that fails to compile."""
 
     @triton.jit
     def add(x, NUMBER: tl.constexpr):
@@ -62,7 +62,7 @@ def absent_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def watch() -> CompilationWatch:
-    """Return a watch that is installed."""
+    """Return an installed watch."""
     watch = CompilationWatch()
     watch.install()
     return watch
@@ -148,14 +148,14 @@ def test_failed_compilation_is_not_counted_and_logs_nothing_later(
 
 
 class SpokenLine:
-    """Stand for a progress line."""
+    """Stand in for a progress line."""
 
     def __init__(self, message: str) -> None:
         self.message = message
         self.has_ended = False
 
     def end(self) -> None:
-        """Note it."""
+        """Count the call."""
         self.has_ended = True
 
 

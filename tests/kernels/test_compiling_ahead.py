@@ -1,4 +1,4 @@
-"""Kernels are compiled in threads before they are launched. They are real ones, for a GPU that is not there."""
+"""Kernels are compiled in threads before their launch, here real ones for a GPU that is not present."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ def _add_kernel(x, NUMBER: tl.constexpr):
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CompilationWatch:
-    """Return a watch that is installed, with nothing compiled."""
+    """Return an installed watch, with nothing compiled."""
     compile_anew(monkeypatch, tmp_path)
     _add_kernel.device_caches.clear()
     watch = CompilationWatch()
@@ -123,7 +123,7 @@ def test_threads_may_leave_the_block_in_any_order(watch: CompilationWatch, monke
 
 
 class _SlowKernel:
-    """Takes a while to compile."""
+    """Compile slowly."""
 
     run = None
 

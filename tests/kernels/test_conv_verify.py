@@ -1,6 +1,6 @@
-"""Properties of the convolution over a base token and drafts a row, of the kernel and of its twin.
+"""Properties of the convolution over a base token and drafts of each request, for kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 import random
@@ -40,7 +40,7 @@ Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, DecodeBatch], Tensor]
 
 @pytest.fixture(params=[conv_verify, conv_verify_ref])
 def either(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[..., Tensor]]:
-    """Return the op or its twin; check that the kernel was launched, or was not."""
+    """Return the op or its reference; check that the kernel was launched or not."""
     of_kernel = request.param is conv_verify
     with launches_expected(conv_verify_module, "_conv_verify_kernel", of_kernel=of_kernel, device=device):
         yield request.param
@@ -69,7 +69,7 @@ def fill_windows(pool: Tensor, specs: list[VerifySpec], d_conv: int) -> None:
 
 
 def window_of(pool: Tensor, spec: VerifySpec, d_conv: int) -> Tensor:
-    """Return the [1, d_conv - 1, conv_dim] window that the row starts from, as a pool of one slot."""
+    """Return the request's initial window [1, d_conv - 1, conv_dim], as a pool of one slot."""
     return pool[spec.columns[0], spec.accepted - 1 :][None, : d_conv - 1].clone()
 
 

@@ -1,4 +1,4 @@
-"""The references of the gated delta rule compute what transformers does, and resume bit for bit."""
+"""The references of the gated delta rule match transformers, and resume bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule's scan follow the recurrence, whatever the packing, and resume bit for bit."""
+"""The gated delta rule's scan follows the recurrence for any packing, and resumes bit for bit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_float32_scan_follows_the_recurrence(
 
 @pytest.mark.parametrize("length", [32, 64])
 def test_multi_block_systems_are_solved(length: int, device: str) -> None:
-    """As bf16 tokens are scanned, here with float32 ones."""
+    """Use the tiles of bf16 tokens, with float32 ones."""
     torch.manual_seed(length)
     specs = scan_specs(length)[-3:]
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -125,7 +125,7 @@ def test_strong_decays_before_weak_ones_lose_no_precision(device: str) -> None:
 
 
 def test_identical_keys_are_solved(device: str) -> None:
-    """The inverse has the largest intermediate values if all keys are equal and each token is written whole."""
+    """The inverse has the largest intermediate values if all keys are equal and each token is written fully."""
     torch.manual_seed(5)
     steps = random_steps(64, device, SMALL)
     steps.tokens.k.copy_(steps.tokens.k[:1].clone())

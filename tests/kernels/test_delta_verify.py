@@ -1,4 +1,4 @@
-"""Decode and verify steps of the gated delta rule: the recurrence, whatever was drafted, as kernel and as reference."""
+"""Decode and verify steps of the gated delta rule follow the recurrence for any drafts, in kernel and reference."""
 
 import random
 from collections.abc import Callable

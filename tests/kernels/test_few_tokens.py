@@ -1,4 +1,4 @@
-"""The products of a few tokens with their experts, kernels and twins, against plain loops in float64."""
+"""GEMMs of a few tokens with their experts, kernels and references, against plain loops in float64."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.experts import pair_gemms, summed_gemms
 from megatron_mamba_cache.kernels.experts.pair_gemms import pair_gemm, pair_gemm_ref
 from megatron_mamba_cache.kernels.experts.summed_gemms import summed_gemm, summed_gemm_ref
+from tests.kernels.expert_layers import TOLERANCES, Layer, choice
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import same_bits
-from tests.kernels.test_grouped_gemm import TOLERANCES, Layer, choice
 
 OPS = {"kernel": (pair_gemm, summed_gemm), "reference": (pair_gemm_ref, summed_gemm_ref)}
 
@@ -23,7 +23,7 @@ def run(
     addend: Tensor | None = None,
     shared: Layer | None = None,
 ) -> Tensor:
-    """Compute [tokens, hidden] by the ops; check that kernels were launched, or were not.
+    """Compute [tokens, hidden] by the ops; check that kernels were launched or not.
 
     Args:
         shared: Whose only expert all tokens go to.
@@ -114,7 +114,7 @@ def test_shared_expert_is_added(
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_last_weight_of_a_token_is_the_shared_experts(ops: str, dtype: torch.dtype, device: str) -> None:
-    """Of its product here, or of an addend, whose product with the weight is rounded."""
+    """The shared expert's weight scales its GEMM's output here, or an addend, with rounding."""
     layer, shared = (Layer(*sizes, "gated_silu", dtype).to(device) for sizes in ((5, 72, 40), (1, 72, 24)))
     torch.manual_seed(8)
     x, ids = torch.randn(3, 72).to(dtype).to(device), choice(3, 2, 5, "random").to(device)
@@ -139,7 +139,7 @@ def test_mismatched_weights_and_experts_are_refused() -> None:
     layer = Layer(5, 72, 40, "none", torch.float32)
     rows, ids = torch.zeros(6, 40), choice(3, 2, 5, "random")
     for weights in (torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(2, 2), torch.zeros(3, 4)[:, :2]):
-        with pytest.raises(ValueError, match="contiguous weights of 3 tokens and 2 experts"):
+        with pytest.raises(ValueError, match=r"contiguous weights \[3, 2\]"):
             summed_gemm(rows, layer.second, ids, weights)
 
 
@@ -190,8 +190,8 @@ def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
         ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
         ({"ids": torch.zeros(3, 1)}, "int32"),
         ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
-        ({"shared_weight": torch.zeros(4, 9)}, "of the shared expert and inputs of each token"),
-        ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "of the shared expert in one dtype"),
+        ({"shared_weight": torch.zeros(4, 9)}, "shared expert needs weight .* and one row .* per token"),
+        ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "needs contiguous torch.float32 weight and rows"),
     ],
 )
 def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:

@@ -1,6 +1,6 @@
-"""The group norm, gated and not, kernel and twin, against float64, and each token's bits in any batch.
+"""The group norm, gated or not, against float64, and token bits in any batch, for kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from tests.kernels.packed_batches import same_bits
 
 EPS = 1e-5
 BF16_TOLERANCE = 2**-7 if INTERPRETED else 2**-8
-"""Of one rounding; the interpreter cuts where the compiler rounds."""
+"""The error of one rounding; the interpreter truncates where the compiler rounds."""
 Op = Callable[[Tensor, Tensor | None, Tensor, int, float], Tensor]
 both_ops = pytest.mark.parametrize("op", [gated_group_norm, gated_group_norm_ref])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,7 +31,7 @@ def counted_kernel() -> Iterator[None]:
 
 
 def inputs(num_tokens: int, channels: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, z and weights; y and z are parts of wider rows."""
+    """Return y, z and weights; y and z are slices of wider rows."""
     rows = torch.randn(num_tokens, 2 * channels + 5, device=device).to(dtype)
     return rows[:, :channels], 4 * rows[:, channels + 5 :], torch.randn(channels, device=device).to(dtype)
 
@@ -64,7 +64,7 @@ def test_any_group_size(
     op: Op,
     device: str,
 ) -> None:
-    """Relative to the value."""
+    """The relative error."""
     torch.manual_seed(channels)
     y, gate, weight = inputs(num_tokens, channels, device, dtype)
     z = gate if is_gated else None
@@ -126,12 +126,12 @@ def test_no_tokens(device: str) -> None:
 
 
 def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
-    """Return arguments that must be refused and a word of the reason."""
+    """Return invalid arguments, each with an excerpt of the error message."""
     return {
         "shape": ({"z": torch.zeros(3, 12)}, r"\[tokens, channels\]"),
         "weight": ({"weight": torch.zeros(23)}, r"\[channels\]"),
-        "group": ({"group_size": 7}, "divides 24"),
-        "strided": ({"y": torch.zeros(3, 48)[:, ::2]}, "contiguous channels"),
+        "group": ({"group_size": 7}, "must divide the 24 channels"),
+        "strided": ({"y": torch.zeros(3, 48)[:, ::2]}, "channels must be contiguous"),
         "device": ({"weight": torch.zeros(24, device="meta")}, "one device"),
     }
 

@@ -1,4 +1,4 @@
-"""The gated SiLU: the kernel agrees with its twin, which rounds once."""
+"""The gated SiLU kernel agrees with its reference, which rounds once."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_float64_and_views_are_supported(
 
 
 def test_gate_without_an_output_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="as many gates as outputs, found 5"):
+    with pytest.raises(ValueError, match=r"need an even last dimension \(gates, then gated values\), found 5"):
         gated_silu(torch.randn(3, 5, device=device))
 
 

@@ -1,4 +1,4 @@
-"""Properties of the tiles of a grouped product's rows, kernel and twin."""
+"""Properties of the row tiles of a grouped GEMM, for kernel and reference."""
 
 from itertools import pairwise
 

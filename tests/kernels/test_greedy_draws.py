@@ -1,4 +1,4 @@
-"""The most probable tokens, kernel and twin, against plain Python."""
+"""The most probable tokens, by kernel and reference, against plain Python."""
 
 import math
 

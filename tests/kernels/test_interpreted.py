@@ -1,4 +1,4 @@
-"""The kernels' own tests pass in Triton's interpreter, where no GPU is needed.
+"""The kernels' own tests pass in Triton's interpreter, which needs no GPU.
 
 In a process of its own: Triton binds every kernel to the interpreter or the compiler once, when it is imported.
 """

@@ -1,6 +1,6 @@
 """New keys and values are written to their cache slots and nowhere else, by kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def counted_kernel() -> Iterator[None]:
 def new_tokens(
     num_tokens: int, kv_heads: int, dim: int, queries: int, device: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values as strided views, as a joint projection gives them; a query more than keys."""
+    """Return queries, keys and values as strided views of a joint projection; one query more than keys."""
     joint = torch.randn(num_tokens + 1, kv_heads, (queries + 2) * dim + 3, device=device).to(dtype)
     if INTERPRETED:
         joint = joint.bfloat16().to(dtype)  # the interpreter cuts to bfloat16 where the compiler rounds
@@ -120,16 +120,16 @@ def test_no_tokens(device: str) -> None:
 
 
 def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
-    """Return arguments that must be refused and a word of the reason."""
+    """Return invalid arguments, each with an excerpt of the error message."""
     return {
         "heads": ({"key": torch.zeros(3, 4, 8), "value": torch.zeros(3, 4, 8)}, "kv_heads"),
-        "caches": ({"v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16)}, "one shape"),
+        "caches": ({"v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16)}, "equal shapes, strides"),
         "channels": ({"key": torch.zeros(3, 2, 16)[:, :, ::2]}, "contiguous channels"),
-        "float places": ({"token_block": torch.zeros(3)}, "token_block of integers"),
-        "number of places": ({"token_offset": torch.zeros(4, dtype=torch.int32)}, "token_offset of 3 tokens"),
-        "queries of other heads": ({"query": torch.zeros(3, 3, 4, 8)}, "queries, dim"),
-        "too few queries": ({"query": torch.zeros(2, 2, 4, 8)}, "at least 3 tokens"),
-        "queries apart": ({"query": torch.zeros(3, 2, 8, 8)[:, :, ::2]}, "contiguous queries"),
+        "float block ids": ({"token_block": torch.zeros(3)}, "int32 or int64 token_block"),
+        "number of offsets": ({"token_offset": torch.zeros(4, dtype=torch.int32)}, r"token_offset of shape \[3\]"),
+        "wrong number of heads": ({"query": torch.zeros(3, 3, 4, 8)}, "queries, dim"),
+        "too few queries": ({"query": torch.zeros(2, 2, 4, 8)}, "3 or more tokens"),
+        "strided queries": ({"query": torch.zeros(3, 2, 8, 8)[:, :, ::2]}, "contiguous for each KV head"),
         "device": ({"value": torch.zeros(3, 2, 8, device="meta")}, "one device"),
     }
 

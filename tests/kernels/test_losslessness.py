@@ -1,4 +1,4 @@
-"""Whatever is drafted, the text is distributed as the model's own: many continuations against exact probabilities."""
+"""With any drafts, generated text has the model's own distribution: many continuations against exact probabilities."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ SETTINGS = [(1.0, 0, 0.0), (0.6, 3, 0.0), (1.7, 0, 0.8), (0.9, 5, 0.9), (0.0, 0,
 """Temperature, top-k and top-p."""
 
 Proposal = Callable[[Tensor], Tensor]
-"""From a model's logits [rows, vocab] to a draft's distribution [rows, vocab], which is to be drawn from."""
+"""Maps a model's logits [rows, vocab] to the distribution [rows, vocab] that drafts are sampled from."""
 
 
 def model_logits() -> Tensor:
@@ -36,7 +36,7 @@ def model_logits() -> Tensor:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A way to draft: a distribution to draw from, and which of the rows tell the verifier that they drew from it.
+    """A way to draft: a distribution to sample from, and the rows that report it to the verifier.
 
     Rows that do not tell are verified by matching, wherever their drafts come from.
     """
@@ -163,7 +163,7 @@ def exact_probabilities(settings: tuple[float, int, float], num_tokens: int) -> 
 
 
 def p_value(continuations: Tensor, probabilities: Tensor) -> float:
-    """Return the chi-square probability of these counts; cells of few expected counts are taken together."""
+    """Return the chi-square probability of these counts; cells of low expected counts are merged."""
     expected = probabilities * len(continuations)
     powers = VOCAB ** torch.arange(continuations.shape[1] - 1, -1, -1)
     found = torch.bincount((continuations * powers).sum(dim=1), minlength=len(expected)).double()

@@ -1,6 +1,6 @@
-"""The norm before the gate, kernel and twin, against float64 and against each rounding step of the definition.
+"""The norm before the gate, against float64 and each rounding step of the definition, for kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ SIZES = [(1, 1, 1), (3, 32, 128), (5, 3, 7), (130, 4, 16), (2, 2, 1500), (7, 48,
 
 
 def inputs(num_tokens: int, heads: int, head_dim: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return y, z and weights; y and z are parts of wider rows."""
+    """Return y, z and weights; y and z are slices of wider rows."""
     channels = heads * head_dim
     rows = torch.randn(num_tokens, 2 * channels + 5, device=device).to(dtype)
     return rows[:, :channels], 4 * rows[:, channels + 5 :], torch.randn(head_dim, device=device).to(dtype)
 
 
 def by_steps(y: Tensor, z: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the definition, computed in float64 and rounded to `dtype` where it says so."""
+    """Return the definition, computed in float64 and rounded to `dtype` where it requires that."""
     heads = y.double().unflatten(1, (-1, len(weight)))
     normed = heads / (heads.square().mean(-1, keepdim=True) + EPS).sqrt()
     scaled = (normed.to(dtype).double() * weight.double()).to(dtype).double()
@@ -56,7 +56,7 @@ def test_norm_precedes_the_gate(
 
 
 def test_bf16_is_cast_before_the_weights_and_before_the_gate() -> None:
-    """Of values chosen so that leaving out either rounding changes the result."""
+    """Values for which leaving out either rounding changes the result."""
     torch.manual_seed(0)
     y, z, weight = inputs(64, 2, 128, "cpu", torch.bfloat16)
     expected = by_steps(y, z, weight, torch.bfloat16).bfloat16()
@@ -98,7 +98,7 @@ def test_no_tokens(device: str) -> None:
         ({"weight": torch.zeros(7)}, r"weight \[head_dim\]"),
         ({"weight": torch.zeros(0)}, r"weight \[head_dim\]"),
         ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, "one dtype"),
-        ({"y": torch.zeros(3, 48)[:, ::2]}, "contiguous channels"),
+        ({"y": torch.zeros(3, 48)[:, ::2]}, "channels must be contiguous"),
         ({"weight": torch.zeros(8, device="meta")}, "one device"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Kernels compile for a Hopper GPU on a machine without one, once, and move 16 bytes an access where they can.
+"""Kernels compile for a Hopper GPU on a machine without one, once, with 16-byte accesses where possible.
 
 The interpreter accepts programs that the compiler refuses.
 """

@@ -1,4 +1,4 @@
-"""The product of one token with a linear layer's weights, kernel and twin."""
+"""The GEMM of one token with a linear layer's weights, for kernel and reference."""
 
 import pytest
 import torch
@@ -56,5 +56,5 @@ def test_unsupported_shapes_use_a_matmul(device: str) -> None:
     ):
         assert not can_multiply_one_token(*others)
         if INTERPRETED or device == "cuda":
-            with pytest.raises(ValueError, match="one contiguous token"):
+            with pytest.raises(ValueError, match="contiguous, share a 16-bit dtype, and hold one token"):
                 multiply_one_token(*others)

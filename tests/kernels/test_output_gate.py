@@ -1,6 +1,6 @@
-"""Attention's output is multiplied by the sigmoid of its gate as Megatron does it, kernel and twin alike.
+"""Attention's output is multiplied by the sigmoid of its gate as in Megatron, by kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable
@@ -62,8 +62,8 @@ def test_no_tokens(device: str) -> None:
     [
         (torch.zeros(2, 8, 4), torch.zeros(2, 2, 3, 4), "kv_heads"),
         (torch.zeros(2, 8, 4), torch.zeros(2, 2, 4, 4).bfloat16(), "one dtype"),
-        (torch.zeros(2, 8, 4), torch.zeros(2, 2, 8, 4)[:, :, ::2], "contiguous gates"),
-        (torch.zeros(2, 8, 8)[:, :, :4], torch.zeros(2, 2, 4, 4), "contiguous attended"),
+        (torch.zeros(2, 8, 4), torch.zeros(2, 2, 8, 4)[:, :, ::2], "gate contiguous for each KV head"),
+        (torch.zeros(2, 8, 8)[:, :, :4], torch.zeros(2, 2, 4, 4), "attended must be contiguous"),
     ],
 )
 def test_mismatched_arguments_are_refused(attended: Tensor, gate: Tensor, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that may begin before the one before them has ended touch no memory until it has."""
+"""Kernels launched before their predecessor ends touch no memory until it has ended."""
 
 import re
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def change_heads() -> object:
 
 
 ORDER_OF_MANY = ("_count_kernel", "_sum_counts_kernel", "_scatter_kernel")
-"""Kernels that one call launches."""
+"""The kernels that one call launches."""
 
 
 def overlapped_ptx(
@@ -88,7 +88,7 @@ def overlapped_ptx(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """Return what a launch would run on a device where kernels overlap."""
+    """Return the kernel of a launch on a device where kernels overlap."""
     monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
     compiled = compile_for_hopper(module, kernel)
     if kernel in ORDER_OF_MANY:
@@ -159,7 +159,7 @@ def test_long_tiles_wait_for_the_previous_kernel_first(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And they let the next kernel begin only then: it may read their tiles at once."""
+    """They also let the next kernel start only then: it may read their tiles at once."""
     monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 132)
     order = ExpertOrder(int32(80), int32(40, 2), int32(3))
     ptx = overlapped_ptx(
@@ -234,7 +234,7 @@ def test_kernel_waits_before_it_lets_its_successor_start(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next one may read at once what this one does not write."""
+    """The next kernel may read at once everything that this one does not write."""
     ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, waits, after = ptx.partition("griddepcontrol.wait")
     assert waits and not re.search(r"\b(?:ld|st)\.(?:global|shared)|griddepcontrol", before)
@@ -261,7 +261,7 @@ def test_nothing_is_written_before_the_wait_that_ends_early_reads(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """States, choices and weights of experts are older than the kernel before, which lets this one begin late."""
+    """States, choices and weights of experts are older than the previous kernel, which lets this one start late."""
     ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, _, after = ptx.partition("griddepcontrol.wait")
     assert re.search(r"\bld\.global", before) and re.search(r"\bst\.global", after)

@@ -23,7 +23,7 @@ MIXES = [
 
 
 class Cache:
-    """A poisoned paged cache of shuffled blocks that holds random rows."""
+    """A poisoned paged cache of shuffled blocks with random requests."""
 
     def __init__(self, lengths: list[tuple[int, int]], kv_heads: int, device: str) -> None:
         num_blocks = [-(-kv_len // BLOCK) for _, kv_len in lengths]
@@ -52,7 +52,7 @@ class Cache:
 
 
 def dense_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return bottom-right causal attention [query_len, heads, dim] in fp64, a query token at a time."""
+    """Return bottom-right causal attention [query_len, heads, dim] in fp64, one query token at a time."""
     group, outputs = HEADS // keys.shape[1], []
     keys, values = (t.double().repeat_interleave(group, 1) for t in (keys, values))
     for i, query in enumerate(q.double()):

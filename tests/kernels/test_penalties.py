@@ -1,4 +1,4 @@
-"""Penalties: the kernel has its twin's bits, and both follow the definitions."""
+"""The penalty kernel equals its reference bit for bit, and both follow the definitions."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The line that says what takes long."""
+"""The progress line of slow phases."""
 
 import logging
 import time

@@ -1,6 +1,6 @@
-"""Quantized states: ops that write them write what the formula says of the exact state, and restores read it back.
+"""Ops write quantized states as the formula quantizes the exact state, and restores read them back.
 
-Where kernels neither compile nor are interpreted, the ops are their twins; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the ops are their references; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable

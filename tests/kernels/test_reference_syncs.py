@@ -1,4 +1,4 @@
-"""The ops and their twins never wait for the device: they run inside steps that must stay asynchronous."""
+"""Ops and references never sync with the device: they run inside steps that must stay asynchronous."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The kernels of replayed states compile for a Hopper GPU on a machine without one: without spills, and a few times."""
+"""The kernels of replayed states compile for a Hopper GPU on a machine without one, without spills, a few times."""
 
 import re
 import subprocess
@@ -46,7 +46,7 @@ _MOST_SPILLED = 64  # bytes of a thread's stack: at most a few registers, of the
 def replay(
     shape: SSMShape, pool_dtype: torch.dtype, tiling: ReplayTiling, num_rows: int = 2, max_tokens: int = 1
 ) -> None:
-    """Launch a step of rows with as many tokens as they may have."""
+    """Launch a step of requests with as many tokens as allowed."""
     ring_len = 16
     steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
     num_tokens = num_rows * max_tokens
@@ -60,7 +60,7 @@ def replay(
 
 
 def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
-    """Return the bytes of stack that a thread of the last compiled kernel takes."""
+    """Return the stack bytes per thread of the last compiled kernel."""
     file = tmp_path / "kernel.cubin"
     file.write_bytes(kernel.cubins[-1])
     dump = subprocess.run(
@@ -119,7 +119,7 @@ def test_warps_take_heads_in_whole_tiles(head_dim: int, d_state: int, width: int
 def test_early_kernels_wait_for_their_inputs(
     form: tuple[str, torch.dtype], compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first kernel waits before it writes, and before it lets the next begin, which does so after its own wait."""
+    """The first kernel waits before it writes and before it lets the next start, which starts after its own wait."""
     kernel_name, dtype = form
     module = MODULES[kernel_name]
     for each in (coefficients, module):
@@ -137,7 +137,7 @@ def test_early_kernels_wait_for_their_inputs(
 
 
 def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: None) -> None:
-    """Launch boundary folds of one, few and many rows."""
+    """Launch boundary folds of one, few and many requests."""
     ring = poisoned_ring(1, 16, 4, SHAPE_8B, "cpu", torch.bfloat16)
     for number in (1, 5, 300):
         folds = BoundaryFolds(*(int32([0] * number, "cpu") for _ in range(5)))

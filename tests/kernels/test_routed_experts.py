@@ -1,4 +1,4 @@
-"""Launches of a layer with routed experts, and when the overlapped work begins."""
+"""Launches of a layer with routed experts, and the start of overlapped work."""
 
 from collections.abc import Callable
 
@@ -53,7 +53,7 @@ def test_weights_are_prefetched_only_after_a_gemm_that_waited(
     comes_last: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second product then reads its tiles before the kernel before it has ended, which must not be theirs."""
+    """The second GEMM then reads its tiles before the previous kernel has ended, which must not write them."""
     events: list[object] = []
 
     class NotesLaunch(OverlappedExpert):
@@ -77,7 +77,7 @@ def test_weights_are_prefetched_only_after_a_gemm_that_waited(
 @pytest.mark.parametrize("num_tokens", [257, 300, 512, 777, 1024])
 @pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
 def test_shared_expert_gemm_matches_the_reference(num_tokens: int, activation: Activation) -> None:
-    """Outputs that do not fill the last tile, and rows that do not either."""
+    """Neither outputs nor rows fill the last tile."""
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, 192, generator=generator).bfloat16().cuda()
     weight = torch.randn(2 * 200, 192, generator=generator).mul(192**-0.5).bfloat16().cuda()

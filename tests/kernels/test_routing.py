@@ -1,6 +1,6 @@
-"""Routing and the order of tokens by expert, kernels and twins, against plain loops in float64.
+"""Routing and the order of tokens by expert, kernels and references, against plain loops in float64.
 
-Where a kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 import math
@@ -85,7 +85,7 @@ def test_each_token_gets_its_best_experts(
 
 
 def num_differing(found: Iterable[int], expected: Sequence[int]) -> int:
-    """Return how many experts are in one of two choices only."""
+    """Return the number of experts in only one of two choices."""
     return len(set(found) ^ set(expected)) // 2
 
 
@@ -134,7 +134,7 @@ def test_padding_tokens_get_no_expert(op: Route, device: str) -> None:
 def test_shared_expert_is_weighted_by_its_gates_sigmoid(
     num_inputs: int, dtype: torch.dtype, has_padding: bool, op: Route, device: str
 ) -> None:
-    """Both the gate's product and its sigmoid are rounded, as by the linear layer and the function of torch."""
+    """Both the gate's GEMM and its sigmoid are rounded, as by torch's linear layer and function."""
     torch.manual_seed(num_inputs)
     x = torch.randn(6, num_inputs + 8).to(dtype).to(device)[:, :num_inputs]
     gate = torch.randn(1, num_inputs).mul(2 / num_inputs**0.5).to(dtype).to(device)
@@ -274,11 +274,11 @@ def test_no_tokens(device: str) -> None:
         ({"bias": torch.zeros(7)}, r"bias \[experts\]"),
         ({"bias": torch.zeros(8, device="meta")}, "one device"),
         ({"rule": RoutingRule(9)}, "can choose from 8"),
-        ({"rule": RoutingRule(2, num_groups=3)}, "3 groups of one size"),
-        ({"shared": SharedGate(torch.zeros(2, 4), torch.zeros(1, 4))}, r"tokens \[3, inputs\]"),
-        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(2, 4))}, r"gate \[1, inputs\]"),
-        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "of one dtype"),
-        ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "contiguous inputs"),
+        ({"rule": RoutingRule(2, num_groups=3)}, "into 3 equal groups"),
+        ({"shared": SharedGate(torch.zeros(2, 4), torch.zeros(1, 4))}, r"x \[3, inputs\]"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(2, 4))}, r"weight \[1, inputs\]"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "with one dtype on"),
+        ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "gate must be contiguous"),
     ],
 )
 def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
@@ -302,7 +302,7 @@ def test_mismatched_logit_arguments_are_refused(x: Tensor, gate: Tensor, reason:
 
 @pytest.mark.parametrize("fields", [{"top_k": 0}, {"top_k": 1, "top_groups": 2}, {"top_k": 1, "score": "tanh"}])
 def test_impossible_rules_are_refused(fields: dict) -> None:
-    with pytest.raises(ValueError, match=r"top_k >= 1|'sigmoid' and 'softmax'"):
+    with pytest.raises(ValueError, match=r"top_k >= 1|'sigmoid' or 'softmax'"):
         RoutingRule(**fields)
 
 

@@ -1,6 +1,6 @@
-"""Whole-slot copies, kernel and twin, move every bit of the named slots and none of another.
+"""Whole-slot copies move every bit of the named slots and no other, by kernel and reference.
 
-Where the kernels neither compile nor are interpreted, the ops are their twins; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the ops are their references; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ def num_launches() -> int:
 
 
 def run_counted(op: Op, slots: Tensor, *arguments: object) -> None:
-    """Run an op, and check that it is one launch exactly where its kernel can run and has work."""
+    """Run an op, and check that it is one launch exactly if its kernel can run and has work."""
     before = num_launches()
     op(*arguments)
     is_kernel = op is copy_slots and launches_kernel(slots)
@@ -76,7 +76,7 @@ def check_copy(op: Op, pools: Sequence[Tensor], src: Sequence[int], dst: Sequenc
 
 
 def draw_pairs(data: st.DataObject) -> tuple[list[int], list[int]]:
-    """Targets that are no source, in any order, with padding on either side or both."""
+    """Copy to targets that are not sources, in any order, with padding on either side or both."""
     slots = data.draw(st.permutations(range(NUM_SLOTS)))
     num_targets = data.draw(st.integers(0, NUM_SLOTS - 1))
     dst = data.draw(st.permutations(slots[:num_targets] + [PAD_SLOT] * data.draw(st.integers(0, 3))))
@@ -138,7 +138,7 @@ def test_awkward_sizes_are_copied(
 
 @pytest.mark.parametrize("num_slots", [SLOTS_AT_A_TIME, SLOTS_AT_A_TIME + 1])
 def test_any_number_of_slots(num_slots: int, device: str) -> None:
-    """Most of them padding, the last one not."""
+    """Most pairs are padding, but not the last one."""
     named = [slot if slot % 40 == 0 or slot == num_slots - 1 else PAD_SLOT for slot in range(num_slots)]
     pools = make_pools(device, 2 * num_slots, (1, 2), (1, 1, 2))
     check_copy(copy_slots, pools, named, range(num_slots, 2 * num_slots))
@@ -187,7 +187,7 @@ def test_states_of_another_dtype_are_cast(device: str) -> None:
 
 
 def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str]]:
-    """Return calls that must be refused and a word of the reason."""
+    """Return invalid calls and a word of the error."""
     return {
         "lengths": (lambda pools, slots: copy_slots(pools, pools, slots, slots[:1]), "as many src as dst"),
         "dtype": (lambda pools, slots: copy_slots(pools, pools, slots.long(), slots), "src"),

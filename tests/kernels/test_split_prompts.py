@@ -1,6 +1,6 @@
-"""Histories in pieces give the attention of the whole: the requests they make, and the kernel that merges results.
+"""Attention to a history in pieces equals attention to the whole: the split requests, and the merging kernel.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from itertools import accumulate, pairwise

@@ -1,4 +1,4 @@
-"""The square of ReLU: the kernel has the bits of torch's two ops."""
+"""The squared ReLU kernel equals torch's two ops bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The scan's kernels compute the recurrence, whatever the packing, and resume bit for bit.
+"""The scan's kernels follow the recurrence for any packing, and resume bit for bit.
 
 The portable kernel runs compiled and interpreted; the Hopper kernel in every tiling where there is such a GPU.
 """
@@ -41,7 +41,7 @@ NUM_SLOTS = 13
 LONG_CHUNK = 32 if INTERPRETED else 64
 SEVERAL_TILES = 32 if INTERPRETED else 128  # tokens of a chunk; the interpreter takes seconds for 64
 TILINGS = [HopperTiling(heads, channels, stages) for heads in (1, 2) for channels in (32, 64) for stages in (2, 3)][:-1]
-"""Of which three stages of two whole heads, with their float32 states on the way out, have no room."""
+"""Three stages of two whole heads, with their float32 output states, do not fit."""
 Scan = Callable[[SSMTokens, SSMWeights, Tensor, PrefillBatch, int], Tensor]
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
@@ -65,7 +65,7 @@ def only_where_kernels_run(device: str) -> None:
 
 
 def scan_with(tiling: HopperTiling | None) -> Scan:
-    """Return the scan in one form."""
+    """Return the scan of one variant."""
 
     def scan(tokens: SSMTokens, weights: SSMWeights, pool: Tensor, rows: PrefillBatch, chunk_size: int) -> Tensor:
         shape = tile_shape(chunk_size, tokens.x.dtype)

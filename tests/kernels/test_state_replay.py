@@ -1,6 +1,6 @@
-"""Properties of replayed states, of the kernels and of their twins.
+"""Properties of replayed states, for kernels and references.
 
-Where the kernels neither compile nor are interpreted, the ops are their twins; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the ops are their references; `test_interpreted` runs this file again.
 """
 
 import random
@@ -42,7 +42,7 @@ PERIODS = 2 if INTERPRETED else 5
 
 @pytest.fixture(params=[state_replay, state_replay_ref])
 def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
-    """Return the op or its twin; check that the kernels were launched, or were not."""
+    """Return the op or its reference; check that the kernels were launched or not."""
     of_kernel = request.param is state_replay
     with ExitStack() as stack:
         for module, kernel in (
@@ -54,7 +54,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int, num_drafts: int) -> None:
-    """Decode every request to its `length`, in steps of random requests with random drafts, padding between."""
+    """Decode every request to its `length`, in random batches with random drafts and padding."""
     while open_requests := [request for request in requests.requests if request.computed < length]:
         turns = []
         for request in draw.sample(open_requests, draw.randint(1, len(open_requests))):
@@ -74,7 +74,7 @@ def texts(
 
 
 def checkpoint_by_tokens(requests: ReplayedRequests, number: int) -> Tensor:
-    """Return a request's state at its last fold, by steps of one token each of the twin."""
+    """Return a request's state at its last fold, by single-token steps of the reference."""
     request = requests.requests[number]
     alone = ReplayedRequests([request.text], SHAPE, requests.ring_len, 1, dtype=requests.pool.dtype)
     alone.pool[1] = requests.initial[request.slot]
@@ -121,7 +121,7 @@ def test_float64_reference_follows_the_recurrence_over_long_texts(seed: int) -> 
 def test_replay_bases_depend_only_on_tokens(
     shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """Whatever the drafts, what is kept of them, the batch and the capacity: bits of a step of one token at a time."""
+    """For any drafts, accepted tokens, batch and capacity: the bits of single-token steps."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 3)))
     ring_len = data.draw(st.sampled_from([4, 8] if INTERPRETED else [4, 8, 16, 32]))
@@ -222,7 +222,7 @@ def test_kernel_matches_the_reference(
 def compare_with_twin(
     tiling: ReplayTiling, shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, device: str, num_rows: int = 3
 ) -> None:
-    """Compare a kernel's step with its twin's, from the same checkpoints and rings."""
+    """Compare a kernel's step with its reference's, from the same replay bases and rings."""
     torch.manual_seed(shape.d_state)
     ring_len, most = 8, 9
     mine = ReplayedRequests(
@@ -320,7 +320,7 @@ def test_mismatched_arguments_are_refused(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("inputs", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda])])
 def test_replay_error_over_4096_tokens_is_at_most_the_window_error(inputs: torch.dtype, device: str) -> None:
-    """Relative to the fp64 recurrence; bf16 states, rounded once a ring and not once a token, are better by far.
+    """Relative to the fp64 recurrence; bf16 states, rounded once per ring instead of per token, are far better.
 
     The errors of states are means over all folds: that of one fold depends on the few tokens before it.
     """
@@ -398,7 +398,7 @@ def test_gluon_kernels_match_the_reference(kernel: str, shape: SSMShape, dtype: 
 def test_every_kernel_writes_the_replay_bases_of_the_boundary_fold(
     kernel: str, ring_len: int, dtype: torch.dtype
 ) -> None:
-    """Several multiples in one step; and outputs before a token of NaN are not touched by it."""
+    """Fold several multiples in one step; outputs before a token of NaN stay finite."""
     if kernel != "portable" and not (is_hopper(torch.device("cuda")) and has_tested_gluon()):
         pytest.skip("needs Hopper, and a Gluon that was tested")
     torch.manual_seed(11)

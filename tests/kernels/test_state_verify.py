@@ -1,6 +1,6 @@
-"""Properties of the state update over a base token and drafts a row, of the kernel and of its twin.
+"""Properties of the state update over a base token and drafts of each request, for kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 import random
@@ -40,7 +40,7 @@ BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 @pytest.fixture(params=[state_verify, state_verify_ref])
 def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
-    """Return the op or its twin; check that the kernel was launched, or was not."""
+    """Return the op or its reference; check that the kernel was launched or not."""
     of_kernel = request.param is state_verify
     with launches_expected(state_verify_module, "_state_verify_kernel", of_kernel=of_kernel, device=device):
         yield request.param
@@ -219,7 +219,7 @@ def test_kernel_matches_the_reference(shape: SSMShape, width: int, dtype: torch.
 
 
 def test_small_time_steps_keep_their_precision(op: Op, device: str) -> None:
-    """The first token's input is all that the state holds: dt * B * x."""
+    """The state holds only the first token's input: dt * B * x."""
     steps = random_steps(1, device, SSMShape(heads=32, head_dim=1, d_state=1, groups=1))
     steps.tokens.x.fill_(1)
     steps.tokens.B.fill_(1)

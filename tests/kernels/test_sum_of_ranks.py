@@ -1,4 +1,4 @@
-"""The sum of what ranks' experts add to each token: in the order of the ranks, whatever the number of tokens."""
+"""The sum of the ranks' expert outputs of each token: in rank order, for any number of tokens."""
 
 from collections.abc import Callable
 from types import ModuleType

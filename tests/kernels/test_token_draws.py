@@ -1,4 +1,4 @@
-"""The sampling kernels keep what the definitions keep, and draw what their twin draws."""
+"""The sampling kernels keep the tokens of the definitions, and sample like their reference."""
 
 import math
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def test_kernels_sample_the_tokens_of_the_reference(vocab_size: int, spread: flo
 @needs_kernels
 @pytest.mark.parametrize("chosen", [(1.0, 0, 0.5012345), (1.0, 20, 0.0), (1.0, 4500, 0.3012345)], ids=str)
 def test_equal_logits_keep_the_first_tokens(chosen: Setting) -> None:
-    """More of them than lists hold, so that whole rows are searched."""
+    """The tied tokens outnumber the lists, so that whole rows are searched."""
     num_rows = 2 if INTERPRETED else len(UNIFORMS)
     rows, uniforms = rows_of(torch.zeros(num_rows, 5000), [chosen] * num_rows), uniforms_of(num_rows)
     num_kept = math.ceil((chosen[1] or 5000) * (chosen[2] or 1))
@@ -117,7 +117,7 @@ def test_rows_of_nan_sample_some_token_but_never_a_masked_one() -> None:
 @pytest.mark.parametrize("top_k", [2, 7, 50])
 @pytest.mark.parametrize("logits", [(1.3,), (-0.7,), (0.0,), (3e30,), (2.1, 2.1, 2.1), (2.1, -4.0), (5.5, 1e-3, 1e-3)])
 def test_row_with_fewer_tokens_than_top_k_keeps_all(logits: Sequence[float], top_k: int) -> None:
-    """As where a grammar allows a single token: which logits equal the largest one must not matter."""
+    """A grammar may allow a single token: it must not matter which logits equal the largest one."""
     kept_tokens = torch.tensor([4099, 17, 4095][: len(logits)])
     row = torch.full((1, 4100), -torch.inf)
     row[0, kept_tokens] = torch.tensor(logits)
@@ -163,7 +163,7 @@ CASES = st.tuples(
 def test_exactly_the_tokens_of_the_definitions_are_kept(
     cases: list[tuple[list[float], float, int, float]], seed: int
 ) -> None:
-    """Wherever the tokens are in a row of two tiles, the others of which are improbable."""
+    """The kept tokens may be anywhere in a row of two tiles; all other tokens are improbable."""
     kept_tokens = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))[:9].sort().values
     logits = torch.full((len(cases), 5000), -40.0)
     logits[:, kept_tokens] = torch.tensor([case[0] for case in cases])

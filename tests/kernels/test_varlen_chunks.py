@@ -1,4 +1,4 @@
-"""Properties of the SSM chunks that are cut at packed positions."""
+"""Properties of SSM chunks cut at packed positions."""
 
 from itertools import accumulate
 

@@ -1,4 +1,4 @@
-"""Verification of drafts against a plain loop, and its edges."""
+"""Verification of drafts against a plain loop, and its edge cases."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -26,7 +26,7 @@ VOCAB = 4
 
 @dataclass(frozen=True)
 class Position:
-    """One logits row: what was sampled there, its p, the draft that follows and the q it was drawn from, if any."""
+    """One logits row: the sampled token, its p, the draft that follows, and that draft's q if it was sampled."""
 
     token: int
     p: list[float]
@@ -37,7 +37,7 @@ class Position:
 
 
 def emitted_tokens(row: list[Position], *, by_ratio: bool) -> list[int]:
-    """Return what a row emits: the loop twin of both ops."""
+    """Return the emitted tokens of a request: the plain loop for both ops."""
     emitted = []
     for position in row[:-1]:
         x, p, q = position.draft, position.p, position.q
@@ -186,7 +186,7 @@ def test_every_entry_is_a_valid_id(batch: tuple[list[int], int, int]) -> None:
 
 
 def decide(p: list[float], q: list[float], accept: float, residual: float, device: str) -> list[int]:
-    """Return what a row with one drawn draft, token 0, emits; token 3 is sampled everywhere."""
+    """Return the emitted tokens of a request with one sampled draft, token 0; token 3 is sampled everywhere."""
     first = Position(3, p, 0, q, accept, residual)
     return batch_of([[first, Position(3, p, 0, None, 0, 0)]], device, max_drafts=1).by_ratio()[0]
 

@@ -11,7 +11,7 @@ from tests.mcore.engine_runs import Hybrid, cache_config
 
 
 class CheckedDraftModel(DraftModelDrafter):
-    """Checks integrity whenever it was called, also where the call failed.
+    """A draft model that checks integrity after every call, failed ones included.
 
     With `num_cuda_graphs`, and where graphs can be captured, its forwards are replayed unless settings say otherwise.
     """
@@ -25,7 +25,7 @@ class CheckedDraftModel(DraftModelDrafter):
         return cls(subject.model, config or cache_config(subject.sizes, **settings))
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
-        """Return next to nothing: a tiny model drafts here for one that is as small, which would not pay."""
+        """Return almost no time: a tiny model drafts here for an equally small one, which would not pay."""
         return 1e-9
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -36,7 +36,7 @@ class CheckedDraftModel(DraftModelDrafter):
             self.check_integrity()
 
     def forget(self, request_id: int) -> None:
-        """Return what is held of a request."""
+        """Return the state held for a request."""
         super().forget(request_id)
         self.check_integrity()
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
@@ -34,7 +35,7 @@ TINY_VOCAB = 96
 
 
 class UsualForm:
-    """How decode steps keep states where a test leaves it open: the same on each machine, which "auto" is not.
+    """The default draft-state mode of tests: unlike "auto", it is the same on each machine.
 
     States of Gated DeltaNet are in windows, the one form that they have.
     """
@@ -53,7 +54,7 @@ class Hybrid:
 
 
 def tiny_sizes(*, is_toy: bool = False, **settings: Any) -> RandomHybridConfig:
-    """Return the sizes of a model that takes a few milliseconds a step.
+    """Return the sizes of a model that takes a few milliseconds per step.
 
     Args:
         is_toy: True for recurrent layers that are toys.
@@ -73,7 +74,7 @@ def tiny_sizes(*, is_toy: bool = False, **settings: Any) -> RandomHybridConfig:
 
 
 def build_model(sizes: RandomHybridConfig) -> Any:
-    """Build this rank's part of the model of these sizes."""
+    """Build this rank's shard of the model of these sizes."""
     model = random_hybrid_model(sizes)
     if isinstance(sizes, ToyHybridConfig):
         put_toys(model, sizes)
@@ -82,7 +83,7 @@ def build_model(sizes: RandomHybridConfig) -> Any:
 
 @cache
 def hybrid(sizes: RandomHybridConfig) -> Hybrid:
-    """Return the model of these sizes, built once a session."""
+    """Return the model of these sizes, built once per session."""
     model = build_model(sizes)
     return Hybrid(sizes, model, HybridOracle.from_megatron(model), model_shape_of(model))
 
@@ -99,7 +100,7 @@ def block_bytes(sizes: RandomHybridConfig, block_size: int) -> int:
 
 
 def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
-    """Return the bytes of one state, its matrix in fp32, over all recurrent layers, where so many drafts have slots."""
+    """Return the bytes of one state over all recurrent layers, its matrix in fp32, with slots for `num_drafts`."""
     if isinstance(sizes, ToyHybridConfig):
         return toy_state_bytes(sizes, num_drafts)
     of_layer = _layer_state(sizes)
@@ -108,7 +109,7 @@ def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
 
 
 def quantized_bytes(sizes: RandomHybridConfig) -> int:
-    """Return the bytes of one cached state over all recurrent layers that is quantized to 8 bits."""
+    """Return the bytes of one cached state over all recurrent layers, quantized to 8 bits."""
     if isinstance(sizes, ToyHybridConfig):
         return toy_state_bytes(sizes, is_quantized=True)
     of_layer = _layer_state(sizes)
@@ -143,7 +144,7 @@ def cache_config(
     cached_states: int = 50,
     **settings: Any,
 ) -> CacheConfig:
-    """Return settings that buy exactly `kv_blocks` usable blocks and rows for `cached_states` cached states.
+    """Return settings with exactly `kv_blocks` usable blocks and memory for `cached_states` cached states.
 
     Paused requests may keep `paused_blocks` of the blocks; None takes the package's default. Where cached states are
     quantized, drafts have slots next to them.
@@ -170,7 +171,7 @@ def cache_config(
 
 
 def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: int) -> CacheConfig:
-    """Return the settings with one memory for KV blocks and states: the least allowed, and some slabs more.
+    """Return the settings with one memory for KV blocks and states: the minimum, and some slabs more.
 
     It is enough without drafts as well, which cuts slabs otherwise. Ranks that share the model have the same settings,
     so the least is that of the rank that needs the most.
@@ -182,7 +183,7 @@ def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: i
 
 
 def with_host_tier(config: CacheConfig, shape: HybridModelShape, num_slabs: int) -> CacheConfig:
-    """Return settings of one memory with so many of its slabs below it, on each rank, with drafts or without."""
+    """Return settings of one memory with so many of its slabs on the host, on each rank, with drafts or without."""
     slab_bytes = 0
     for settings in (config, replace(config, num_speculative_tokens=0)):
         units = ranks_of_process().gather(shape.unit_bytes(settings.resolved()))
@@ -200,12 +201,12 @@ def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs:
 
 
 def allow_every_cached_form(patch: pytest.MonkeyPatch) -> None:
-    """Let settings name forms of cached states that are no public choice."""
+    """Allow settings to name cached-state formats that are not public."""
     patch.setitem(CacheConfig.RULES, "cached_state_dtype", tuple(CACHED_FORMS))
 
 
 def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:
-    """Return parameters of a greedy request that ends by length only, unless `settings` say more."""
+    """Return parameters of a greedy request that ends by length only, unless `settings` override them."""
     return SamplingParams(**{"num_tokens_to_generate": num_tokens, "top_k": 1, "termination_id": -1} | settings)
 
 
@@ -216,14 +217,15 @@ def add_fields(params: SamplingParams, **fields: Any) -> SamplingParams:
 
 
 def some_tokens(num_tokens: int, seed: int = 0) -> list[int]:
-    """Return random tokens of the tiny model's vocabulary; with one seed, the shorter begins the longer."""
+    """Return random tokens of the tiny model's vocabulary; with equal seeds, a shorter text is a prefix of a longer
+    one."""
     rng = random.Random(seed)
     return [rng.randrange(TINY_VOCAB) for _ in range(num_tokens)]
 
 
 @dataclass(slots=True)
 class EngineRun:
-    """One engine and what its requests have produced; `check_integrity` runs after every step."""
+    """One engine and the results of its requests; `check_integrity` runs after every step."""
 
     subject: Hybrid
     engine: MambaCacheEngine
@@ -247,13 +249,13 @@ class EngineRun:
         return self.context.counters
 
     def add(self, request_id: int, prompt: Sequence[int], sampling: SamplingParams | int = 8, **settings: Any) -> None:
-        """Add a request; a number of tokens asks for so many greedy ones."""
+        """Add a request; an int as sampling asks for that many greedy tokens."""
         params = greedy(sampling) if isinstance(sampling, int) else sampling
         self.prompts[request_id] = list(prompt)
         self.engine.add_request(request_id, list(prompt), params, **settings)
 
     def step(self) -> list[int]:
-        """Run one step and return the ids of the requests that it finished, failed ones among them."""
+        """Run one step and return the ids of the requests that it finished or failed."""
         result = self.engine.step_modern()
         self.num_steps += 1
         self.context.check_integrity()
@@ -269,7 +271,7 @@ class EngineRun:
             self.step()
 
     def run(self, request_id: int, prompt: Sequence[int], sampling: SamplingParams | int = 8, **settings: Any) -> int:
-        """Run one request to its end and return the prompt tokens that were computed meanwhile."""
+        """Run one request to its end and return the number of prompt tokens computed meanwhile."""
         before = self.counters.prefill_tokens_computed
         self.add(request_id, prompt, sampling, **settings)
         self.finish()
@@ -280,7 +282,7 @@ class EngineRun:
         return list(self.finished[request_id].generated_tokens)
 
     def assert_matches_oracle(self, request_ids: Iterable[int] | None = None) -> "OracleTally":
-        """Assert that greedy requests, by default all that finished, generated the oracle's tokens."""
+        """Assert that greedy requests, by default all finished ones, generated the oracle's tokens."""
         tally = OracleTally()
         for request_id in self.finished if request_ids is None else request_ids:
             prompt, generated = self.prompts[request_id], self.tokens(request_id)
@@ -297,7 +299,7 @@ class EngineRun:
     def assert_near_oracle(
         self, request_ids: Iterable[int], margin: float, routing_margin: float = 0.0
     ) -> "OracleTally":
-        """Assert that each token of greedy requests is one that the oracle scores within `margin` of its best.
+        """Assert that the oracle scores each token of greedy requests within `margin` of its best.
 
         Tokens are left out whose last expert and the next one score less than `routing_margin` apart, half of
         all at most. The tally's stops are tokens that are not the oracle's choice.
@@ -345,16 +347,21 @@ class EngineRun:
 
 @dataclass(slots=True)
 class OracleTally:
-    """How many tokens were compared with the oracle, and how many comparisons its margin stopped."""
+    """The number of tokens compared with the oracle, and of comparisons stopped by its margin."""
 
     num_compared: int = 0
     num_stopped: int = 0
 
     def add(self, other: "OracleTally") -> None:
-        """Count another tally in."""
+        """Add another tally."""
         self.num_compared += other.num_compared
         self.num_stopped += other.num_stopped
 
     def assert_few_stops(self) -> None:
         """Assert that at most one comparison, or one in a thousand tokens, was stopped."""
         assert self.num_stopped <= max(1, MAX_STOPPED_SHARE * self.num_compared), self
+
+
+def megatron_request(request_id: int, prompt: list[int], params: SamplingParams) -> DynamicInferenceRequest:
+    tokens = torch.tensor(prompt, dtype=torch.int64)
+    return DynamicInferenceRequest(request_id=request_id, prompt_tokens=tokens, sampling_params=params)

@@ -1,19 +1,21 @@
-"""CUDA graphs where there is no CUDA: steps padded to the same shapes, computed again instead of replayed."""
+"""Stand-ins for CUDA graphs without CUDA: steps are padded to the same shapes and computed again."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.step import graphs as cuda_graphs
 from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
 
 
 class ComputesAgain:
-    """Stands in for `CudaRecorder`: results have fixed addresses, and a replay fills them anew."""
+    """Stands in for `CudaRecorder`: results have fixed addresses, and a replay overwrites them."""
 
     def num_bytes(self) -> int:
         return 0
@@ -34,7 +36,7 @@ class ComputesAgain:
 
 
 class ReadsWeightsWhereTheyLay(ComputesAgain):
-    """As a graph does, a replay reads the memory that a model's parameters had when it was recorded."""
+    """Like a graph, a replay reads the memory of the model's parameters at the recording."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -65,7 +67,7 @@ class ReadsWeightsWhereTheyLay(ComputesAgain):
 def capture_without_cuda(
     patch: pytest.MonkeyPatch, model: Any = None, recorder: Callable[[], ComputesAgain] = ComputesAgain
 ) -> None:
-    """Let engines on a CPU capture what would be captured on a GPU; nothing happens where CUDA is.
+    """Let engines on a CPU capture what would be captured on a GPU; with CUDA, do nothing.
 
     Args:
         model: Of the engines, if its weights are going to move.
@@ -76,3 +78,7 @@ def capture_without_cuda(
     recorder = recorder if model is None else lambda: ReadsWeightsWhereTheyLay(model)
     patch.setattr(cuda_graphs, "CudaRecorder", recorder)
     patch.setattr(cuda_graphs, "device_reason", lambda memory: None)
+
+
+def with_graphs(config: CacheConfig, count: int = 3, prefill_tokens: int | None = 40) -> CacheConfig:
+    return replace(config, num_cuda_graphs=count, cuda_graph_prefill_tokens=prefill_tokens)

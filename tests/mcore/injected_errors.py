@@ -37,7 +37,7 @@ ERROR_POINTS: ErrorPoints = {
     "releasing a finished request's live slot": lambda run: (run.context.cache.slots, "release_live"),
     "after updating requests": lambda run: (run.context.block_allocator, "get_active_used"),
 }
-"""Where a step may fail: an engine's object and the name of its method, or a module and its function."""
+"""Calls in which a step may fail: an engine's object and a method name, or a module and its function."""
 
 REPORT_ERROR_POINTS: ErrorPoints = {
     "the text of an alternative or a reply": lambda run: (run.engine.controller.tokenizer, "detokenize"),
@@ -48,7 +48,7 @@ REPORT_ERROR_POINTS: ErrorPoints = {
     "between two requests": lambda run: (run.engine, "_check_stop_words_for_request_post_append"),
     "forgetting a request that ended": lambda run: (run.engine, "_forget"),
 }
-"""Where the report of a step may fail that is computed and done."""
+"""Calls in which the report of a computed step may fail."""
 
 
 def _modules(run: EngineRun, kind: type) -> list[Any]:
@@ -56,11 +56,11 @@ def _modules(run: EngineRun, kind: type) -> list[Any]:
 
 
 class InjectedError(RuntimeError):
-    """Raised by a test in the middle of a step."""
+    """The error that tests raise within a step."""
 
 
 def raise_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, call: int = 1) -> list[int]:
-    """Make `owner.name` raise at its `call`-th call from now on, and only then; return a list that counts calls."""
+    """Make `owner.name` raise at its `call`-th next call only; return a list with the number of calls so far."""
     original, calls = getattr(owner, name), [0]
 
     def wrapper(*args: Any, **settings: Any) -> Any:
@@ -74,7 +74,7 @@ def raise_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, call: 
 
 
 def raise_where(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_error: Callable[..., bool]) -> None:
-    """Make `owner.name` raise whenever `is_error` of its arguments is true."""
+    """Make `owner.name` raise whenever `is_error` of its arguments is True."""
     original = getattr(owner, name)
 
     def wrapper(*args: Any, **settings: Any) -> Any:
@@ -83,3 +83,16 @@ def raise_where(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_error
         return original(*args, **settings)
 
     monkeypatch.setattr(owner, name, wrapper)
+
+
+def finish_through_errors(run: EngineRun) -> int:
+    """Run every request to its end through failed steps, and return their number."""
+    num_failed = 0
+    while run.engine.has_unfinished_requests():
+        try:
+            run.step()
+        except InjectedError:
+            run.context.check_integrity()
+            num_failed += 1
+            assert num_failed < 50
+    return num_failed

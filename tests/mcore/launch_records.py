@@ -1,4 +1,4 @@
-"""Which compiled form each launch of a kernel asks for, on a machine without a GPU: nothing is compiled or computed."""
+"""Records which compiled variant each kernel launch needs, without a GPU: nothing is compiled or computed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +39,9 @@ from megatron_mamba_cache.recurrences.mamba2.replay import (
     outputs_sums,
     tiling,
 )
+from megatron_mamba_cache.step.warmup import rehearse
 from tests.kernels.kernel_stand_ins import AbsentHopper
+from tests.mcore.engine_runs import EngineRun
 
 NUM_MULTIPROCESSORS = 132
 KERNELS = (
@@ -82,23 +84,23 @@ KERNELS = (
 
 
 class LaunchRecord:
-    """The forms that were asked for, by kernel, since the last `take`."""
+    """The variants requested per kernel since the last `take`."""
 
     def __init__(self) -> None:
         self._forms: set[tuple[str, str]] = set()
 
     def add(self, kernel: str, form: str) -> None:
-        """Note a launch."""
+        """Record a launch."""
         self._forms.add((kernel, form))
 
     def take(self) -> set[tuple[str, str]]:
-        """Return the forms, and forget them."""
+        """Return the variants, and forget them."""
         forms, self._forms = self._forms, set()
         return forms
 
 
 class RecordedKernel:
-    """Stand for a kernel: note what a launch would compile, and clear the outputs, which are not computed."""
+    """Stand in for a kernel: record the variant of a launch, and zero the outputs, which are not computed."""
 
     def __init__(self, kernel: object, name: str, record: LaunchRecord) -> None:
         self._kernel = kernel
@@ -137,3 +139,7 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(gemm_tiles, "can_load_boxes", lambda weight: on_hopper)
         patch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         yield record
+
+
+def rehearse_engine(run: EngineRun) -> None:
+    rehearse(run.engine.controller.inference_wrapped_model, run.context.runner)

@@ -1,4 +1,4 @@
-"""A drafter that knows the text, and is wrong as often as a test wants."""
+"""A drafter that knows the text, and is wrong at a chosen rate."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 
 
 class NoisyDrafter:
-    """Proposes what is known to follow, each token replaced by a wrong one with probability 1 - accuracy.
+    """Proposes the known next tokens, each replaced by a wrong one with probability 1 - accuracy.
 
     Args:
         texts: Request id -> prompt and reply.

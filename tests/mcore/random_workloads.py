@@ -81,12 +81,12 @@ GATED_DELTA_MODELS = tuple(
     )
 )
 NEIGHBOUR = 10_000
-"""The id of a request that comes and is cancelled; it is none of the workload's."""
+"""The id of a request that is added and cancelled; it is not part of the workload."""
 RING_LENGTHS = (4, 8, 16, 32)
 QUANTIZATION_MARGIN = 0.05
-"""By how much the oracle may score a token worse than its best where states were quantized."""
+"""The oracle's largest margin below its best token if states were quantized."""
 HALF_MARGIN, HALF_EXPERTS_MARGIN, HALF_ROUTING_MARGIN = 0.3, 0.8, 0.02
-"""The same of models in half precision, whose logits spread by 1.6, without experts and with them.
+"""The margin of half-precision models, whose logits spread by 1.6, without experts and with them.
 
 The worst of 2,000 tokens without experts was 0.06; with a wrong KV block in each step 1 to 5 in every workload. A token
 whose last expert scores hardly more than the next may choose that one, and is 1.5 below: it is left out: 3 % of
@@ -112,7 +112,7 @@ MODEL_FORMS = {
     "half, experts": tuple(sizes | _HALF for sizes in EXPERT_MODELS),
 }
 WITHOUT_REPLAY = ("toy", "gated delta")
-"""Forms of models whose states cannot be replayed."""
+"""Models whose states cannot be replayed."""
 
 _WISHES: tuple[dict[str, Any], ...] = (
     {},
@@ -142,7 +142,7 @@ _CHANGED: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that comes at a step; one that `follows` another comes after it, as the next turn of its text."""
+    """A request that arrives at a step; one that `follows` another is the next turn of its text."""
 
     step: int
     prompt: tuple[int, ...]
@@ -154,7 +154,7 @@ class Arrival:
     seed: int | None = None
 
     def asked(self, request_id: int) -> Asked:
-        """Return what the oracle has to know; a request without a seed has one of its id, as `build_engine` does."""
+        """Return the settings that the oracle needs; a request without a seed uses its id, as in `build_engine`."""
         wish = {"top_k": 1} | self.wish
         return Asked(
             seed=request_id if self.seed is None else self.seed,
@@ -166,10 +166,7 @@ class Arrival:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Ended by length, by a stop word, or by one of a single token: the termination id, or else a stop token.
-
-        Greedy, unless it wishes for something else, and with the log-probs that it wishes for.
-        """
+        """Return parameters: ends by length, stop words or single tokens; greedy unless `wish` says otherwise."""
         single = [word[0] for word in self.stop_words if len(word) == 1]
         longer = [" ".join(map(str, word)) for word in self.stop_words if len(word) > 1]
         end = single[0] if single else -1
@@ -179,11 +176,11 @@ class Arrival:
 
     @property
     def is_greedy(self) -> bool:
-        """True when its tokens are the oracle's."""
+        """True if its tokens must equal the oracle's."""
         return "temperature" not in self.wish and "logits" not in self.attributes
 
     def assert_ends_right(self, tokens: list[int]) -> None:
-        """Assert that a reply ends where it must and nowhere before."""
+        """Assert that a reply ends where it must and not before."""
         ends = [
             count
             for count in range(1, len(tokens) + 1)
@@ -194,7 +191,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One engine's settings and all that arrives; an arrival's index is its request id."""
+    """One engine's settings and all arrivals; an arrival's index is its request id."""
 
     subject: Hybrid
     config: CacheConfig
@@ -208,17 +205,17 @@ class Workload:
 
     @property
     def has_grammars(self) -> bool:
-        """True when some requests have a grammar, over the vocabulary of `PieceTokenizer`."""
+        """True if some requests have a grammar, over the vocabulary of `PieceTokenizer`."""
         return any("grammar" in arrival.attributes for arrival in self.arrivals)
 
     def error_points(self, rng: random.Random) -> ErrorPoints:
-        """Return where a step may fail."""
+        """Return the calls in which a step may fail."""
         return REPORT_ERROR_POINTS if self.has_log_probs and rng.random() < 0.7 else ERROR_POINTS
 
 
 @dataclass(frozen=True, slots=True)
 class Flavour:
-    """A kind of workload, and the counters that it cannot leave at zero if it does what it is for.
+    """A kind of workload, and the counters that must become positive in it.
 
     Args:
         settings: From a random generator, the block size and the most blocks of a request to cache settings.
@@ -478,7 +475,7 @@ def make_workload(
 
 
 def with_likely_ends(work: Workload, replies: Sequence[Sequence[int]], rng: random.Random) -> Workload:
-    """Return requests of which most end where their replies would come to some tokens, and some have seeds.
+    """Return requests of which most end at some tokens of their replies, and some have seeds.
 
     Those with a least number of tokens would end before they have it.
 
@@ -501,7 +498,7 @@ def with_likely_ends(work: Workload, replies: Sequence[Sequence[int]], rng: rand
 
 
 def undisturbed(work: Workload) -> Workload:
-    """Return the same requests, all of which come at once, with room for each: what they generate in few steps."""
+    """Return the same requests, all arriving at once, with room for each."""
     config, num_requests = work.config, len(work.arrivals)
     block = config.block_size_tokens
     num_blocks = num_requests * -(-config.max_sequence_length // block)
@@ -514,7 +511,7 @@ def undisturbed(work: Workload) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOutcome:
-    """Outcome of a workload: counters, the oracle's tally, and each request's text."""
+    """The outcome of a workload: counters, the oracle's tally, and each request's text."""
 
     seen: Counter[str]
     tally: OracleTally
@@ -523,7 +520,7 @@ class WorkloadOutcome:
 
 
 def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
-    """Run a workload to its end, and assert everything about it; copies between tiers fail or come late on any rank."""
+    """Run a workload to its end with all assertions; copies between tiers fail or are late on any rank."""
     with (
         unreliable_copies(len(work.arrivals) + 1000 * ranks_of_process().index) as copies,
         tempfile.TemporaryDirectory() as directory,
@@ -605,13 +602,13 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
 
 
 def add_due(work: Workload, run: EngineRun, pending: dict[int, Arrival]) -> None:
-    """Add the pending requests whose time has come."""
+    """Add the pending requests that are due."""
     for request_id in [i for i, arrival in pending.items() if _is_due(arrival, run)]:
         _add(run, request_id, pending.pop(request_id), work.config.max_sequence_length)
 
 
 def _prefilling(run: EngineRun) -> dict[int, int]:
-    """Return the computed tokens of each request in mid-prefill."""
+    """Return the computed tokens of each prefilling request."""
     return {request.request_id: request.computed for request in run.context.running_requests if request.is_prefilling}
 
 
@@ -642,7 +639,7 @@ def disturbed_step(
 
 
 def _cancel_or_add_neighbour(rng: random.Random, run: EngineRun) -> bool:
-    """Cancel a request that is none of the workload's, if there is one; else add one. Return whether it was there."""
+    """Cancel the request outside of the workload, or else add it; return True if it was there."""
     if run.engine.cancel_request(NEIGHBOUR):
         return True
     prompt = rng.choice(list(run.prompts.values()) or [[1, 2, 3]])
@@ -658,7 +655,7 @@ def _grow_requests_and_evict(
     paused_capacity: int,
     release: Callable[[RunningRequest], object],
 ) -> GrowthOutcome:
-    """Grow requests, and evict the youngest that decodes though there may be room for it."""
+    """Grow requests, and evict the youngest decoding one even if there is room for it."""
     outcome = grow_requests(requests, cache, paused_capacity, release)
     left = [
         request
@@ -707,7 +704,7 @@ def _greedy_ones(work: Workload) -> list[int]:
 
 
 def assert_replies_are_the_oracles(work: Workload, run: EngineRun) -> OracleTally:
-    """Assert that all tokens and log-probs are those of whole sequences in fp64, without a cache."""
+    """Assert that all tokens and log-probs equal those of whole sequences in fp64, without a cache."""
     tally, oracle = OracleTally(), run.subject.oracle
     for request_id, arrival in enumerate(work.arrivals):
         prompt, reply = run.prompts[request_id], run.tokens(request_id)
@@ -745,7 +742,7 @@ def _arrivals(
 
 
 def _turns(rng: random.Random, vocab: int, max_prompt: int, max_tokens: int, num_texts: int) -> tuple[Arrival, ...]:
-    """Return requests of texts that take turns; some texts part, from where an earlier turn ended."""
+    """Return requests of texts that take turns; some texts branch at the end of an earlier turn."""
     arrivals, step = [], 0
     for request_id in range(3 * num_texts):
         is_first = request_id < num_texts
@@ -759,7 +756,7 @@ def _turns(rng: random.Random, vocab: int, max_prompt: int, max_tokens: int, num
 
 
 def _with_grammars(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
-    """Return arrivals of which the first and about half of the others follow a random JSON schema, and end with it."""
+    """Return arrivals of which the first and about half of the others follow a random JSON schema to its end."""
     found: list[Arrival] = []
     for arrival in arrivals:
         grammar = json_grammar(random_schema(rng)).text if not found or rng.random() < 0.5 else ""
@@ -769,13 +766,13 @@ def _with_grammars(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arr
 
 
 def _changes(rng: random.Random, arrival: Arrival) -> dict[str, Any]:
-    """Return changes of logits; where a grammar says when a reply ends, not the least number of tokens."""
+    """Return changes of logits; with a grammar, without a minimum number of tokens."""
     changes = rng.choice(_CHANGED)
     return changes if "grammar" not in arrival.attributes else {**changes, "min_tokens": 0}
 
 
 def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
-    """Return arrivals, some of which have breakpoints that are kept for some seconds; each is stamped with a time."""
+    """Return arrivals, some with breakpoints that are kept for some seconds; each is stamped with a time."""
     found = []
     for arrival in arrivals:
         points = [[rng.randrange(1, 1 + len(arrival.prompt)), rng.choice([0, 5, 60])] for _ in range(rng.randrange(3))]
@@ -788,7 +785,7 @@ def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[
 
 
 def _stop_words(rng: random.Random, subject: Hybrid) -> tuple[tuple[int, ...], ...]:
-    """Return no stop words mostly, else some that are likely to come up; random texts repeat few tokens."""
+    """Return mostly no stop words, else some that are likely to be generated; random texts repeat few tokens."""
     vocab = subject.sizes.vocab_size
     if rng.random() < 0.7:
         return ()
@@ -796,7 +793,7 @@ def _stop_words(rng: random.Random, subject: Hybrid) -> tuple[tuple[int, ...], .
 
 
 def _prompt(rng: random.Random, earlier: list[tuple[int, ...]], vocab: int, unit: int) -> tuple[int, ...]:
-    """Return a prompt that is fresh or made from an earlier one; lengths gather around multiples of `unit`."""
+    """Return a new prompt, or one made from an earlier one; lengths cluster around multiples of `unit`."""
     base, latest = earlier[0], rng.choice(earlier)
     near = max(1, unit * rng.randrange(0, len(base) // unit + 1) + rng.choice([-1, 0, 0, 1]))
     some = tuple(rng.randrange(vocab) for _ in range(rng.choice([0, 1, 2, 5, unit, unit + 1])))

@@ -1,4 +1,4 @@
-"""Compare all that Megatron's records hold of finished requests with another run of them."""
+"""Compare all lists of Megatron's records of finished requests with those of another run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ TOLERANCE = 1e-4
 
 
 def assert_same_lists(run: EngineRun, others: Mapping[int, Any]) -> None:
-    """Assert that each request has the lists of an undisturbed run, each as long as the reply, and ended once.
+    """Assert that each request has the lists of an undisturbed run, as long as the reply, and ended once.
 
     Args:
         others: The same requests, merged, of that run.

@@ -1,4 +1,4 @@
-"""Record what seeded workloads do, step by step, so that two versions of the package can be compared.
+"""Record seeded workloads step by step, to compare two versions of the package.
 
 A redesign that changes no behaviour changes no line. Run it in both checkouts on one machine:
 
@@ -25,7 +25,7 @@ import pytest
 from tests.mcore.engine_runs import MAX_STEPS, EngineRun
 from tests.mcore.random_workloads import FLAVOURS, Workload, add_due, disturbed_step, make_workload
 from tests.mcore.split_replays import capture_in_parts
-from tests.mcore.test_speculative_workloads import make_drafter
+from tests.mcore.workload_drafters import make_drafter
 
 VARIANTS = {
     "plain": {},
@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 def record(seed: int) -> dict[str, Any]:
-    """Run the workload of a seed; flavours and variants take turns."""
+    """Run the workload of a seed; flavours and variants alternate."""
     flavour = FLAVOURS[sorted(FLAVOURS)[seed % len(FLAVOURS)]]
     name = list(VARIANTS)[seed // len(FLAVOURS) % len(VARIANTS)]
     options = dict(VARIANTS[name])
@@ -69,7 +69,7 @@ def record(seed: int) -> dict[str, Any]:
 
 
 def _steps(work: Workload, run: EngineRun, rng: random.Random, cancelled_share: float) -> Iterator[tuple[bool, str]]:
-    """Run to the end; yield, after each step, whether the next one is launched and a digest of everything."""
+    """Run to the end; yield, after each step, True if the next one is launched, and a digest of everything."""
     pending, seen = dict(enumerate(work.arrivals)), Counter[str]()
     while pending or run.engine.has_unfinished_requests():
         assert run.num_steps < MAX_STEPS, run.context.snapshot()
@@ -87,7 +87,7 @@ def _steps(work: Workload, run: EngineRun, rng: random.Random, cancelled_share: 
 
 
 def is_early(run: EngineRun) -> bool:
-    """Return whether the next step is launched already."""
+    """Return True if the next step is launched already."""
     return run.context.overlapped_step is not None
 
 
@@ -117,7 +117,7 @@ def _digest(run: EngineRun) -> str:
 
 
 def main() -> int:
-    """Write a line a workload; with `--compare`, say which lines differ and end with status 1 if any does."""
+    """Write one line per workload; with `--compare`, report different lines and exit with status 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workloads", type=int, default=400)
     parser.add_argument("--output", type=Path, required=True)

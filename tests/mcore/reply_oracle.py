@@ -20,9 +20,9 @@ from tests.mcore.engine_runs import OracleTally
 from tests.oracle import ROUTING_MARGIN, HybridOracle
 
 MARGIN = 1e-5
-"""Logits that are closer are alike, and so are shares of the probability and random numbers, to a tenth of it."""
+"""Tolerance of logits; a tenth of it applies to probabilities and random numbers."""
 TOLERANCE = 1e-4
-"""Of log-probs."""
+"""Tolerance of log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Asked:
 
 
 def check_reply(oracle: HybridOracle, prompt: Sequence[int], reply: Sequence[int], asked: Asked) -> OracleTally:
-    """Assert that each token of a reply is the one that its settings choose; those too close to tell are counted."""
+    """Assert that each token of a reply is the one that its settings choose; count those too close to decide."""
     logits, gaps = oracle.logits_and_gaps([*prompt, *reply])
     of_reply = slice(len(prompt) - 1, -1)
     logits, is_sure = logits[of_reply].cpu(), (gaps.cummin(0).values[of_reply] >= ROUTING_MARGIN).tolist()
@@ -63,7 +63,7 @@ def check_reply(oracle: HybridOracle, prompt: Sequence[int], reply: Sequence[int
 
 
 def changed_logits(values: list[float], prompt: Sequence[int], generated: Sequence[int], asked: Asked) -> list[float]:
-    """Return logits as OpenAI's and Hugging Face's definitions change them."""
+    """Return logits changed by the definitions of OpenAI and Hugging Face."""
     settings, counts, values = asked.logits, Counter(generated), list(values)
     for token, bias in settings.get("logit_bias", ()):
         values[token] += bias
@@ -89,7 +89,7 @@ def _choices(values: list[float], position: int, asked: Asked) -> list[int]:
 
 
 def _sampled(values: list[float], uniform: float, asked: Asked, shift: float) -> int:
-    """Return the token whose part of the cumulative probability has the random number, ids in order.
+    """Return the token whose interval of the cumulative probability contains the random number, ids in order.
 
     Args:
         shift: Of the limits of `min_p` and `top_p`.
@@ -117,7 +117,7 @@ def _sampled(values: list[float], uniform: float, asked: Asked, shift: float) ->
 
 
 def check_log_probs(oracle: HybridOracle, prompt: Sequence[int], request: Any) -> None:
-    """Assert that a finished request has the log-probs that it wants, of the model's own logits, and no others."""
+    """Assert that a finished request has the log-probs it asked for, of the model's own logits, and no others."""
     text, sampling, num_prompt = [*prompt, *request.generated_tokens], request.sampling_params, len(prompt) - 1
     after = oracle.logits(text).cpu()[:-1].log_softmax(-1)
     own = after.gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()

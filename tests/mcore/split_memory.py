@@ -1,4 +1,4 @@
-"""Engines whose KV blocks and states are counted apart: neither takes room from the other.
+"""Engines whose KV blocks and states have separate memory, so that neither evicts the other.
 
 Importing this module lets engines take a `SplitConfig`; those of a `CacheConfig` are as they were.
 """
@@ -36,13 +36,13 @@ class SplitConfig(CacheConfig):
 
     @property
     def fold_len(self) -> int:
-        """Tokens after which a replayed state is written, 0 if none is replayed."""
+        """Interval in tokens at which a replayed state is written; 0 if none is replayed."""
         most = CacheConfig.fold_len.__get__(self)
         return (self.fold_every or most) if self.replays else 0
 
     @property
     def num_slots(self) -> int:
-        """Slots that cached states can have, and others too unless these have slots of their own."""
+        """Slots for cached states, and for draft states unless these have their own."""
         if self.quantizes_states:
             return self.num_states
         most = self.num_states if self.prefix_caching else self.max_requests * self.num_draft_slots
@@ -50,7 +50,7 @@ class SplitConfig(CacheConfig):
 
 
 class SplitSlab(SlabShape):
-    """How a memory is cut of which blocks and states have one each."""
+    """The layout of a memory in which blocks and states are separate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SplitCapacity(CacheCapacity):
     num_split_slots: int = 0
 
     def space(self) -> Any:
-        """Return the bookkeeping of that memory, all of it unused."""
+        """Return the bookkeeping of that memory, entirely unused."""
         return SplitSpace(self.num_blocks - 1, self.num_split_slots)
 
 
@@ -68,7 +68,7 @@ _capacity_of, _slab_tensors = CacheCapacity.of, memory.slab_tensors
 
 
 def _split_capacity_of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> CacheCapacity:
-    """Return what `CacheCapacity.of` does, for a `SplitConfig`."""
+    """Do what `CacheCapacity.of` does, for a `SplitConfig`."""
     found = _capacity_of(config, shape, ranks)
     if not isinstance(config, SplitConfig) or config.num_blocks is None:
         return found
@@ -86,7 +86,7 @@ def _split_capacity_of(config: CacheConfig, shape: HybridModelShape, ranks: Rank
 def _split_tensors(
     states: SlotLayout, blocks: BlockLayout, slab: SlabShape, *args: Any
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return what `slab_tensors` does, of two memories for a `SplitConfig`."""
+    """Do what `slab_tensors` does, with two memories for a `SplitConfig`."""
     parts, kv_buffer = _slab_tensors(states, blocks, slab, *args)
     return parts, _slab_tensors(states, blocks, slab, *args)[1] if isinstance(slab, SplitSlab) else kv_buffer
 

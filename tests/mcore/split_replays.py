@@ -1,4 +1,4 @@
-"""Replays of two parts where there is no CUDA: the part before the split is computed when the replay begins."""
+"""Split replays without CUDA: the part before the split is computed when the replay begins."""
 
 import inspect
 import threading
@@ -14,7 +14,7 @@ from tests.mcore.graph_stand_ins import ComputesAgain, capture_without_cuda
 
 
 class ComputesInParts(ComputesAgain):
-    """As `ComputesAgain`, but a computation that splits waits there, in a thread, until the replay finishes.
+    """Like `ComputesAgain`, but a split computation waits in a thread until the replay finishes.
 
     Attributes:
         begun, dropped: Replays that began, and those of them that never finished.
@@ -56,7 +56,7 @@ class ComputesInParts(ComputesAgain):
 
 
 def capture_in_parts(patch: pytest.MonkeyPatch) -> None:
-    """Let engines on a CPU capture, and split captured steps before attention; nothing happens where CUDA is."""
+    """Let engines on a CPU capture, and split captured steps before attention; with CUDA, do nothing."""
     if not torch.cuda.is_available():
         capture_without_cuda(patch, recorder=ComputesInParts)
         patch.setattr(CapturedReference, "is_planned", True)
@@ -67,7 +67,7 @@ class _Dropped(BaseException):
 
 
 class _HalfDone(threading.Thread):
-    """Computes; while it waits at the split, the runner shows what it showed before."""
+    """Computes; while it waits at the split, the runner shows its previous state."""
 
     def __init__(self, compute: Compute, runner: Any) -> None:
         super().__init__(daemon=True)
@@ -114,7 +114,7 @@ class _HalfDone(threading.Thread):
         self._swap_shown()
 
     def _swap_shown(self) -> None:
-        """Let the runner show what it does not show now: what the computation shows, or what the engine does."""
+        """Exchange the visible state of the runner between the computation and the engine."""
         shown = _shown(self._runner)
         self._runner._step, self._runner.step_requests.counts = self._shown
         self._shown = shown

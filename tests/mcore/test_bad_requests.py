@@ -1,4 +1,4 @@
-"""A request that cannot run fails alone and says why; so does an engine that cannot be built."""
+"""A request that cannot run fails alone with a clear error; so does an engine that cannot be built."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.inference.contexts import dynamic_context
-from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,7 +17,15 @@ from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid
 from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from megatron_mamba_cache.step import memory as cache_memory
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, tiny_sizes
+from tests.mcore.engine_runs import (
+    EngineRun,
+    cache_config,
+    greedy,
+    megatron_request,
+    some_tokens,
+    tiny_hybrid,
+    tiny_sizes,
+)
 
 
 def start_run(**settings: Any) -> EngineRun:
@@ -212,11 +219,6 @@ def test_failed_request_counts_as_unfinished_until_reported() -> None:
     run.step()
     assert failure_reason(run.finished[0])
     assert not run.engine.has_unfinished_requests()
-
-
-def megatron_request(request_id: int, prompt: list[int], params: SamplingParams) -> DynamicInferenceRequest:
-    tokens = torch.tensor(prompt, dtype=torch.int64)
-    return DynamicInferenceRequest(request_id=request_id, prompt_tokens=tokens, sampling_params=params)
 
 
 @pytest.mark.parametrize("name", [*BAD_REQUESTS, "open number of tokens"])

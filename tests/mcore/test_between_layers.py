@@ -1,4 +1,4 @@
-"""Between layers: norms with torch's numbers and weights of the model's dtype, and sums that norm ahead."""
+"""Norms and residual sums between layers match torch, in the dtype of the model's weights."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def config(normalization: str, dtype: torch.dtype) -> SimpleNamespace:
 
 @pytest.fixture(params=["chosen", "kernel"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernel's op compute where it would not, too; there its twin does."""
+    """Run a test on the chosen path and on that of the op, which is its reference on a CPU."""
     if request.param == "kernel":
         monkeypatch.setattr(between_layers, "launches_kernel", lambda x: True)
 

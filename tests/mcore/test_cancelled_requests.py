@@ -1,4 +1,4 @@
-"""Requests that are cancelled between steps: what they held returns at once, and no other request is affected."""
+"""A cancel between steps releases everything at once and affects no other request."""
 
 import random
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Requests change the model's logits: as the settings say at every position, and what they cannot say is refused."""
+"""Settings change a request's logits as defined at every position; impossible ones are refused."""
 
 import math
 from collections import Counter
@@ -32,7 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def changed(
     settings: dict[str, Any], prompt: Sequence[int], generated: Sequence[int], logits: list[float]
 ) -> list[float]:
-    """Return logits as OpenAI's and Hugging Face's definitions change them, written token by token."""
+    """Return logits changed by the definitions of OpenAI and Hugging Face, one token at a time."""
     counts, values = Counter(generated), list(logits)
     for token, bias in settings.get("logit_bias", ()):
         values[token] += bias

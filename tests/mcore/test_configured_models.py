@@ -1,16 +1,13 @@
-"""Models of experts that are configured in Megatron itself; what cannot be served is refused, not built."""
+"""Models with experts configured in Megatron itself are built or refused."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -18,53 +15,18 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_mamba_cache import CacheConfig, build_engine, with_mamba_cache
+from megatron_mamba_cache import build_engine, with_mamba_cache
 from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
 from megatron_mamba_cache.mcore.expert_settings import routing_rule
-from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
-from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
+from megatron_mamba_cache.mcore.local_spec import local_hybrid_spec
+from tests.mcore.configured_models import SETTINGS, built, configured, spec_with_experts
 
-PATTERN = "MEM*"
 GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_topk": 4}
-SETTINGS = CacheConfig(block_size_tokens=128, buffer_size_gb=0.01, max_sequence_length=256)
-
-
-def configured(**settings: Any) -> TransformerConfig:
-    """Return the configuration of a tiny hybrid with four experts; the settings are set when Megatron has checked."""
-    config = TransformerConfig(
-        num_layers=len(PATTERN),
-        hidden_size=64,
-        num_attention_heads=2,
-        num_moe_experts=4,
-        moe_ffn_hidden_size=32,
-        mamba_num_heads=4,
-        mamba_head_dim=32,
-        mamba_state_dim=16,
-        mamba_num_groups=1,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        use_mamba_mem_eff_path=False,
-    )
-    for name, value in settings.items():
-        setattr(config, name, value)
-    return config
-
-
-def built(config: TransformerConfig, spec: ModuleSpec | None = None, **settings: Any) -> MambaModel:
-    """Build the model as a user of Megatron does, by default from the local spec with experts."""
-    initialize_single_process()
-    sizes: dict[str, Any] = {"vocab_size": 128, "max_sequence_length": 64, "hybrid_override_pattern": PATTERN}
-    model = MambaModel(config, spec or spec_with_experts(), **(sizes | settings))
-    return model.to(torch.cuda.current_device())
-
-
-def spec_with_experts() -> ModuleSpec:
-    return local_hybrid_spec(LocalSpecOptions(num_experts=4))
 
 
 @pytest.fixture
 def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test fail that builds a layer."""
+    """Fail a test that builds a layer."""
 
     def build(*_arguments: Any, **_settings: Any) -> None:
         raise RuntimeError("a layer took memory first")
@@ -113,13 +75,13 @@ def test_unsupported_configuration_is_refused(setting: str, value: Any, shown: s
 
 @pytest.mark.usefixtures("no_layers")
 def test_spec_without_experts_is_refused_for_a_pattern_with_experts() -> None:
-    """Megatron would leave these layers out, and tokens would be wrong."""
+    """Megatron would skip these layers, and tokens would be wrong."""
     with pytest.raises(ValueError, match=r"num_experts of LocalSpecOptions is None.*hybrid_override_pattern.*set it"):
         built(configured(), local_hybrid_spec())
 
 
 def test_model_with_skipped_layers_is_refused() -> None:
-    """A spec of the user's own may have none for a symbol; Megatron builds the model all the same."""
+    """A custom spec may lack a symbol; Megatron builds the model all the same."""
     spec = local_hybrid_spec()
     spec.submodules.mlp_layer = IdentityOp
     model = built(configured(), spec, hybrid_override_pattern="M-M*")

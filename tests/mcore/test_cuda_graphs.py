@@ -1,4 +1,4 @@
-"""Decode steps that are padded to captured shapes: the tokens are the oracle's, and padding touches nothing.
+"""Decode steps padded to captured shapes: tokens match the oracle, and padding touches nothing.
 
 Where there is no CUDA, a replay computes the padded step again; all else is as on a GPU.
 """
@@ -23,14 +23,13 @@ from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, with_one_budget
-from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.graph_stand_ins import capture_without_cuda, with_graphs
 from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.oracle_log_probs import assert_log_probs
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
-from tests.mcore.test_log_probs import assert_log_probs
-from tests.mcore.test_speculative_workloads import make_drafter
+from tests.mcore.workload_drafters import make_drafter
 from tests.mcore.workload_totals import WorkloadTotals
-from tests.models.test_training_checkpoints import EXPERTS
-from tests.models.training_checkpoints import random_model
+from tests.models.training_checkpoints import EXPERTS, random_model
 from tests.recurrences.toy import on_cpu
 
 # One seed by default, a second where the first does not exercise all.
@@ -54,7 +53,7 @@ forms = pytest.mark.parametrize(
 
 
 def forms_of_flavours(first: int, of_others: pytest.MarkDecorator) -> list[Any]:
-    """Return each flavour in each form: by default in one only, of the first flavour in the one at `first`."""
+    """Return each flavour in each variant: by default in only one, the first flavour in the one at `first`."""
     return [
         pytest.param(name, *FORMS[form], id=f"{name}-{form}", marks=() if (index + first) % 3 == at else of_others)
         for index, name in enumerate(FLAVOURS)
@@ -84,10 +83,6 @@ def totals() -> Iterator[WorkloadTotals]:
     totals = WorkloadTotals()
     yield totals
     totals.report()
-
-
-def with_graphs(config: CacheConfig, count: int = 3, prefill_tokens: int | None = 40) -> CacheConfig:
-    return replace(config, num_cuda_graphs=count, cuda_graph_prefill_tokens=prefill_tokens)
 
 
 def start(**settings: object) -> EngineRun:
@@ -431,7 +426,7 @@ def test_garbage_is_collected_before_a_capture_and_not_during_it(monkeypatch: py
     collected: list[bool] = []
 
     class Garbage:
-        """A graph of an engine that is gone: in a cycle, so that only a collection ends it."""
+        """The graph of a deleted engine, in a reference cycle that only a collection frees."""
 
         def __init__(self) -> None:
             self.itself = self

@@ -1,4 +1,4 @@
-"""Drafts are counted for each request over its whole life, and the counts stay known once it has left."""
+"""Drafts are counted per request over its whole life, and counts stay available after it leaves."""
 
 from megatron_mamba_cache.mcore.request_states import DraftCounts
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid

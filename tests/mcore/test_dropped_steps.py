@@ -1,4 +1,4 @@
-"""Dropping a step while it is computed, or an engine's memory, loses no token."""
+"""Dropping a running step, or an engine's memory, loses no token."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,10 +13,9 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy import block_growth
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_REFUSAL
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, megatron_request, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import InjectedError, raise_once
-from tests.mcore.test_bad_requests import megatron_request
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -42,7 +41,7 @@ def start_run(**settings: object) -> EngineRun:
 
 
 def step_while(run: EngineRun, act: Callable[[EngineRun], None]) -> None:
-    """Run a step; act while its forward runs."""
+    """Run a step, and call a function during its forward."""
 
     async def step_and_act() -> None:
         step = asyncio.ensure_future(run.engine.async_step())

@@ -1,4 +1,4 @@
-"""How many prompt tokens are computed, as the engine counts them, in runs whose tokens equal the oracle's."""
+"""Counts of computed prompt tokens, in runs whose tokens match the oracle."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ VOCAB = 512
 
 
 def distinct_tokens(num_tokens: int, seed: int) -> list[int]:
-    """Return tokens of which none occurs twice."""
+    """Return tokens without repetition."""
     return random.Random(seed).sample(range(VOCAB), num_tokens)
 
 
@@ -24,7 +24,7 @@ def start_run(block_size: int, *, ssm_chunk_size: int | None = None, **settings:
 
 
 def computed_tokens(run: EngineRun, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Run prompts one after another and return the prompt tokens that each computed."""
+    """Run prompts one after another and return the number of prompt tokens computed for each."""
     return [run.run(index, prompt, 4) for index, prompt in enumerate(prompts)]
 
 

@@ -1,4 +1,4 @@
-"""An error while a step is reported: every list of a request is that of an undisturbed run, as long as its tokens."""
+"""After an error in a report, every list of a request is as long as its tokens and equals an undisturbed run's."""
 
 from functools import cache
 from typing import Any
@@ -7,10 +7,15 @@ import pytest
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.injected_errors import ERROR_POINTS, REPORT_ERROR_POINTS, InjectedError, raise_once
+from tests.mcore.injected_errors import (
+    ERROR_POINTS,
+    REPORT_ERROR_POINTS,
+    InjectedError,
+    finish_through_errors,
+    raise_once,
+)
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.record_lists import assert_same_lists
-from tests.mcore.test_repeated_failures import finish_through_errors
 
 NUM_TOKENS = {0: 7, 1: 9, 2: 6, 3: 8}
 PROMPTS = {0: some_tokens(20, seed=1), 1: some_tokens(50), 2: some_tokens(33, seed=2), 3: some_tokens(12, seed=3)}
@@ -26,7 +31,7 @@ POINTS = REPORT_ERROR_POINTS | {
 
 
 def start_run(wish: str, num_drafts: int, **settings: Any) -> EngineRun:
-    """Return an engine with four requests, the first of which wants no log-probs."""
+    """Return an engine with four requests; the first one asks for no log-probs."""
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, **({"max_tokens": 24, "num_speculative_tokens": num_drafts} | settings))
     drafter = NoisyDrafter(plain_texts(), accuracy=0.8, vocab_size=96) if num_drafts else None

@@ -1,4 +1,4 @@
-"""A step that raises anywhere releases what it reserved, and its requests continue to the same tokens."""
+"""A step that raises anywhere releases its reservations, and its requests generate the same tokens."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("either_form")
 
 
 def start_run(**settings: Any) -> EngineRun:
-    """Return an engine with a cached prefix and three requests that wait: a hit, a miss, a prompt of several chunks."""
+    """Return an engine with a cached prefix and three waiting requests: a hit, a miss, a prompt of several chunks."""
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, boundary_stride=1, max_tokens=48, **settings))
     rng = random.Random(0)

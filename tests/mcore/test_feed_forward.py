@@ -1,4 +1,4 @@
-"""The first product and its activation are one kernel, of one token, and of hundreds in a shared expert."""
+"""The first GEMM and its activation are one kernel, for one token, and for hundreds in a shared expert."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ def test_single_token_uses_the_fused_gemm(
 def test_overlapping_the_shared_expert_with_routing_changes_no_output(
     num_tokens: int, latent_size: int | None, activation: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first product then is a grouped one; on a GPU in long tiles."""
+    """Its first GEMM is then a grouped one; on a GPU in long tiles."""
     sizes = random_architecture(RandomHybridConfig(pattern="M*E"))
     assert sizes.experts is not None
     experts, dense = replace(sizes.experts, latent_size=latent_size), FeedForwardSizes(64, activation, gated)

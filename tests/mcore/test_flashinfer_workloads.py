@@ -1,4 +1,4 @@
-"""Random workloads whose attention is FlashInfer's, in CUDA graphs too, as users have it.
+"""Random workloads with FlashInfer's attention, in CUDA graphs too.
 
 With CUDA they are in half precision, each token is near the oracle's best, and FlashInfer is needed. Without, its
 backend plans for a stand-in, in single precision: tokens are the oracle's. That plans of graphs have room enough is not
@@ -23,15 +23,15 @@ from megatron_mamba_cache.kernels.attention.split_prompts import SplitPart
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.kernels.attention_libraries import serve_with_flashinfer
+from tests.mcore.graph_stand_ins import with_graphs
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
 from tests.mcore.split_replays import capture_in_parts
-from tests.mcore.test_cuda_graphs import with_graphs
-from tests.mcore.test_speculative_workloads import make_drafter
+from tests.mcore.workload_drafters import make_drafter
 from tests.mcore.workload_totals import WorkloadTotals
 
 HAS_CUDA = torch.cuda.is_available()
 MOST_CHANGED = 0.1
-"""Of the tokens in half precision, those that may not be the oracle's choice."""
+"""The share of tokens in half precision that may differ from the oracle's choice."""
 MOST_DRAFTS = 8
 SHORT = range(8)  # one, unless it does not exercise all
 BY_DEFAULT = ("roomy", "tight_blocks", "small_steps", "one_budget")
@@ -39,7 +39,7 @@ by_drafts = pytest.mark.parametrize("num_drafts", [0, MOST_DRAFTS], ids=["plain"
 
 
 class Plans:
-    """Counts plans of steps; with `last_block`, as if "fa3" read no later ones, and checks that none of it has one.
+    """Counts plans of steps; with `last_block`, checks that "fa3" gets no later blocks.
 
     Attributes:
         num_eager, num_replayed: By kernel, outside of graphs and in them, without those of captures.
@@ -56,7 +56,7 @@ class Plans:
         self._counts: Counter[str] = Counter()
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """Count from now on."""
+        """Start counting."""
         make, plan_pages, reads_blocks = flashinfer._wrapper, PagedAttention.plan_pages, StepGraph.reads_blocks_of
         plan, plan_again = flashinfer.FlashInferAttention.plan, CapturedPart.plan_again
         plan_pieces = SplitPart.plan_again
@@ -100,7 +100,7 @@ class Plans:
         patch.setattr(StepGraph, "reads_blocks_of", counted_reads)
 
     def limit_fa3(self, patch: pytest.MonkeyPatch, last_block: int) -> None:
-        """Let "fa3" read no later blocks, and graphs of a dozen prompt tokens be left out for that."""
+        """Let "fa3" read no later blocks, so that some graphs of a dozen prompt tokens cannot be replayed."""
         self.last_block = last_block
         patch.setattr(flashinfer, "last_block_of_fa3", lambda shape, release: last_block)
         patch.setattr(flashinfer, "_LEAST_LEFT_OUT", 12)
@@ -108,7 +108,7 @@ class Plans:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
-    """Take FlashInfer, or its stand-in where there is no CUDA; return what it plans."""
+    """Use FlashInfer, or its stand-in without CUDA; return its plans."""
     monkeypatch.setattr(flashinfer, "_FA3_TILE", 1)  # so that graphs of tens of prompt tokens are of "fa3"
     if HAS_CUDA:
         pytest.importorskip("flashinfer")
@@ -122,7 +122,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
 
 @pytest.fixture(scope="module")
 def totals() -> Iterator[WorkloadTotals]:
-    """Collect the totals of the module; print them at its end and assert that few tokens were not the oracle's."""
+    """Collect the totals of the module; print them at its end and assert that few tokens differ from the oracle."""
     totals = WorkloadTotals()
     yield totals
     if HAS_CUDA:
@@ -181,7 +181,7 @@ def test_tokens_match_the_oracle(
 def test_tokens_match_the_oracle_with_histories_attended_in_pieces(
     name: str, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the query tokens of prompts are too few for the card."""
+    """As if the query tokens of prompts were too few for the GPU."""
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 800)
     totals.run_batch(name, SHORT, lambda seed: run_seed(name, "dense", seed, num_drafts), ("graph_steps",), enough=1)
     print(plans.num_replayed)
@@ -201,7 +201,7 @@ def test_tokens_match_the_oracle_with_histories_attended_in_pieces(
 def test_no_kernel_reads_a_block_out_of_its_range(
     name: str, last_block: int, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a cache is larger than what a release's "fa3" reaches."""
+    """As if a cache were larger than the reach of "fa3"."""
     plans.limit_fa3(monkeypatch, last_block)
     exercises = ("graph_steps", *(("draft_tokens",) if num_drafts else ()))
     totals.run_batch(name, range(3), lambda seed: run_seed(name, "dense", seed, num_drafts), exercises)

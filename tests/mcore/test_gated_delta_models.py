@@ -1,4 +1,4 @@
-"""Gated DeltaNet models: each layer computes what the oracle does, and their states, dtypes and checkpoint names."""
+"""Gated DeltaNet models: their layers match the oracle; their states, dtypes and checkpoint names."""
 
 from dataclasses import replace
 
@@ -14,9 +14,9 @@ from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS
+from tests.mcore.configured_models import SETTINGS, built, configured
 from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, quantized_bytes, state_bytes, tiny_sizes
 from tests.mcore.random_workloads import GATED_DELTA_MODELS
-from tests.mcore.test_configured_models import SETTINGS, built, configured
 
 MODELS = [tiny_sizes(**model) for model in GATED_DELTA_MODELS]
 models = pytest.mark.parametrize("sizes", MODELS, ids=lambda sizes: sizes.pattern)

@@ -1,4 +1,4 @@
-"""Why requests skip nothing of their prompts, counted when they are first admitted."""
+"""Reasons for skipping nothing of a prompt, counted at a request's first admission."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every setting of a request, its breakpoints and their time survive every interruption."""
+"""Every setting of a request, its breakpoints and their times survive every interruption."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
@@ -31,7 +31,7 @@ LOGITS_ASKED = {
     "min_p": 0.01,
 }
 OF_THE_PREFILL = {"prompt", "prompt_len", "num_replayed"}
-"""Fields of a spec that say what is prefilled, which grows by what was generated."""
+"""Fields of a spec that describe the prefilled text, which grows by generated tokens."""
 
 
 def suspend(run: EngineRun) -> None:
@@ -52,12 +52,12 @@ def fail_sampling(run: EngineRun) -> None:
 
 
 def evict(run: EngineRun) -> None:
-    """Send the request back as growth does, which preempts the youngest: no memory is short."""
+    """Send the request back like a preemption of the youngest, without a lack of memory."""
     run.engine._send_back([ASKED])
 
 
 def isolate_a_neighbour(run: EngineRun) -> None:
-    """Let a neighbour make two steps fail, so that it runs alone and all others wait."""
+    """Let another request make two steps fail, so that it runs alone and all others wait."""
     run.add(NEIGHBOUR, some_tokens(20, seed=8), 3)
     run.step()
     run.engine._failed_steps.count([NEIGHBOUR])
@@ -91,7 +91,7 @@ UNINTERRUPTED: dict[str, Callable[[EngineRun], None]] = {"a cancelled neighbour"
 
 
 def everything(grammar: str = "") -> SamplingParams:
-    """Return parameters in which nothing has its default."""
+    """Return parameters without any default."""
     params = SamplingParams(
         temperature=0.9,
         top_k=40,
@@ -128,7 +128,7 @@ def spec_of_running(run: EngineRun) -> RequestSpec:
 
 
 def differences(spec: Any, other: Any, prefix: str = "") -> set[str]:
-    """Return the names of the fields in which two specs differ, those of nested settings too."""
+    """Return the names of the fields in which two specs differ, nested settings included."""
     found = set()
     for field in fields(spec):
         one, two = getattr(spec, field.name), getattr(other, field.name)
@@ -140,7 +140,7 @@ def differences(spec: Any, other: Any, prefix: str = "") -> set[str]:
 
 
 def defaults_in(spec: Any, prefix: str = "") -> set[str]:
-    """Return the names of the fields that have their default."""
+    """Return the names of the fields with their defaults."""
     found = set()
     for field in fields(spec):
         value = getattr(spec, field.name)
@@ -222,7 +222,7 @@ def test_interruption_does_not_reduce_skipped_tokens(name: str, prompt_len: int)
 @pytest.mark.parametrize("num_generated", [0, 1, 4])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
 def test_end_conditions_survive_an_interruption(name: str, num_generated: int) -> None:
-    """By a stop word that began before the interruption, a stop token, the tokenizer's other end token, the length."""
+    """End by a stop word that began before the interruption, a stop token, another end token, or the length."""
     run = start_run()
     run.run(50, some_tokens(30), 20)
     plain = run.tokens(50)

@@ -1,4 +1,4 @@
-"""Random workloads with every setting and every interruption: each token and log-prob is the one that fp64 chooses."""
+"""Random workloads with every setting and interruption: each token and log-prob is the one that fp64 chooses."""
 
 import random
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ INTERRUPTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "all, in small chunks": ("small_steps", ALL, ("chunked_steps", "suspends")),
     "all, with tiers": ("disturbed_tiers", ALL, ("states_written_to_host", "suspends")),
 }
-"""A flavour of workloads, what interrupts its requests, and the counters that cannot stay at zero."""
+"""A flavour of workloads, the interruptions of its requests, and the counters that must become positive."""
 BY_DEFAULT = {
     ("suspend", False),
     ("suspend", True),
@@ -89,7 +89,7 @@ def test_interrupted_replies_equal_those_of_float64(
     flavour, disturbances, exercises = INTERRUPTIONS[name]
 
     def run(seed: int) -> WorkloadOutcome:
-        """Run a workload; every second one has grammars, graphs with overlapped steps, and states that are replayed."""
+        """Run a workload; every second one has grammars, graphs with overlapped steps, and replayed states."""
         rng = random.Random(f"interrupted {name} {has_drafts} {seed}")
         work = make_workload(
             FLAVOURS[flavour],

@@ -1,4 +1,4 @@
-"""Megatron's block allocator over the pool."""
+"""Megatron's block allocator interface over the block pool."""
 
 import inspect
 from types import SimpleNamespace
@@ -111,7 +111,7 @@ def test_extra_release_is_an_error_that_changes_nothing() -> None:
 
 
 def cached_block(own: KVBlockAllocator, slots: SlotPool) -> BlockId:
-    """Return a block that nothing but a cached state holds."""
+    """Return a block that only a cached state holds."""
     (block,) = own.pool.allocate(1)
     own.pool.register(block, BlockKey(5), None)
     slots.publish(slots.reserve()[0], block, num_tokens=1)

@@ -1,4 +1,4 @@
-"""The cache around requests: idle steps, flushes, new weights, suspends, memory pressure."""
+"""The cache's lifecycle: idle steps, flushes, new weights, suspends, lack of memory."""
 
 from collections.abc import Callable
 from typing import Any

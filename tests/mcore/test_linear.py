@@ -1,4 +1,4 @@
-"""Linear layers go through Megatron's function for gradients only where there is a gradient, or a bias."""
+"""Linear layers use Megatron's autograd function only for a gradient or a bias."""
 
 import pytest
 import torch

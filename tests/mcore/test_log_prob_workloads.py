@@ -1,4 +1,4 @@
-"""Random workloads of requests that want log-probs, whose steps and reports fail: every list is as if none had."""
+"""Random workloads with log-probs whose steps and reports fail: every list equals that of an undisturbed run."""
 
 import random
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Log-probs equal the oracle's for the requests that want them, and cost the others nothing."""
+"""Log-probs equal the oracle's for the requests that ask for them, and cost others nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,29 +8,13 @@ import torch
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.injected_errors import InjectedError, raise_once
-
-TOLERANCE = 1e-4
+from tests.mcore.oracle_log_probs import TOLERANCE, assert_log_probs, assert_top_n, oracle_log_probs
 
 
 def start_run(**settings: Any) -> EngineRun:
     """Return an engine that keeps the logits of every token."""
     subject = tiny_hybrid()
     return EngineRun.start(subject, cache_config(subject.sizes, **settings), materialize_only_last_token_logits=False)
-
-
-def oracle_log_probs(run: EngineRun, request_id: int) -> torch.Tensor:
-    """Return the log-probs of the vocabulary after each token of a request's prompt and reply."""
-    return run.subject.oracle.logits(run.prompts[request_id] + run.tokens(request_id)).log_softmax(-1)
-
-
-def assert_log_probs(run: EngineRun, request_id: int) -> None:
-    """Assert that the request's prompt and generated log-probs are the oracle's."""
-    request = run.finished[request_id]
-    text = torch.tensor(run.prompts[request_id] + run.tokens(request_id))
-    wanted = oracle_log_probs(run, request_id).cpu()[:-1].gather(1, text[1:, None])[:, 0].tolist()
-    num_prompt = len(run.prompts[request_id]) - 1
-    assert request.prompt_log_probs == pytest.approx(wanted[:num_prompt], abs=TOLERANCE)
-    assert request.generated_log_probs == pytest.approx(wanted[num_prompt:], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("align", [True, False])
@@ -119,16 +103,8 @@ def test_top_n_log_probs_match_the_oracle(skip_prompt: bool, interrupt: Callable
         interrupt(run)
     run.finish()
     log_probs = oracle_log_probs(run, 1).cpu()
-    _assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
+    assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
     if skip_prompt:
         assert not run.finished[1].prompt_top_n_logprobs
     else:
-        _assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])
-
-
-def _assert_top_n(found: Sequence[dict[str, float]], log_probs: torch.Tensor) -> None:
-    assert len(found) == len(log_probs)
-    for named, request in zip(found, log_probs, strict=True):
-        best = request.topk(3)
-        assert [int(token) for token in named] == best.indices.tolist()
-        assert list(named.values()) == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+        assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])

@@ -1,4 +1,4 @@
-"""Assumptions of this package about megatron-core: the shape of every method that it overrides or calls.
+"""Assumptions of this package about megatron-core: the signature of every method that it overrides or calls.
 
 Another version of megatron-core fails here first, by name.
 """
@@ -193,7 +193,7 @@ PINS = [(cls, name) for cls, methods in PINNED.items() for name in methods]
 
 
 def shape_of(method: object) -> str:
-    """Return a method's parameters and their defaults, without annotations, and whether it is a coroutine."""
+    """Return a method's parameters and defaults, without annotations, and True if it is a coroutine."""
     assert callable(method)
     signature = inspect.signature(method)
     bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
@@ -202,7 +202,7 @@ def shape_of(method: object) -> str:
 
 
 def overridden_methods(cls: type) -> Iterator[tuple[type, str]]:
-    """Yield each method of `cls` that megatron-core defines too, with the class that defines it."""
+    """Yield each method of `cls` that megatron-core also defines, with the class that defines it."""
     ours = [base for base in cls.__mro__ if base.__module__.startswith("megatron_mamba_cache.")]
     theirs = [base for base in cls.__mro__ if base.__module__.startswith("megatron.")]
     for name in sorted({name for base in ours for name in vars(base)}):

@@ -1,4 +1,4 @@
-"""A model's facts hold all that decides its results, the same in every process."""
+"""A model's facts cover everything that decides its results, equally in every process."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ class Config:
 
 
 class Rotation(nn.Module):
-    """Keeps tensors that no checkpoint has."""
+    """Holds tensors that no checkpoint has."""
 
     def __init__(self, base: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Steps overlap across the ends of KV blocks: blocks and slots are there in time, and are published as ever."""
+"""Steps overlap across the ends of KV blocks: blocks and slots are ready in time, and published as usual."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,8 @@ from megatron_mamba_cache.step import step_graph
 from megatron_mamba_cache.step.decode_steps import DecodeStep
 from tests.mcore.engine_runs import EngineRun, add_fields, greedy, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_overlapped_steps import is_ahead, recapture, start
-from tests.mcore.test_warmup import rehearse_engine
+from tests.mcore.launch_records import rehearse_engine
+from tests.mcore.overlapped_runs import assert_nothing_is_copied_for, is_ahead, recapture, start
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -28,7 +28,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finish(run: EngineRun) -> tuple[int, int]:
-    """Run all requests to their end; return how many steps there were, and how many of them were overlapped."""
+    """Run all requests to their end; return the number of steps, and of overlapped ones."""
     num_steps = num_ahead = 0
     while run.engine.has_unfinished_requests():
         num_ahead += is_ahead(run)
@@ -61,7 +61,7 @@ def test_early_publications_are_found_like_later_ones(settings: dict[str, Any]) 
 
 
 def test_requests_completing_the_same_text_share_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second request's own block is free from then on, when a step that reads it runs already."""
+    """The second request's own block becomes free while a running step still reads it."""
     run = start(1, 60)
     reported: list[bool] = []
     send_next = step_graph.send_next
@@ -88,7 +88,7 @@ def test_requests_completing_the_same_text_share_one_block(monkeypatch: pytest.M
 
 
 def test_no_step_overlaps_into_a_missing_block() -> None:
-    """Three requests come to hold 15 blocks of 12: some wait, and each reply is complete all the same."""
+    """Three requests need 15 blocks of 12: some wait, and each reply is complete all the same."""
     run = start(3, 60, kv_blocks=12)
     num_steps, num_ahead = finish(run)
     counters = run.counters
@@ -99,7 +99,7 @@ def test_no_step_overlaps_into_a_missing_block() -> None:
 
 @pytest.mark.parametrize("limit", [{"max_requests": 3}, {"kv_blocks": 12}], ids=["a request", "memory"])
 def test_overlapped_steps_cross_boundaries_while_a_request_waits(limit: dict[str, int]) -> None:
-    """A state published there might make room for one that waits for memory, which would join a step later."""
+    """A state published there might free room for a waiting request, which would join a step later."""
     run = start(3, 60, **limit)
     run.add(3, some_tokens(20 if "max_requests" in limit else 110, seed=9), 5)
     num_ahead = num_at_edges = 0
@@ -116,7 +116,7 @@ def test_overlapped_steps_cross_boundaries_while_a_request_waits(limit: dict[str
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
 def test_reservations_of_an_ending_request_are_returned(length: int) -> None:
-    """A token ends it, which makes its text so long beyond whole blocks; the step after that runs already."""
+    """A token ends the request just beyond whole blocks, while the step after it runs."""
     plain = start(3, 60, run_ahead=False)
     plain.finish()
     ends = {
@@ -148,7 +148,7 @@ def test_states_reserved_before_a_flush_are_not_published() -> None:
 
 
 def penalised() -> SamplingParams:
-    """Return settings whose tokens are sampled once the preceding ones are read."""
+    """Return settings whose tokens are sampled only once the preceding ones are read."""
     sampling = greedy(60)
     add_fields(sampling, logits={"presence_penalty": 1.5})
     return sampling
@@ -164,7 +164,7 @@ def start_with_penalised() -> EngineRun:
 
 
 def step_until_reserved(run: EngineRun, request_id: int) -> RunningRequest:
-    """Step until the step that runs already takes the request of a request to a boundary; return the request."""
+    """Step until the running step takes a request to a boundary; return that request."""
     while True:
         run.step()
         request = next(request for request in run.context.running_requests if request.request_id == request_id)
@@ -189,18 +189,8 @@ def test_states_are_copied_even_if_verification_is_late(
     run.assert_nothing_held()
 
 
-def assert_nothing_is_copied_for(request: RunningRequest, run: EngineRun) -> None:
-    """Send back a request whose boundary step runs already; assert that the step leaves its slot alone."""
-    slot = request.reserved[0].slot
-    run.engine._send_back([request.request_id])
-    states = run.context.memory.state_pool.tensor("ssm")[:, slot]
-    states.fill_(7.0)
-    run.step()
-    assert bool((states == 7.0).all())
-
-
 def test_request_that_leaves_before_verification_copies_nothing() -> None:
-    """Its slot may be another's by then."""
+    """Its slot may belong to another request by then."""
     run = start_with_penalised()
     assert_nothing_is_copied_for(step_until_reserved(run, 0), run)
     run.finish()

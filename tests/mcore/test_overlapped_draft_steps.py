@@ -1,4 +1,4 @@
-"""Steps with drafts that are launched before the one before is reported: when they are, and what may happen then."""
+"""Draft steps launched before the previous one is reported: their conditions, and events in between."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,8 +14,14 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import InjectedError, raise_once
-from tests.mcore.test_overlapped_boundaries import assert_nothing_is_copied_for
-from tests.mcore.test_overlapped_steps import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
+from tests.mcore.overlapped_runs import (
+    EVENTS_DURING_A_STEP,
+    assert_nothing_is_copied_for,
+    is_ahead,
+    penalised,
+    start,
+    step_until_ahead,
+)
 
 NUM_TOKENS, NUM_DRAFTS, VOCAB_SIZE = 60, 3, 96
 FORMS = ("replay", pytest.param("window", marks=pytest.mark.long))
@@ -29,7 +35,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MostlyRight:
-    """Drafts the replies with a wrong token here and there, and sometimes nothing, by the position in the text.
+    """Drafts the replies with some wrong tokens, and sometimes nothing, by the position in the text.
 
     Args:
         is_sampled: True if drafts come with distributions, of which each token is sure.
@@ -57,7 +63,7 @@ class MostlyRight:
         )
 
     def forget(self, request_id: int) -> None:
-        """Nothing is known."""
+        """Do nothing."""
 
 
 @cache
@@ -73,7 +79,7 @@ def start_drafted(*, is_sampled: bool = False, **settings: Any) -> EngineRun:
 
 
 def finish(run: EngineRun) -> int:
-    """Run all requests to their end, and return how many steps with drafts were launched early."""
+    """Run all requests to their end, and return the number of overlapped draft steps."""
     num_early = 0
     while run.engine.has_unfinished_requests():
         was_ahead, before = is_ahead(run), run.counters.draft_tokens
@@ -132,7 +138,7 @@ def test_states_at_boundaries_of_overlapped_steps_are_found(form: str, is_sample
 
 @pytest.mark.parametrize("form", FORMS)
 def test_leaving_before_verification_copies_no_state(form: str) -> None:
-    """Its slot may be another's by then."""
+    """Its slot may belong to another request by then."""
     run = start_drafted(draft_states=form, decode_checkpoints="all", cached_states=80)
     while not (is_ahead(run) and run.context.running_requests[0].reserved):
         run.step()
@@ -152,7 +158,7 @@ def test_draft_steps_wait_if_more_than_tokens_is_undecided(settings: dict[str, A
     ("name", "is_sampled"),
     [
         pytest.param(name, is_sampled, marks=() if point % 2 == at else pytest.mark.long)
-        for point, name in enumerate(WHILE_ONE_RUNS)
+        for point, name in enumerate(EVENTS_DURING_A_STEP)
         for at, is_sampled in enumerate((False, True))
     ],
 )
@@ -160,7 +166,7 @@ def test_events_during_verification_change_no_token(name: str, form: str, is_sam
     run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     for _ in range(4):
         step_until_ahead(run)
-        WHILE_ONE_RUNS[name](run)
+        EVENTS_DURING_A_STEP[name](run)
         run.context.check_integrity()
         run.step()
         run.context.check_integrity()
@@ -240,7 +246,7 @@ def test_reading_requests_between_steps_changes_nothing(name: str, is_cancelled:
 
 
 def finish_any(run: EngineRun) -> int:
-    """Run all requests to their end, and return how many steps were launched early; some draw their tokens."""
+    """Run all requests to their end, and return the number of overlapped steps; some requests sample."""
     num_early = 0
     while run.engine.has_unfinished_requests():
         num_early += is_ahead(run)

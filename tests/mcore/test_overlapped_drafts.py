@@ -8,7 +8,7 @@ import pytest
 from megatron_mamba_cache.speculation.draft_policy import SHORTEST_PAUSE
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_overlapped_steps import is_ahead, start
+from tests.mcore.overlapped_runs import is_ahead, start
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -20,7 +20,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class AlwaysWrong:
-    """Drafts a token that the model does not choose, as one reply says."""
+    """Drafts a token that differs from one known reply."""
 
     def __init__(self, reply: list[int]) -> None:
         self._reply = reply
@@ -29,7 +29,7 @@ class AlwaysWrong:
         return [Draft(((self._reply[len(request.running.generated)] + 1) % 96,)) for request in requests]
 
     def forget(self, request_id: int) -> None:
-        """Nothing is known."""
+        """Do nothing."""
 
 
 class RightOrNothing:
@@ -49,7 +49,7 @@ class RightOrNothing:
         return Draft(tuple(right) if start % 7 else ())
 
     def forget(self, request_id: int) -> None:
-        """Nothing is known."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize("order", [1, -1])

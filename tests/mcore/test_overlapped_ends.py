@@ -1,4 +1,4 @@
-"""Steps are launched before the tokens of the one before are read: requests that these end have been computed on."""
+"""Steps launched before the previous one's tokens are read also compute requests that these tokens end."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron_mamba_cache.step import buffers as step_buffers
 from megatron_mamba_cache.step.buffers import HostCopy
 from tests.mcore.engine_runs import EngineRun, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_overlapped_steps import is_ahead, start, step_until_ahead
+from tests.mcore.overlapped_runs import is_ahead, start, step_until_ahead
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -23,7 +23,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def replies() -> dict[int, list[int]]:
-    """Return what requests of `start` generate if nothing but their length ends them."""
+    """Return the replies to `start` if nothing but their length ends them."""
     with pytest.MonkeyPatch.context() as patch:
         capture_without_cuda(patch)
         run = start(run_ahead=False)
@@ -32,12 +32,12 @@ def replies() -> dict[int, list[int]]:
 
 
 def last_of_new_ones(reply: list[int], before: int) -> int:
-    """Return the index of the last token before an index that is not among those before it."""
+    """Return the index of the last token before an index that does not occur earlier."""
     return max(index for index, token in enumerate(reply[:before]) if token not in reply[:index])
 
 
 def launched_before_read(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return a list that each step adds to: whether the next one was launched when its tokens were read."""
+    """Return a list with an entry per step: True if the next step was launched when its tokens were read."""
     found: list[bool] = []
     wait = HostCopy.wait
 
@@ -87,7 +87,7 @@ def test_request_may_end_while_the_next_step_computes_it(
 def test_waiting_request_joins_after_the_step_that_frees_room(
     ends_by_token: bool, num_waiting: int, replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A length is known before, so that the step after it is not launched early."""
+    """The length is known in advance, so that the step after it is not launched early."""
     last = last_of_new_ones(replies[1], NUM_TOKENS - 5) if ends_by_token else NUM_TOKENS - 1
     run = start(ends={1: replies[1][last]} if ends_by_token else {}, max_requests=3)
     for request_id in range(3, 3 + num_waiting):
@@ -152,7 +152,7 @@ def test_request_without_room_delays_no_step() -> None:
 
 
 def test_joinable_request_reopens_the_queue() -> None:
-    """Until the scheduler has looked at it."""
+    """It stays open until the scheduler has visited the request."""
     runner = start().context.runner
     runner.queue.note_waiting(has_waiting=False)
     runner.queue.note_scheduled(is_settled=True)

@@ -1,4 +1,4 @@
-"""Steps that are launched before the one before has landed: when they are, and what may happen while they run.
+"""Steps launched before the previous one has landed: their conditions, and events while they run.
 
 Where there is no CUDA, a step is computed when it is launched; all else is as on a GPU.
 """
@@ -20,21 +20,27 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore.cpu import WallClockEvent
 from megatron_mamba_cache.policy.kept_tokens import StepTokens
 from megatron_mamba_cache.policy.requests import Candidate
-from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import overlapped_step
 from megatron_mamba_cache.step.step import Step
 from megatron_mamba_cache.step.step_graph import StepGraph
-from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, add_fields, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import InjectedError, raise_once
+from tests.mcore.launch_records import rehearse_engine
+from tests.mcore.oracle_log_probs import TOLERANCE, oracle_log_probs
+from tests.mcore.overlapped_runs import (
+    EVENTS_DURING_A_STEP,
+    MAMBA2,
+    is_ahead,
+    recapture,
+    start,
+    step_until_ahead,
+)
 from tests.mcore.random_workloads import FLAVOURS, GATED_DELTA_MODELS, MODELS, make_workload, run_workload, undisturbed
-from tests.mcore.test_log_probs import TOLERANCE, oracle_log_probs
-from tests.mcore.test_warmup import rehearse_engine
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
-MAMBA2: dict[str, Any] = {}
 GATED_DELTA = GATED_DELTA_MODELS[0]
 KINDS = ["mamba2", "gated delta"]
 
@@ -45,44 +51,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     capture_without_cuda(monkeypatch)
 
 
-def start(
-    num_requests: int = 3,
-    num_tokens: int = 40,
-    drafter: Drafter | None = None,
-    ends: dict[int, int] | None = None,
-    model: dict[str, Any] = MAMBA2,
-    **settings: Any,
-) -> EngineRun:
-    """Return an engine whose requests are prefilled; `ends` are the termination ids of some."""
-    subject = tiny_hybrid(**model)
-    config = replace(cache_config(subject.sizes, **settings), num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
-    run = EngineRun.start(subject, config, drafter=drafter)
-    for request_id in range(num_requests):
-        sampling = greedy(num_tokens, termination_id=(ends or {}).get(request_id, -1))
-        run.add(request_id, some_tokens(20 + 3 * request_id, seed=request_id), sampling)
-    while not run.context.running_requests or any(request.is_prefilling for request in run.context.running_requests):
-        run.step()
-    return run
-
-
-def penalised(num_tokens: int) -> SamplingParams:
-    """Return parameters of a request that draws from logits that depend on its text."""
-    sampling = SamplingParams(num_tokens_to_generate=num_tokens, temperature=1.0, termination_id=-1)
-    add_fields(sampling, logits={"presence_penalty": 0.5})
-    return sampling
-
-
-def is_ahead(run: EngineRun) -> bool:
-    return run.context.overlapped_step is not None
-
-
-def step_until_ahead(run: EngineRun) -> None:
-    while not is_ahead(run):
-        run.step()
-
-
 def count_overlapped_steps(run: EngineRun) -> int:
-    """Run all requests to their end and return how many steps ended with the next one launched."""
+    """Run all requests to their end and return the number of steps that ended with the next one launched."""
     num_early = 0
     while run.engine.has_unfinished_requests():
         run.step()
@@ -142,7 +112,7 @@ SAMPLED = {
 
 
 def start_sampled(**settings: Any) -> EngineRun:
-    """Return an engine whose requests sample, each with settings of its own, next to a greedy one."""
+    """Return an engine with sampled requests of different settings, next to a greedy one."""
     run = start(1, 40, **settings)
     for request_id, sampling in enumerate(SAMPLED.values(), 1):
         params = SamplingParams(num_tokens_to_generate=40, termination_id=-1, **sampling)
@@ -232,7 +202,7 @@ def test_steps_overlap_next_to_requests_with_extra_outputs(asked: dict[str, Any]
 
 
 def test_requested_settings_change_tokens() -> None:
-    """So that the comparison above is one."""
+    """Shows that the comparison above can fail."""
     texts = set()
     for asked in ({}, *ASKED.values()):
         run = start(1, 20)
@@ -281,7 +251,7 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 def test_random_workloads_sample_the_same_tokens(
     name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
 ) -> None:
-    """With graphs, overlapped steps, the cache, drafts and errors, or without any of these."""
+    """Compare graphs, overlapped steps, the cache, drafts and errors with a plain run."""
     shares = {"sampled_share": 0.6, "changed_share": changed_share}
     work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, models=models, **shares)
     plain = undisturbed(work)
@@ -295,7 +265,7 @@ def test_random_workloads_sample_the_same_tokens(
 
 
 def test_steps_overlap_with_several_end_tokens() -> None:
-    """As models have them whose replies end a turn or a text."""
+    """Several tokens may end a reply, as in models with separate ends of a turn and a text."""
     subject = tiny_hybrid()
     alone = EngineRun.start(subject)
     alone.run(0, some_tokens(20, seed=9), greedy(20))
@@ -347,35 +317,17 @@ def test_steps_overlap_while_waiting_requests_do_not_fit() -> None:
     run.assert_exact()
 
 
-def suspend_and_resume(run: EngineRun) -> None:
-    run.engine.suspend()
-    assert not is_ahead(run)
-    run.engine.resume()
-
-
-WHILE_ONE_RUNS: dict[str, Callable[[EngineRun], None]] = {
-    "flush": lambda run: run.engine.flush(),
-    "flush of another version": lambda run: run.engine.flush("new"),
-    "suspend and resume": suspend_and_resume,
-    "warmup": lambda run: run.engine.warmup() and None,
-    "graphs captured again": lambda run: run.engine.create_cuda_graphs(),
-    "one request sent back": lambda run: run.engine._send_back([1]),
-    "two requests sent back": lambda run: run.engine._send_back([0, 2]),
-    "all requests sent back": lambda run: run.engine._send_back([0, 1, 2]),
-}
-
-
 @pytest.mark.parametrize(
     ("model", "resident"),
     [(MAMBA2, False), (MAMBA2, True), (GATED_DELTA, False), pytest.param(GATED_DELTA, True, marks=pytest.mark.long)],
     ids=["mamba2", "mamba2, resident", "gated delta", "gated delta, resident"],
 )
-@pytest.mark.parametrize("name", WHILE_ONE_RUNS)
+@pytest.mark.parametrize("name", EVENTS_DURING_A_STEP)
 def test_events_during_a_step_change_no_token(name: str, resident: bool, model: dict[str, Any]) -> None:
     run = start(resident_pools=resident, model=model)
     for _ in range(4):
         step_until_ahead(run)
-        WHILE_ONE_RUNS[name](run)
+        EVENTS_DURING_A_STEP[name](run)
         run.context.check_integrity()
         run.step()
         run.context.check_integrity()
@@ -384,12 +336,12 @@ def test_events_during_a_step_change_no_token(name: str, resident: bool, model: 
     run.assert_nothing_held()
 
 
-@pytest.mark.parametrize("name", WHILE_ONE_RUNS)
+@pytest.mark.parametrize("name", EVENTS_DURING_A_STEP)
 def test_events_during_a_sampled_step_change_no_token(name: str) -> None:
     run = start_sampled()
     for _ in range(2):
         step_until_ahead(run)
-        WHILE_ONE_RUNS[name](run)
+        EVENTS_DURING_A_STEP[name](run)
         run.step()
     run.finish()
     assert {request_id: run.tokens(request_id) for request_id in range(1 + len(SAMPLED))} == sampled_tokens()
@@ -538,10 +490,6 @@ def test_every_overlapped_step_is_awaited(monkeypatch: pytest.MonkeyPatch) -> No
             assert len(waits) == count
         run.step()
     monkeypatch.undo()
-
-
-def recapture(run: EngineRun) -> None:
-    run.engine.create_cuda_graphs()
 
 
 def test_recapture_releases_an_overlapped_steps_graphs() -> None:

@@ -1,4 +1,4 @@
-"""Requests that share prefixes: one copy of each block, waiting for one another, plans that no longer hold."""
+"""Requests that share prefixes: one copy of each block, waiting for each other, and stale plans."""
 
 from collections.abc import Sequence
 from typing import Any

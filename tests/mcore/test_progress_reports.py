@@ -1,4 +1,4 @@
-"""Reports to a coordinator of running requests: every token once, whatever fails."""
+"""Progress reports to a coordinator contain every token once, despite errors."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from megatron_mamba_cache.replicas.progress_reports import ProgressReports
 
 @dataclass(slots=True)
 class Wire:
-    """Passes messages on, unless it is broken."""
+    """Forwards messages unless it is broken."""
 
     is_broken: bool = False
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Prompts are scored where only the last logits are materialized: exactly, in bounded memory, at no cost to others."""
+"""Prompts are scored exactly in bounded memory if only the last logits are materialized, without affecting others."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,13 +11,13 @@ from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES
 from megatron_mamba_cache.step import prompt_log_probs
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.injected_errors import InjectedError, raise_once
-from tests.mcore.test_log_probs import _assert_top_n, assert_log_probs, oracle_log_probs
+from tests.mcore.oracle_log_probs import assert_log_probs, assert_top_n, oracle_log_probs
 
 SCORED: dict[str, Any] = {"return_log_probs": True, "skip_prompt_log_probs": False}
 
 
 def start_run(**settings: Any) -> EngineRun:
-    """Return an engine that materializes the last logits only and scores prompts."""
+    """Return an engine that materializes only the last logits and scores prompts."""
     subject = tiny_hybrid()
     return EngineRun.start(subject, cache_config(subject.sizes, **settings), scores_prompts=True)
 
@@ -150,8 +150,8 @@ def test_top_n_match_the_oracle_after_an_interruption(
     run.finish()
     assert_log_probs(run, 1)
     log_probs = oracle_log_probs(run, 1).cpu()
-    _assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])
-    _assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
+    assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])
+    assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
 
 
 def test_logits_are_computed_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,20 @@
-"""Random workloads with quantized cached states: what is restored was published, and little else changes."""
+"""Random workloads with quantized cached states: restored states were published, and tokens hardly change."""
 
 import random
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
 from megatron_mamba_cache.policy.state_reservations import StateReservations
-from megatron_mamba_cache.recurrences.batches import PAD_SLOT
-from megatron_mamba_cache.recurrences.cached_form import StoredStates
-from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
+from megatron_mamba_cache.recurrences.quantized_states import quantize
 from megatron_mamba_cache.step.memory import CacheMemory
+from tests.mcore.checked_restores import checked_restores
 from tests.mcore.engine_runs import EngineRun, OracleTally, allow_every_cached_form
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
@@ -41,7 +38,7 @@ FORMS = {
     "window": (NUM_DRAFTS, False),
     "replayed": (0, True),
 }
-"""Most drafts, and whether states are replayed."""
+"""Most drafts, and True if states are replayed."""
 OTHER_FORMS = {
     f"{form}{drafts}": (num_drafts, False)
     for form in ("toy", "gated delta")
@@ -71,7 +68,7 @@ OTHER_RECURRENCES = [
     for at, cached_form in enumerate(cached_forms[i % 2 :] + cached_forms[: i % 2])
 ]
 MOST_CHANGED = 0.01
-"""Of the tokens, those that may not be the oracle's choice."""
+"""The share of tokens that may differ from the oracle's choice."""
 
 
 @pytest.fixture(scope="module")
@@ -83,57 +80,8 @@ def totals() -> Iterator[WorkloadTotals]:
     assert totals.tally.num_stopped <= MOST_CHANGED * totals.tally.num_compared
 
 
-def digest_of(states: StoredStates, slot: int) -> bytes:
-    """Return a digest of all that a slot holds."""
-    parts = [part[:, slot] for part in states.parts]
-    return sha256(b"".join(part.contiguous().cpu().view(torch.uint8).numpy().tobytes() for part in parts)).digest()
-
-
-@contextmanager
-def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[bytes]]]:
-    """Check that what a request starts from is, bit for bit, what a request has published under its key.
-
-    Whatever happens between: evictions, other tiers, suspended engines. Yields the digests of what was published.
-    """
-    published: dict[BlockKey, set[bytes]] = defaultdict(set)
-    memories: list[CacheMemory] = []
-    publish, prepare, begin = StateReservations._publish_state, CacheMemory.prepare, CacheMemory.__init__
-
-    def noted(memory: CacheMemory, *arguments: Any, **settings: Any) -> None:
-        begin(memory, *arguments, **settings)
-        memories.append(memory)
-
-    def published_state(pool: StateReservations, request: RunningRequest, state: ReservedState, block: BlockId) -> None:
-        (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
-        quantized = memory.state_pool.cached
-        assert not quantized.is_live
-        published[memory.blocks.key_of(block)].add(digest_of(quantized, state.slot))
-        publish(pool, request, state, block)
-
-    def checked(memory: CacheMemory, requests: Sequence[RunningRequest]) -> None:
-        prepare(memory, requests)
-        pool, quantized = memory.state_pool, memory.state_pool.cached
-        assert not quantized.is_live
-        for request in requests:
-            if request.source_block is not None and request.cursor.live_slot != PAD_SLOT:
-                source = request.source_slot
-                assert digest_of(quantized, source) in published[memory.blocks.key_of(request.source_block)]
-                for index, tensor in enumerate(tensor for group in pool.groups for tensor in group.tensors):
-                    live, stored = pool.tensors[index][:, request.cursor.live_slot], quantized.storage(index)
-                    if isinstance(stored, QuantizedStates):
-                        restored = stored.values[:, source].float() * stored.scales[:, source, ..., None, :]
-                    else:
-                        restored, live = stored[:, source], live[:, : tensor.shape[0]]
-                    assert torch.equal(live, restored), tensor.name
-
-    patch.setattr(CacheMemory, "__init__", noted)
-    patch.setattr(StateReservations, "_publish_state", published_state)
-    patch.setattr(CacheMemory, "prepare", checked)
-    yield published
-
-
 def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload, NoisyDrafter | None]:
-    """Return the workload of a flavour, and a drafter that is often right if it has drafts."""
+    """Return the workload of a flavour, and a drafter that is often right if the workload has drafts."""
     num_drafts, replays = (FORMS | OTHER_FORMS)[form]
     models = MODEL_FORMS[form.removesuffix(" with drafts") if form in OTHER_FORMS else "dense"]
     work = make_workload(FLAVOURS[name], seed, num_drafts, models=models, replays=replays, **settings)
@@ -167,7 +115,7 @@ def test_restored_states_were_published_and_everything_is_returned(
 
 @contextmanager
 def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let engines that store cached states as live ones round them when they publish them."""
+    """Let engines that store cached states unquantized quantize and dequantize them when they publish them."""
     memories: list[CacheMemory] = []
     publish, begin = StateReservations._publish_state, CacheMemory.__init__
 
@@ -196,7 +144,7 @@ def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
     "seeds", [pytest.param(range(1), id="few"), pytest.param(range(1, 30), id="more", marks=pytest.mark.slow)]
 )
 def test_tokens_equal_those_of_states_quantized_when_published(form: str, seeds: range) -> None:
-    """Both engines have room for everything, so that they decide alike."""
+    """Both engines have room for everything, so that they make the same decisions."""
     skipped = 0
     for seed in seeds:
         name = random.Random(seed).choice(["roomy", "small_steps"])

@@ -1,4 +1,4 @@
-"""Random workloads in fp32: whatever is cached, chunked, paused or evicted, the tokens are the oracle's."""
+"""Random workloads in fp32: tokens match the oracle with caching, chunking, pauses and evictions."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Recordings of two parts, between which the host prepares."""
+"""Recordings in two parts, between which the host prepares attention."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,7 +144,7 @@ def test_failed_plan_loses_no_token(number: int, is_planned: bool, monkeypatch: 
 def test_step_begins_at_its_layout_and_may_be_dropped_then(
     failing_call: int | None, begun: int, dropped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is prepared for it before, and the states that its first part has written are not used again."""
+    """Memory is prepared before, and states written by the first part are not used again."""
     recorder = ComputesInParts()
     prepare, prepared = CacheMemory.prepare, []
 

@@ -1,4 +1,4 @@
-"""New weights while the engine is suspended, as reinforcement learning has them: no old state is found, no token lost.
+"""New weights during a suspend, as in reinforcement learning: no old state is found, no token lost.
 
 Where there is no CUDA, graphs are padded steps that are computed again, over the memory that parameters had when they
 were captured. Memory that parameters have left holds NaN.
@@ -28,7 +28,7 @@ FOUND = PROMPT_LEN // BLOCK * BLOCK
 
 @dataclass(slots=True)
 class Refit:
-    """An engine whose model changes from one set of weights to the next; oracles know each of them whole."""
+    """An engine whose model changes from one set of weights to the next, with an oracle for each."""
 
     run: EngineRun
     versions: tuple[Hybrid, ...]
@@ -46,12 +46,12 @@ class Refit:
         return cls(EngineRun.start(subject, cache_config(subject.sizes, **(sizes | settings))), versions)
 
     def load(self, version: int) -> None:
-        """Copy weights of a version over those there are."""
+        """Copy a version's weights into the current parameters."""
         self.run.subject.model.load_state_dict(self.versions[version].model.state_dict())
         self._are_those_of(version)
 
     def replace(self, version: int) -> None:
-        """Put new parameters with the weights of a version instead of the current ones."""
+        """Replace the parameters by new ones with the weights of a version."""
         weights = self.versions[version].model.state_dict()
         for name, parameter in list(self.run.subject.model.named_parameters()):
             path, _, last = name.rpartition(".")
@@ -61,12 +61,12 @@ class Refit:
         self._are_those_of(version)
 
     def assert_exact(self, *request_ids: int) -> None:
-        """Assert that whole requests have the tokens of the present weights, and that nothing is held."""
+        """Assert that whole requests have the tokens of the current weights, and that nothing is held."""
         self.run.assert_matches_oracle(request_ids).assert_few_stops()
         self.run.assert_nothing_held()
 
     def assert_continued(self, request_id: int, before: list[int], num_tokens: int) -> None:
-        """Assert that a request kept what it had and went on with the tokens of the present weights."""
+        """Assert that a request kept its tokens and continued with those of the current weights."""
         tokens = self.run.tokens(request_id)
         assert tokens[: len(before)] == before and len(tokens) == num_tokens
         prompt = self.run.prompts[request_id] + before
@@ -90,7 +90,7 @@ class ReportedKeys:
 
 @pytest.fixture(params=[False, True], ids=["dropped", "resident"])
 def refit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refit]:
-    """Serve with either kind of pools; every test ends with an engine that is whole."""
+    """Serve with either kind of pools; check the engine after every test."""
     found = Refit.start(monkeypatch, resident_pools=request.param)
     yield found
     found.run.context.check_integrity()
@@ -296,7 +296,7 @@ def test_recapture_between_steps_loses_no_token(resident: Refit) -> None:
 
 
 def test_rotary_tables_read_by_graphs_are_not_freed(resident: Refit) -> None:
-    """Forwards over many other lengths, as training has them, push the engine's table out of Megatron's."""
+    """Forwards of many other lengths, as in training, evict the engine's table from Megatron's cache."""
     table = resident.run.subject.model.rotary_pos_emb
     assert isinstance(table, RotaryEmbedding)
     held = resident.run.context.graphs._tables

@@ -1,4 +1,4 @@
-"""A request that makes steps fail again and again is found and fails alone; reports lose nothing to an error."""
+"""A request that makes steps fail repeatedly is found and fails alone; reports lose nothing to an error."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.injected_errors import InjectedError, raise_once, raise_where
+from tests.mcore.injected_errors import InjectedError, finish_through_errors, raise_once, raise_where
 
 NUM_TOKENS = 6
 POISONED = 2
 
 
 def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
-    """Return an engine with requests of one prefix, but for the poisoned one, whose prompt takes two steps."""
+    """Return an engine with requests of one prefix, except the failing one, whose prompt takes two steps."""
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, max_tokens=48, **settings))
     for request_id in range(num_requests):
@@ -25,21 +25,8 @@ def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
     return run
 
 
-def finish_through_errors(run: EngineRun) -> int:
-    """Run every request to its end however many steps fail, and return how many did."""
-    num_failed = 0
-    while run.engine.has_unfinished_requests():
-        try:
-            run.step()
-        except InjectedError:
-            run.context.check_integrity()
-            num_failed += 1
-            assert num_failed < 50
-    return num_failed
-
-
 def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
-    """Assert that one request failed with its reason, and that all others went to their ends."""
+    """Assert that one request failed with its reason, and that all others finished."""
     reason = failure_reason(run.finished[poisoned])
     assert reason is not None and str(FAILURES_BEFORE_REFUSAL) in reason and "InjectedError" in reason
     others = [request_id for request_id in run.prompts if request_id != poisoned]

@@ -1,4 +1,4 @@
-"""`run_engine` serves a request whenever it comes, from whatever thread, and sleeps without one."""
+"""`run_engine` serves a request at any time, from any thread, and sleeps without one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +16,7 @@ NUM_TOKENS = 5
 
 @asynccontextmanager
 async def running_engine() -> AsyncIterator[EngineRun]:
-    """Run an engine that has gone to sleep without a request."""
+    """Run an engine that sleeps without a request."""
     run = EngineRun.start(tiny_hybrid())
     task = asyncio.ensure_future(run.engine.run_engine())
     for _ in range(5):

@@ -26,18 +26,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "biases": {"logit_bias": [[5, 4.0], [7, -100.0], [9, 2.5]], "min_tokens": 12, "min_p": 0.01},
     "min_p": {"min_p": 0.3, "presence_penalty": 0.5},
 }
-"""How logits are changed first, of the settings that do so."""
+"""The changes of logits of the settings that have some."""
 
 
 def sampled(name: str) -> SamplingParams:
-    """Return parameters of a request that samples."""
+    """Return parameters of a sampled request."""
     params = SamplingParams(**SETTINGS[name], num_tokens_to_generate=NUM_TOKENS, termination_id=-1)
     add_fields(params, logits=CHANGES.get(name, {}))
     return params
 
 
 def prompt_of(name: str) -> list[int]:
-    """Return the prompt that goes with some settings; they share a prefix."""
+    """Return the prompt for some settings; prompts share a prefix."""
     rng = random.Random(0)
     shared = [rng.randrange(96) for _ in range(40)]
     rng = random.Random(name)
@@ -46,7 +46,7 @@ def prompt_of(name: str) -> list[int]:
 
 @cache
 def tokens_alone(name: str, seed: int = 7) -> tuple[int, ...]:
-    """Return what a request draws alone, without a cache."""
+    """Return the tokens that a request samples alone, without a cache."""
     run = start_run(prefix_caching=False)
     run.run(0, prompt_of(name), sampled(name), seed=seed)
     return tuple(run.tokens(0))
@@ -115,7 +115,7 @@ def after_a_failed_step() -> EngineRun:
 
 
 def add_all(run: EngineRun) -> None:
-    """Add a request of each settings."""
+    """Add a request for each of the settings."""
     for index, name in enumerate(SETTINGS):
         run.add(index, prompt_of(name), sampled(name), seed=7)
 

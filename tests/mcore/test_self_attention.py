@@ -1,4 +1,4 @@
-"""Attention with norms of heads, a partial rotation and an output gate computes what Megatron's own modules compute."""
+"""Attention with head norms, partial rotation and an output gate matches Megatron's own modules."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -28,7 +28,7 @@ LENGTHS, BLOCK, NUM_PADDING = (9, 1, 4), 8, 2
 def built_layer(
     *, has_gate: bool, has_norms: bool, rotates: bool, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[CachingSelfAttention, Tensor | None]:
-    """Return a layer of 6 heads, 3 a KV head, with random weights, and the angles of its positions."""
+    """Return a layer of 6 heads, 3 per KV head, with random weights, and the angles of its positions."""
     initialize_single_process()
     config = TransformerConfig(
         num_layers=2,
@@ -60,7 +60,7 @@ def built_layer(
 
 @dataclass
 class StubContext:
-    """As much of a context as a layer needs: prompts of `LENGTHS` tokens, and padding after them."""
+    """The part of a context that a layer needs: prompts of `LENGTHS` tokens, followed by padding."""
 
     layer: CachingSelfAttention
     device: torch.device
@@ -123,7 +123,7 @@ def inputs_of(layer: CachingSelfAttention) -> tuple[Tensor, StubContext]:
 
 
 def by_megatrons_parts(layer: CachingSelfAttention, prompt: Tensor, angles: Tensor | None) -> Tensor:
-    """Return the output [tokens, 1, hidden] of one prompt: Megatron's own parts around torch's attention."""
+    """Return the output [tokens, 1, hidden] of one prompt: Megatron's own modules around torch's attention."""
     query, key, value, *gates = layer.get_query_key_value_tensors(
         prompt, output_gate=layer.config.attention_output_gate
     )

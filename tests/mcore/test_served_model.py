@@ -1,4 +1,4 @@
-"""Which models are refused before anything is built for them."""
+"""Unsupported models are refused before anything is built for them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.mcore.engine_runs import EngineRun, tiny_hybrid
 
 
 class FirstOfTwoStages(OneRank):
-    """A rank whose twin is the next stage."""
+    """A rank that is also its next pipeline stage."""
 
     num_ranks = num_stages = 2
 

@@ -1,4 +1,4 @@
-"""The shared expert with a gate: its output times the sigmoid of one number a token, by whichever launch adds it."""
+"""A gated shared expert: its output times the sigmoid of one number per token, in any launch that adds it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
 
 
 def gated_layer(dtype: torch.dtype = torch.float32, **settings: Any) -> MixtureOfExperts:
-    """Return a layer of 7 experts, of which a token takes 3, and a shared one with a gate; gated SiLU."""
+    """Return a layer of 7 experts, 3 per token, and a gated shared one; gated SiLU."""
     initialize_single_process()
     config = TransformerConfig(
         num_layers=3,
@@ -56,7 +56,7 @@ def tokens(layer: MixtureOfExperts, number: int) -> Tensor:
 
 
 def routed_and_gated(layer: MixtureOfExperts, x: Tensor) -> Tensor:
-    """Return the output in other words: the layer without its shared expert, and that by Megatron's forward."""
+    """Return the output computed separately: the layer without its shared expert, and that by Megatron's forward."""
     shared, layer.shared_experts = layer.shared_experts, None
     routed, layer.shared_experts = layer(x), shared
     ungated = shared.ungated(x)
@@ -67,7 +67,7 @@ def routed_and_gated(layer: MixtureOfExperts, x: Tensor) -> Tensor:
 
 @pytest.fixture(params=["for the weighted sum", "for few tokens"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let few tokens take the launches that they take on a GPU, computed by the twins, or the others."""
+    """Select the launches of few tokens on a GPU, computed by references, or the others."""
     if request.param == "for few tokens":
         monkeypatch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
     name: str = request.param
@@ -117,7 +117,7 @@ def test_gate_is_applied_to_an_overlapped_shared_expert(num_tokens: int, monkeyp
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 257])
 def test_gate_is_applied_before_a_separate_addition(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With latent projections, or experts on other ranks, the weighted sum does not have the shared expert."""
+    """With latent projections, or experts on other ranks, the weighted sum lacks the shared expert."""
     monkeypatch.setattr(overlapped_expert, "takes_long_tiles", lambda *args, **settings: True)
     latent, exchanged = gated_layer(moe_latent_size=32), gated_layer()
     x = tokens(latent, num_tokens)

@@ -1,4 +1,4 @@
-"""Engines that share experts, each in a thread: whatever their loads, they launch the same steps in the same order.
+"""Engines that share experts, each in a thread, launch the same steps in the same order under any load.
 
 The model has no experts, so nothing is exchanged but what the hosts agree on; a step that one rank launches early and
 another later, or never, would make ranks with experts wait for each other for ever.
@@ -23,7 +23,7 @@ from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, Hybrid, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.step.test_shared_steps import Meeting
+from tests.step.meetings import Meeting
 
 NUM_REQUESTS = 7
 ASKED: list[dict[str, Any]] = [
@@ -42,7 +42,7 @@ def _num_exchanged(wrapper: Any) -> int:
 
 
 class Launches:
-    """Forwards that each thread launches: a graph's shape, or the tokens to exchange; and which of them early."""
+    """Forwards that each thread launches: a graph's shape, or the number of exchanged tokens; and the early ones."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._mine = threading.local()
@@ -61,20 +61,20 @@ class Launches:
         patch.setattr(owner, name, noted)
 
     def begin(self) -> list[Any]:
-        """Note what this thread launches from now on."""
+        """Record this thread's launches from now on."""
         self._mine.noted = []
         return self._mine.noted
 
 
 @pytest.fixture(autouse=True)
 def one_loop_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines of several threads run in event loops of their own; Megatron keeps one for the process."""
+    """Let engines of several threads run in their own event loops; Megatron keeps one per process."""
     for module in (dynamic_engine, engine_loop):
         monkeypatch.setattr(module, "get_asyncio_loop", lambda loop=None: loop or asyncio.get_event_loop())
 
 
 def in_threads(num_ranks: int, serve_rank: Callable[[int], Any]) -> list[Any]:
-    """Return what each rank comes to, each in a thread and an event loop of its own."""
+    """Return each rank's results, each in its own thread and event loop."""
 
     def served(rank: int) -> Any:
         asyncio.set_event_loop(asyncio.new_event_loop())
@@ -90,7 +90,7 @@ def in_threads(num_ranks: int, serve_rank: Callable[[int], Any]) -> list[Any]:
 def serve(
     subject: Hybrid, rank: int, seed: int, meeting: Meeting, launches: Launches, drafts: int, *, asks: bool = False
 ) -> tuple[EngineRun, list[Any]]:
-    """Serve this rank's requests in step with the other ranks; return what was launched.
+    """Serve this rank's requests in step with the other ranks; return its launches.
 
     Args:
         asks: True if requests ask for more than tokens.

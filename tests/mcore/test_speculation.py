@@ -1,4 +1,4 @@
-"""Steps that verify drafts: what is kept, what is findable afterwards, and how many copies that takes."""
+"""Steps that verify drafts: kept tokens, findable blocks, and the number of copies."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -55,7 +55,7 @@ def prompt_of(request_id: int) -> list[int]:
 
 @cache
 def greedy_texts() -> dict[int, list[int]]:
-    """Return what four requests come to without drafts: prompt and reply."""
+    """Return the texts of four requests without drafts: prompt and reply."""
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, prefix_caching=False))
     for request_id in range(4):
@@ -84,7 +84,7 @@ def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., 
 
 @pytest.fixture
 def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Collect, for each align copy that is launched, how many requests it copies."""
+    """Collect the number of requests of each align copy."""
     counts: list[int] = []
     for drafts in (WindowStorage, ReplayStorage):
         monkeypatch.setattr(drafts, "cache_boundaries", _counted(drafts.cache_boundaries, counts))
@@ -209,7 +209,7 @@ def test_sampled_tokens_equal_those_without_drafts(
 
 
 class HiddenStateDrafter(NoisyDrafter):
-    """Notes the hidden states that come with its draft requests, by request and length of the text."""
+    """Records the hidden states of its draft requests, by request and length of the text."""
 
     hidden_size = 32
 
@@ -416,7 +416,7 @@ def test_failed_drafter_forgets_its_requests_before_the_next_call(
 
 
 class ForgetsWithDifficulty(NoisyDrafter):
-    """Raises whenever a request has left."""
+    """Raises whenever a request leaves."""
 
     def forget(self, request_id: int) -> None:
         super().forget(request_id)
@@ -438,7 +438,7 @@ def test_drafter_that_cannot_forget_affects_no_request(caplog: pytest.LogCapture
 
 
 class BrokenDrafter(NoisyDrafter):
-    """Raises, or answers nonsense, whenever it is asked for request 0."""
+    """Raises, or returns an invalid answer, for request 0."""
 
     answer: Any = None
 

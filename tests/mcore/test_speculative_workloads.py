@@ -1,27 +1,21 @@
-"""Random workloads whose steps verify drafts: whatever is proposed, the tokens are the oracle's."""
+"""Random workloads whose steps verify drafts: tokens match the oracle with any drafts."""
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_mamba_cache.speculation.drafter import Drafter
-from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
-from tests.mcore.engine_runs import Hybrid, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
     MODEL_FORMS,
-    Workload,
     WorkloadOutcome,
     make_workload,
     run_workload,
-    undisturbed,
 )
+from tests.mcore.workload_drafters import make_drafter
 from tests.mcore.workload_totals import WorkloadTotals
 from tests.recurrences.toy import on_cpu
 
@@ -40,7 +34,6 @@ SEEDS = [
     pytest.param("gated delta", False, range(1, len(SHORT)), id="gated-delta-more", marks=pytest.mark.long),
     pytest.param("gated delta", False, range(len(SHORT), 38), id="gated-delta-long", marks=pytest.mark.slow),
 ]
-ACCURACIES = (0.0, 0.5, 0.8, 0.95, 1.0)
 
 EXERCISES = {
     name: ("draft_tokens", "accepted_tokens", "windows_changed")
@@ -56,45 +49,6 @@ def totals() -> Iterator[WorkloadTotals]:
     totals = WorkloadTotals()
     yield totals
     totals.report()
-
-
-def make_drafter(rng: random.Random, work: Workload) -> Drafter:
-    kind = rng.random()
-    if kind < 0.25:
-        return PromptLookupDrafter(min_match=rng.choice([1, 2]))
-    if kind < 0.5:
-        return make_draft_model(rng, work)
-    texts = run_workload(undisturbed(work)).texts
-    vocab = work.subject.sizes.vocab_size
-    return NoisyDrafter(
-        texts, accuracy=rng.choice(ACCURACIES), vocab_size=vocab, seed=rng.randrange(1000), varies=rng.random() < 0.5
-    )
-
-
-def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
-    """Return the model itself or one that is unlike it, with a memory of its own that may be short of everything."""
-    sizes = work.subject.sizes
-    unlike = {"pattern": "M*", "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "seed": 3}
-    subject = rng.choice([work.subject, tiny_hybrid(**unlike, vocab_size=sizes.vocab_size)])
-    return start_draft_model(rng, work, subject)
-
-
-def start_draft_model(rng: random.Random, work: Workload, subject: Hybrid, **settings: Any) -> CheckedDraftModel:
-    """Return a model that drafts for a workload's, with random settings where none are given."""
-    block = subject.sizes.ssm_chunk_size * rng.choice([1, 2])
-    max_requests = rng.randrange(2, 9)
-    chosen = {
-        "block_size_tokens": block,
-        "max_requests": max_requests,
-        "max_tokens": rng.choice([max_requests, 4 * block, 256]),
-        "max_sequence_length": work.config.max_sequence_length,
-        "num_cuda_graphs": rng.choice([0, 3]),
-        "cuda_graph_prefill_tokens": rng.choice([None, 40]),
-        "kv_blocks": rng.choice([2, 12, 200]),
-        "cached_states": rng.choice([1, 4, 40]),
-        "prefix_caching": rng.random() < 0.8,
-    }
-    return CheckedDraftModel.start(subject, **chosen | settings)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Memory that KV blocks and states share: what one leaves there is no number for the other, and changes no token."""
+"""In memory shared by KV blocks and states, stale bytes of one are never read by the other."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ NUM_SEEDS = 4
 
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[SlabSpace]:
-    """Let all memory begin as not-a-number, as if every slab had held states; return the spaces that are made."""
+    """Fill all memory with NaN first, as if every slab had held states; return the spaces."""
     spaces: list[SlabSpace] = []
     initialise = CacheMemory.__init__
 
@@ -41,7 +41,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[SlabSpace]:
 
 @pytest.fixture
 def num_checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Assert at the start of each step that its requests' KV blocks hold numbers; return how many were looked at."""
+    """Assert at the start of each step that its requests' KV blocks hold no NaN; return the number of blocks."""
     looked_at: Counter[str] = Counter()
     begin = StepRunner.begin
 

@@ -1,4 +1,4 @@
-"""Estimated reads of a model's decode steps, and which policy plans their drafts."""
+"""Estimated reads of a model's decode steps, and the policy that plans their drafts."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_captured_steps_are_padded_to_the_most_drafts(settings: dict[str, Any], 
 
 
 class SaysHowLong(NoisyDrafter):
-    """Takes a while."""
+    """Take a while."""
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         return 0.001 * num_drafts

@@ -16,7 +16,7 @@ SUFFIX_LEN = 5
 
 
 def _transfers(step: Callable[[], None]) -> Counter[str]:
-    """Count copies by direction, and waits for the device that a copy to the host does not explain."""
+    """Count copies by direction, and device waits that are not due to a copy to the host."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
@@ -119,7 +119,7 @@ def _our_whole_step() -> Callable[[], None]:
 
 
 def _our_whole_prefill() -> Callable[[], None]:
-    """Return a whole step of our engine that admits every request as a hit and prefills what the cache leaves of it."""
+    """Return a whole step of our engine that admits every request as a hit and prefills the rest of it."""
     from megatron.core.inference.sampling_params import SamplingParams
 
     engine = _our_engine()

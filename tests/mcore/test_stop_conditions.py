@@ -1,4 +1,4 @@
-"""Requests end with their end token or stop word, whatever happened to them on the way."""
+"""Requests end with their end token or stop word, despite interruptions."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def start_run(**settings: Any) -> EngineRun:
 
 
 def prompt_and_reply() -> tuple[list[int], list[int]]:
-    """Return a prompt and what the model says to it greedily."""
+    """Return a prompt and the model's greedy reply."""
     rng = random.Random(0)
     prompt = [rng.randrange(256) for _ in range(20)]
     run = start_run()
@@ -28,12 +28,12 @@ def prompt_and_reply() -> tuple[list[int], list[int]]:
 
 
 def first_end_of(word: list[int], tokens: list[int]) -> int:
-    """Return how many tokens there are up to the end of the first occurrence of `word`."""
+    """Return the number of tokens up to the end of the first occurrence of `word`."""
     return next(end for end in range(len(word), len(tokens) + 1) if tokens[end - len(word) : end] == word)
 
 
 def as_text(tokens: list[int]) -> str:
-    """Return the tokens in the words of `TokenIdTokenizer`."""
+    """Return the tokens as words of `TokenIdTokenizer`."""
     return " ".join(map(str, tokens))
 
 

@@ -1,4 +1,4 @@
-"""Replayed states that are stored in bf16 do not depend on the number of drafts, and neither do tokens."""
+"""Replayed states stored in bf16 do not depend on the number of drafts, and neither do tokens."""
 
 import random
 from types import ModuleType
@@ -24,7 +24,7 @@ States = dict[bytes, tuple[Tensor, Tensor]]
 
 
 class TokenByToken:
-    """A module with products of one token each, whose bits do not depend on how many tokens a step has."""
+    """A module that computes its GEMMs one token at a time, so that bits do not depend on the step's tokens."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module

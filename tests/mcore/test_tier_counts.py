@@ -1,4 +1,4 @@
-"""Reports of an engine's tiers: tokens that came back, bytes by use, copies under way, copies that were lost."""
+"""An engine's tier reports: restored tokens, bytes by use, copies in flight, failed copies."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ TEXTS = [some_tokens(PROMPT_LEN, seed=number) for number in range(NUM_TEXTS)]
 
 
 def tier_config(directory: Path | None = None) -> CacheConfig:
-    """Return settings with room for one text on the device and for all of them below."""
+    """Return settings with room for one text on the device and for all of them in the tiers."""
     subject = tiny_hybrid()
     config = with_one_budget(cache_config(subject.sizes, max_sequence_length=256, max_requests=2), subject.shape, 1)
     config = with_host_tier(config, subject.shape, 60)
@@ -33,7 +33,7 @@ def tier_config(directory: Path | None = None) -> CacheConfig:
 
 
 def run_texts(run: EngineRun, first_id: int = 0) -> list[TierTokens]:
-    """Run each text by itself; return what came back for each."""
+    """Run each text alone; return the restored tokens of each."""
     found = []
     for number, text in enumerate(TEXTS):
         run.run(first_id + number, text, 4)

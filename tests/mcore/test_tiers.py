@@ -1,4 +1,4 @@
-"""Engines whose prefixes go to the host and to disk and come back: tokens are the oracle's, whatever happens."""
+"""Engines whose prefixes are offloaded to host and disk and restored: tokens match the oracle."""
 
 import errno
 import gc
@@ -37,30 +37,17 @@ from tests.mcore.engine_runs import (
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import InjectedError, raise_once
 from tests.mcore.random_workloads import GATED_DELTA_MODELS, QUANTIZATION_MARGIN
+from tests.mcore.tier_conversations import BLOCK, NUM_TEXTS, PROMPT_LEN, Conversations, on_disk, small_device
 from tests.recurrences.toy import on_cpu
-
-REPOSITORY = Path(__file__).parents[2]
-NUM_TEXTS = 6
-PROMPT_LEN = 100
-BLOCK = 16
-
-
-def small_device(subject: Hybrid, *, host_slabs: int = 60, **settings: Any) -> CacheConfig:
-    """Return settings with room for one request on the device, and for all texts on the host."""
-    limits = {"max_sequence_length": 256, "max_requests": 2}
-    config = with_one_budget(cache_config(subject.sizes, **limits, **settings), subject.shape, 1)
-    return with_host_tier(config, subject.shape, host_slabs)
-
-
-def on_disk(config: CacheConfig, directory: Path, **settings: Any) -> CacheConfig:
-    """Return the settings with a directory below the host."""
-    return replace(config, disk_cache_dir=str(directory), disk_cache_gb=0.01, **settings)
 
 
 @pytest.fixture
 def subject(request: pytest.FixtureRequest) -> Hybrid:
     """Return a tiny model with some of its sizes changed."""
     return tiny_hybrid(**request.param)
+
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 subjects = pytest.mark.parametrize(
@@ -74,31 +61,6 @@ subjects = pytest.mark.parametrize(
 )
 
 
-class Conversations:
-    """Texts that take turns on engines; each turn's prompt continues the reply before."""
-
-    def __init__(self) -> None:
-        self.texts = [some_tokens(PROMPT_LEN, seed=number) for number in range(NUM_TEXTS)]
-        self._num_requests = 0
-
-    def turn(self, run: EngineRun, **settings: Any) -> list[int]:
-        """Run the next turn of each text, with time for its copies; return the tokens that each skipped."""
-        skipped = []
-        for number, text in enumerate(self.texts):
-            request_id = self._num_requests
-            self._num_requests += 1
-            run.run(request_id, text, 10, **settings)
-            run.end_copies()
-            skipped.append(run.engine.cached_tokens(request_id))
-            self.texts[number] = [*text, *run.tokens(request_id), *some_tokens(5, seed=request_id)]
-        return skipped
-
-    @property
-    def most(self) -> list[int]:
-        """Return the tokens that each text's next turn can skip: all whole blocks that are computed by now."""
-        return [(len(text) - 6) // BLOCK * BLOCK for text in self.texts]
-
-
 def resolve(run: EngineRun) -> None:
     """Wait for all copies, and assert that nothing is held."""
     run.assert_exact()
@@ -106,7 +68,7 @@ def resolve(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_restore_starts_for_a_request_waiting_at_the_limit(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps overlap while it waits, and its prefix is there when the request ends."""
+    """Steps overlap while it waits, and its prefix is restored when the running request ends."""
     capture_without_cuda(monkeypatch)
     subject = tiny_hybrid()
     config = with_one_budget(cache_config(subject.sizes, max_sequence_length=256, max_requests=1), subject.shape, 12)
@@ -333,7 +295,7 @@ def test_other_settings_of_the_same_weights_find_nothing(tmp_path: Path) -> None
 
 
 def test_text_is_stored_again_after_a_corrupt_file(tmp_path: Path) -> None:
-    """Nothing is written after an entry that cannot be read any more."""
+    """Nothing is written after an unreadable entry."""
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
@@ -474,8 +436,7 @@ _SERVED = """
 import json, sys, time
 from pathlib import Path
 from tests.mcore.engine_runs import EngineRun, tiny_hybrid
-from tests.mcore.test_tiers import Conversations, on_disk, small_device
-
+from tests.mcore.tier_conversations import Conversations, on_disk, small_device
 run, talks = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), Path(sys.argv[1]))), Conversations()
 talks.turn(run)
 run.context.memory.below.drain()
@@ -543,7 +504,7 @@ def test_unusable_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_failed_step_does_not_clear_restored_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restored KV is written to memory of former states, which steps clear before they may read it."""
+    """Restored KV is written to memory of former states, which steps clear before they read it."""
     subject = tiny_hybrid()
     limits = cache_config(subject.sizes, max_sequence_length=160, max_requests=2)
     config = with_host_tier(with_one_budget(limits, subject.shape, 5), subject.shape, 60)

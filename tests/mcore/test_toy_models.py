@@ -1,4 +1,4 @@
-"""A toy recurrence: its slots, the draft states that it has, and defects that the random workloads must find."""
+"""A toy recurrence: its slots, its draft states, and planted defects that the random workloads must find."""
 
 import random
 from collections import Counter
@@ -18,6 +18,7 @@ from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.tiers import host_memory
 from megatron_mamba_cache.tiers.copy_lanes import Piece, UnitSizes
 from megatron_mamba_cache.tiers.entry_files import EntryForm
+from tests.mcore.checked_restores import checked_restores
 from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, tiny_hybrid, tiny_sizes
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
@@ -29,24 +30,23 @@ from tests.mcore.random_workloads import (
     run_workload,
     undisturbed,
 )
-from tests.mcore.test_quantized_workloads import checked_restores
 from tests.mcore.toy_models import ToyHybridConfig, toy_state_bytes
 from tests.recurrences.toy import on_cpu
 
 pytestmark = on_cpu
 TENSORS = ("inputs", "matrix", "memory", "last", "cells")
-"""Of a slot, in the order of its groups."""
+"""Tensors of a slot, in the order of its groups."""
 NUM_DRAFTS = 4
 Plant = Callable[[pytest.MonkeyPatch, Workload], None]
 
 
 def restored_workload() -> Workload:
-    """Return turns of texts, with prefixes that come back from the host, and with log-probs."""
+    """Return turns of texts with prefixes restored from the host and with log-probs."""
     return replace(make_workload(FLAVOURS["host_tier"], 0, models=TOY_MODELS, has_log_probs=True), disturbed_share=0.0)
 
 
 def disk_workload() -> Workload:
-    """Return turns of texts, with prefixes that come back from the disk, and with log-probs."""
+    """Return turns of texts with prefixes restored from the disk and with log-probs."""
     return replace(make_workload(FLAVOURS["disk_tier"], 1, models=TOY_MODELS, has_log_probs=True), disturbed_share=0.0)
 
 
@@ -56,7 +56,7 @@ def quantized_workload() -> Workload:
 
 
 def drafted_workload() -> Workload:
-    """Return pairs of turns; the second one resumes at a boundary that accepted drafts of the first one crossed."""
+    """Return pairs of turns; the second resumes at a boundary crossed by accepted drafts of the first."""
     subject = tiny_hybrid(**TOY_MODELS[0])
     block = 2 * subject.sizes.ssm_chunk_size
     config = cache_config(subject.sizes, num_speculative_tokens=NUM_DRAFTS, decode_checkpoints="all")
@@ -68,7 +68,7 @@ def drafted_workload() -> Workload:
 
 
 def with_move_of(change: Callable[..., tuple[torch.Tensor, ...]]) -> Plant:
-    """Return a defect: an align copy decides something else."""
+    """Return a defect: an align copy makes another decision."""
 
     def plant(patch: pytest.MonkeyPatch, _: Workload) -> None:
         decide = moves._decide
@@ -78,7 +78,7 @@ def with_move_of(change: Callable[..., tuple[torch.Tensor, ...]]) -> Plant:
 
 
 def without_move(index: int) -> Plant:
-    """Return a defect: an align copy leaves a tensor out."""
+    """Return a defect: an align copy omits a tensor."""
 
     def plant(patch: pytest.MonkeyPatch, _: Workload) -> None:
         align_copy = cached_form.align_copy
@@ -170,7 +170,7 @@ def test_workloads_without_the_defect_pass(make: Callable[[], Workload], monkeyp
 
 
 def run_checked(work: Workload, patch: pytest.MonkeyPatch) -> Counter[str]:
-    """Run a workload, with restored states checked where they are quantized; return its counters."""
+    """Run a workload, with checks of restored states if they are quantized; return its counters."""
     drafter = None
     if work.config.num_speculative_tokens:
         texts = run_workload(undisturbed(work)).texts

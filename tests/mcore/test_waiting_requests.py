@@ -1,4 +1,4 @@
-"""Calls of a step for waiting requests: their number does not grow with the queue."""
+"""The number of calls of a step for waiting requests does not grow with the queue."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Warmup: afterwards nothing compiles, and nothing else has changed."""
+"""After warmup nothing compiles, and nothing else has changed."""
 
 import random
 from dataclasses import replace
@@ -28,10 +28,10 @@ from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling
 from megatron_mamba_cache.step import graphs, warmup
 from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.step_graph import StepGraph
-from megatron_mamba_cache.step.warmup import batch_sizes, decode_steps, prefill_steps, rehearse, rehearse_prefill
+from megatron_mamba_cache.step.warmup import batch_sizes, decode_steps, prefill_steps, rehearse_prefill
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches
+from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches, rehearse_engine
 
 NUM_ROWS = 20
 SMALL = {"mamba_head_dim": 16, "mamba_state_dim": 16, "ssm_chunk_size": 16}
@@ -59,7 +59,7 @@ MODELS = {
 
 
 def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> EngineRun:
-    """Return an engine of `NUM_ROWS` requests whose memory is short."""
+    """Return an engine of `NUM_ROWS` requests with little memory."""
     small = {
         "max_requests": NUM_ROWS,
         "max_tokens": 512,
@@ -71,12 +71,8 @@ def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> En
     return EngineRun.start(hybrid(sizes), cache_config(sizes, **(small | settings)))
 
 
-def rehearse_engine(run: EngineRun) -> None:
-    rehearse(run.engine.controller.inference_wrapped_model, run.context.runner)
-
-
 def run_workload(run: EngineRun) -> None:
-    """Prefill one request, some and many, hit, decode in changing company, settle, pause and resume."""
+    """Prefill one request, some and many, hit, decode in changing batches, resolve, pause and resume."""
     block = run.context.block_size_tokens
     document = some_tokens(3 * block)
     run.run(0, [*document, 1])
@@ -181,7 +177,7 @@ def test_warmup_covers_every_scan_variant(num_heads: int, max_requests: int, mon
 
 
 def cache_snapshot(run: EngineRun) -> CacheSnapshot:
-    """Return all that a snapshot counts but compilations, which a rehearsal is for."""
+    """Return all counts of a snapshot except compilations."""
     return replace(run.context.snapshot(), num_compiled_kernels=0, compile_seconds=0.0)
 
 
@@ -266,7 +262,7 @@ def test_shared_experts_order_needs_no_kernel() -> None:
 
 @pytest.mark.parametrize("num_graphs", [0, 3])
 def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once: not again where graphs are captured anew, or before a warmup."""
+    """Compile once: not again for a recapture, or before a warmup."""
     capture_without_cuda(monkeypatch)
     events: list[str] = []
 
@@ -385,7 +381,7 @@ def test_warmup_of_a_draft_model_changes_nothing() -> None:
 
 
 class WarmDrafter:
-    """Drafts nothing; counts how often it is warmed up."""
+    """Drafts nothing; counts its warmups."""
 
     def __init__(self) -> None:
         self.warmups = 0
@@ -394,10 +390,10 @@ class WarmDrafter:
         raise AssertionError("nothing is to be drafted")
 
     def forget(self, request_id: int) -> None:
-        """Know nothing."""
+        """Do nothing."""
 
     def warmup(self) -> None:
-        """Count."""
+        """Count the warmup."""
         self.warmups += 1
 
 

@@ -17,7 +17,7 @@ class ToyHybridConfig(RandomHybridConfig):
 
 
 class ToyMixer(nn.Module):
-    """The mixer of a recurrent layer, whose weights depend on the model's seed and the layer only.
+    """The mixer of a recurrent layer, whose weights depend only on the model's seed and the layer.
 
     Args:
         layer: Of the whole model, counted from 0; a recurrent one.
@@ -44,7 +44,7 @@ class ToyMixer(nn.Module):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """Settings that decide the mixer's result with its weights."""
+        """Settings that decide the mixer's result together with its weights."""
         return self.recurrence, self.is_first
 
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **_: Any) -> tuple[Tensor, None]:
@@ -68,7 +68,7 @@ class ToyMixer(nn.Module):
 
 
 def put_toys(model: Any, sizes: RandomHybridConfig) -> None:
-    """Put toys instead of the mixers of this rank's part of a model."""
+    """Replace the mixers of this rank's shard of a model by toys."""
     for index, symbol in enumerate(model.decoder.layer_type_list):
         if symbol == "M":
             layer = model.decoder.layers[index]
@@ -76,7 +76,7 @@ def put_toys(model: Any, sizes: RandomHybridConfig) -> None:
 
 
 def toy_state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0, *, is_quantized: bool = False) -> int:
-    """Return the bytes of one state over all layers, where so many drafts have slots."""
+    """Return the bytes of one state over all layers, with slots for `num_drafts` drafts."""
     num_layers, itemsize = sizes.pattern.count("M"), sizes.dtype.itemsize
     num_matrices, num_vectors = (num_layers + 1) // 2, num_layers // 2
     window = (KEPT + num_drafts) * CHANNELS * itemsize

@@ -23,7 +23,7 @@ class WorkloadTotals:
         *,
         enough: int | None = None,
     ) -> None:
-        """Run a workload of each seed, add up what they came to, and assert that no counter of `exercises` stayed 0.
+        """Run a workload of each seed, sum the results, and assert that every counter of `exercises` is positive.
 
         Args:
             enough: Of the seeds, if nothing of `exercises` is left by then; None: all are run.

@@ -1,4 +1,4 @@
-"""Damage a checkpoint directory in one place, and see it refused."""
+"""Damage a checkpoint directory in one file, and check that it is refused."""
 
 import json
 import shutil
@@ -29,14 +29,14 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write these tensors into one file, in place of all that the checkpoint has."""
+    """Write these tensors into one file, instead of all tensors of the checkpoint."""
     for file in (*directory.glob("*.safetensors"), *directory.glob(INDEX)):
         file.unlink()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
 
 
 def write_shards(directory: Path, tensors: Mapping[str, Tensor], num_shards: int = 3) -> None:
-    """Write these tensors into several files with an index, in place of all that the checkpoint has."""
+    """Write these tensors into several files with an index, instead of all tensors of the checkpoint."""
     write_tensors(directory, {})
     (directory / "model.safetensors").unlink()
     names, files = sorted(tensors), {}
@@ -66,7 +66,7 @@ def drop_field(directory: Path, name: str) -> None:
 
 
 def assert_refused(directory: Path | str, *named: str) -> None:
-    """Assert that loading fails with an error that says all of this."""
+    """Assert that loading fails with an error that contains all of these texts."""
     with pytest.raises(ValueError) as refusal:
         load_hugging_face(directory, torch.float32)
     for name in named:

@@ -1,4 +1,4 @@
-"""Settings under which models are compared with transformers, and checkpoints to load or to damage."""
+"""Settings for comparisons with transformers, and checkpoints to load or to damage."""
 
 import importlib
 from dataclasses import replace
@@ -16,12 +16,12 @@ FUNCTIONS = {
     **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h"), CONVOLUTIONS + MAMBA_FUNCTIONS),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), CONVOLUTIONS + DELTA_FUNCTIONS),
 }
-"""transformers' own, in torch, which it wraps in those of other packages where they are installed."""
+"""transformers' torch functions, which it replaces by those of other packages if they are installed."""
 
 
 @pytest.fixture(autouse=True, scope="session")
 def transformers_in_torch() -> None:
-    """Let transformers' models run in torch: where mamba-ssm or fla is installed, they take its kernels."""
+    """Run transformers' models in torch: with mamba-ssm or fla installed, they would use its kernels."""
     for family, names in FUNCTIONS.items():
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         for name in names:
@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a checkpoint with experts and columns enough for blocks of 128 and groups of 32; tests change copies."""
+    """Write a checkpoint with experts and enough columns for blocks of 128 and groups of 32; tests change copies."""
     case, directory = wide_checkpoint("nemotron_h_moe-0"), tmp_path_factory.mktemp("wide")
     case.write(case.model(), directory)
     return directory
@@ -49,7 +49,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where a model is built, that is, where memory is spent on a checkpoint that could have been refused."""
+    """Fail if a model is built, that is, if memory is allocated for a checkpoint that could have been refused."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("a model was built")

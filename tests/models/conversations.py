@@ -1,4 +1,4 @@
-"""Conversations with a loaded checkpoint, and what transformers' model says of each of their tokens.
+"""Conversations with a loaded checkpoint, compared with transformers' model token by token.
 
 Each token is compared with what transformers' model scores best after the tokens before it, in one forward pass over
 the whole text, and its log probability with that of transformers.
@@ -25,14 +25,14 @@ from tests.models.tiny_checkpoints import TinyCheckpoint
 TOLERANCE = 2e-4
 AMBIGUOUS_MARGIN = 1e-4
 AMBIGUOUS_ROUTING = 1e-6
-"""Of the scores of a token's last expert and the next one: either may be chosen, and later tokens depend on it."""
+"""Least gap between a token's last expert and the next: below it, either may be chosen, and later tokens differ."""
 REPLY = 24
 DRAFTS = {"num_speculative_tokens": 3, "adaptive_drafts": False, "draft_states": "window"}
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A checkpoint in transformers and as it is loaded."""
+    """A checkpoint in transformers and as loaded here."""
 
     case: TinyCheckpoint
     reference: PreTrainedModel
@@ -48,7 +48,7 @@ class Subject:
     def start(
         self, *, kv_blocks: int = 40, cached_states: int = 40, drafter: Drafter | None = None, **settings: Any
     ) -> EngineRun:
-        """Build an engine with room for so many blocks and cached states."""
+        """Build an engine with room for these numbers of blocks and cached states."""
         shape, block = model_shape_of(self.loaded.model), self.case.block_size
         small = {"max_requests": 4, "max_tokens": 256, "max_sequence_length": 640} | settings
         plain = CacheConfig(block_size_tokens=block, **small)
@@ -63,7 +63,7 @@ class Subject:
         return EngineRun(self.loaded, build_engine(self.loaded.model, config, drafter=drafter))
 
     def assert_as_in_transformers(self, run: EngineRun) -> None:
-        """Assert that the tokens of all requests and their log probabilities are those of transformers."""
+        """Assert that all tokens and log probabilities of all requests match transformers."""
         num_sure, num_tokens = 0, 0
         for request_id, request in run.finished.items():
             prompt, tokens = run.prompts[request_id], torch.tensor(run.tokens(request_id))
@@ -81,7 +81,7 @@ class Subject:
 
     @torch.inference_mode()
     def _logits_and_gaps(self, text: list[int]) -> tuple[Tensor, Tensor]:
-        """Return transformers' logits [tokens, vocab], and by how much each token's last expert leads the next one."""
+        """Return transformers' logits [tokens, vocab], and each token's gap between its last expert and the next."""
         gaps = [torch.ones(len(text))]
 
         def note(router: nn.Module, _: Any, outputs: tuple[Tensor, ...]) -> None:
@@ -98,7 +98,7 @@ class Subject:
 
 
 def converse(subject: Subject, run: EngineRun, num_others: int = 0) -> None:
-    """Run two conversations of three turns side by side, the second one branching off the first within a block.
+    """Run two concurrent conversations of three turns, the second branching off the first within a block.
 
     After each turn, so many requests come that have nothing in common with them.
     """
@@ -119,5 +119,5 @@ def converse(subject: Subject, run: EngineRun, num_others: int = 0) -> None:
 
 
 def asked() -> Any:
-    """Return what a request asks for: a greedy reply with its log probabilities."""
+    """Return the settings of a request: a greedy reply with its log probabilities."""
     return greedy(REPLY, return_log_probs=True, skip_prompt_log_probs=True)

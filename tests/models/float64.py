@@ -1,4 +1,4 @@
-"""Models evaluated in float64 throughout, also where their code asks for float32: what float32 rounds."""
+"""Models evaluated in float64 throughout, even where their code asks for float32."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

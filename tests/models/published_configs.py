@@ -1,4 +1,4 @@
-"""Configurations as they are published."""
+"""Published configurations of models."""
 
 from typing import Any
 
@@ -88,7 +88,7 @@ QWEN3_NEXT: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 151_936,
 }
-"""Fields and values of Qwen3-Next-80B-A3B, as transformers' documentation and training recipes give them."""
+"""Fields and values of Qwen3-Next-80B-A3B, from transformers' documentation and training recipes."""
 QWEN3_5_TEXT: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -122,7 +122,7 @@ QWEN3_5_TEXT: dict[str, Any] = {
 
 
 def qwen3_5(num_layers: int, tied: bool = False, **text: Any) -> dict[str, Any]:
-    """Return the configuration of a Qwen3.5 model of these sizes, part of a model that sees images."""
+    """Return the configuration of a Qwen3.5 model of these sizes, as part of a multimodal model."""
     kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(num_layers)]
     model_type = "qwen3_5_moe" if "num_experts" in text else "qwen3_5"
     fields = {"model_type": f"{model_type}_text", "num_hidden_layers": num_layers, "layer_types": kinds}
@@ -138,7 +138,7 @@ def qwen3_5(num_layers: int, tied: bool = False, **text: Any) -> dict[str, Any]:
 
 
 def experts(hidden_size: int, count: int, top_k: int) -> dict[str, int]:
-    """Return the fields of experts of which the shared one has the size of the others."""
+    """Return the fields of experts whose shared one has the size of the others."""
     return {
         "moe_intermediate_size": hidden_size,
         "num_experts": count,

@@ -1,4 +1,4 @@
-"""The ways in which published checkpoints are quantized, as `quantized_writer.Kind`."""
+"""The quantization formats of published checkpoints, as `quantized_writer.Kind`."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from tests.models.quantized_writer import Kind, fp4, fp8
 
 KEPT = "layers.1.|o_proj"
-"""Pattern of names that stay in bf16, where a checkpoint keeps some."""
+"""Pattern of the names that stay in bf16, if a checkpoint keeps some."""
 _IGNORED = ["lm_head", "backbone.layers.1.mixer.up_proj", "re:.*o_proj"]
 
 
@@ -60,7 +60,7 @@ def _compressed(layout: str, encoder: Any, columns: int = 1, **weights: Any) -> 
 
 
 def _mixed() -> Kind:
-    """Experts in NVFP4 and all else in FP8, as in Nemotron 3's files."""
+    """Experts in NVFP4 and the rest in FP8, as in Nemotron 3's files."""
     layers = {
         "backbone.layers.1.mixer.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
         "backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"},
@@ -72,7 +72,7 @@ def _mixed() -> Kind:
 
 
 def _mixed_groups() -> Kind:
-    """Experts in NVFP4 and all else in FP8, as compressed-tensors says it."""
+    """Experts in NVFP4 and the rest in FP8, as compressed-tensors writes it."""
     four = _compressed("nvfp4-pack-quantized", None, num_bits=4, strategy="tensor_group", group_size=16)
     eight = _compressed("float-quantized", None, strategy="channel")
     assert four.config is not None and eight.config is not None

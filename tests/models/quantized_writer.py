@@ -1,4 +1,4 @@
-"""Write checkpoints in quantized formats, with the values that they mean, in numpy and integers alone.
+"""Write checkpoints in quantized formats and their dequantized values, with numpy and integers only.
 
 Nothing here comes from the package or from torch's types of 8 bits: tables follow from the formats' definitions, bits
 are rounded as integers, and files are written byte by byte.
@@ -45,7 +45,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A weight as a format stores it, by the ending of each tensor's name, and the float32 values that it means."""
+    """A weight as a format stores it, by the suffix of each tensor's name, and its dequantized float32 values."""
 
     parts: Mapping[str, Stored]
     values: Floats
@@ -76,7 +76,7 @@ class Kind:
 
 
 def quantize(directory: Path, kind: Kind, keep: str = "$^", num_shards: int = 3, seed: int = 0) -> dict[str, Floats]:
-    """Store a checkpoint in another way, and return the float32 values of all tensors that it means.
+    """Store a checkpoint in another format, and return the dequantized float32 values of all its tensors.
 
     Args:
         keep: Pattern of names of weights that stay in bf16.
@@ -105,14 +105,14 @@ def quantize(directory: Path, kind: Kind, keep: str = "$^", num_shards: int = 3,
 
 
 def write_plain(directory: Path, means: Mapping[str, Floats], stored_type: str) -> None:
-    """Store these values as an unquantized checkpoint, rounded to a type."""
+    """Store these values as an unquantized checkpoint, rounded to a dtype."""
     write_files(directory, {name: stored_as(stored_type, values) for name, values in means.items()}, num_shards=1)
     edit_json(directory / "config.json", lambda fields: fields.update(quantization_config=None))
     (directory / "hf_quant_config.json").unlink(missing_ok=True)
 
 
 def write_files(directory: Path, tensors: Mapping[str, Stored], num_shards: int) -> None:
-    """Write tensors into safetensors files, in place of all that a directory has; neighbours are in different files."""
+    """Write tensors into safetensors files, instead of all in a directory; neighbours are in different files."""
     for file in (*directory.glob("*.safetensors"), *directory.glob(INDEX)):
         file.unlink()
     names = sorted(tensors)
@@ -185,7 +185,7 @@ def floats_of(stored: Stored) -> Floats:
 def fp8(
     rows: int | None, columns: int | None, scale_type: str = "F32", ending: str = "_scale", shape: str = "grid"
 ) -> Encoder:
-    """Return how e4m3 codes with a scale a block are stored; None: all rows, or all columns.
+    """Return the encoder of e4m3 codes with a scale per block; None: all rows, or all columns.
 
     Args:
         shape: "grid", "four" with a one after each number of blocks, or "flat" without the last dimensions of one.
@@ -209,7 +209,7 @@ def fp8(
 
 
 def fp4(group: int, *, modelopt: bool = False, blocks: bool = False) -> Encoder:
-    """Return how pairs of e2m1 codes are stored: NVFP4 for groups of 16, MXFP4 for groups of 32.
+    """Return the encoder of pairs of e2m1 codes: NVFP4 for groups of 16, MXFP4 for groups of 32.
 
     Args:
         modelopt: Names and global scale as modelopt has them, else as compressed-tensors has them.
@@ -254,7 +254,7 @@ def _encoder_of(kind: Kind, name: str, values: Floats) -> Encoder | None:
 
 
 def _nearest(values: Floats, table: Floats) -> npt.NDArray[np.uint8]:
-    """Return the number of the entry of an ascending table that is nearest to each magnitude."""
+    """Return the index of the nearest entry of an ascending table for each magnitude."""
     halfway = (table[1:] + table[:-1]) / np.float32(2)
     return np.searchsorted(halfway, np.abs(values)).astype(np.uint8)
 

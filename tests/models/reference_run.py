@@ -25,13 +25,13 @@ class ReferenceRun:
     step_logits: Tensor  # [2, generated, vocab], that the tokens were chosen by
 
     def margins(self, prompt: int) -> Tensor:
-        """Return by how much each generated token's logit leads the second best."""
+        """Return the gap of each generated token's logit to the second best."""
         best = self.step_logits[prompt].topk(2, dim=-1).values
         return best[:, 0] - best[:, 1]
 
 
 def reference_run(case: TinyCheckpoint) -> ReferenceRun:
-    """Run the case with the first weights under which both texts are varied enough to tell models apart.
+    """Run the case with the first weights for which both texts are varied enough to tell models apart.
 
     Raises:
         ValueError: If there are none among a few draws.

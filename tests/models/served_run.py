@@ -1,4 +1,4 @@
-"""A loaded checkpoint served by an engine with its cache on, and the logits that its tokens were chosen by."""
+"""A loaded checkpoint served by an engine with its cache on, and the logits of its tokens."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def full_sequence_logits(loaded: LoadedModel, prompts: Tensor) -> Tensor:
 
 
 def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRun) -> ServedRun:
-    """Serve the first prompt, and while it decodes its repetition and the branch."""
+    """Serve the first prompt, and during its decoding a repetition and a branch."""
     config = CacheConfig(
         **case.cache_settings,
         buffer_size_gb=0.01,

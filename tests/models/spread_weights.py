@@ -1,4 +1,4 @@
-"""Random weights under which every layer moves the logits, and greedy text does not repeat one token."""
+"""Random weights for which every layer changes the logits, and greedy text does not repeat one token."""
 
 from collections.abc import Callable
 

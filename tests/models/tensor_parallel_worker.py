@@ -27,7 +27,7 @@ PROMPT_LENGTH = 40
 
 
 def log_of(folder: Path, rank: int) -> Path:
-    """Return the file that a rank prints to."""
+    """Return the log file of a rank."""
     return folder / f"{rank}.log"
 
 
@@ -37,7 +37,7 @@ def some_prompts(vocab_size: int) -> Tensor:
 
 
 def logits_of(loaded: LoadedModel) -> Tensor:
-    """Return the logits [batch, prompt, vocab / ranks] of this rank's part of the vocabulary."""
+    """Return the logits [batch, prompt, vocab / ranks] of this rank's shard of the vocabulary."""
     prompts = some_prompts(loaded.architecture.vocab_size)
     batch, length = prompts.shape
     hidden_from = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()
@@ -46,7 +46,7 @@ def logits_of(loaded: LoadedModel) -> Tensor:
 
 
 def main(rank: int, size: int, folder: Path) -> None:
-    """Do one rank's part; what it prints is in its log."""
+    """Do one rank's work; its output is in its log."""
     write_output_to(log_of(folder, rank))
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
@@ -80,5 +80,5 @@ def assert_same_weights(one: LoadedModel, other: LoadedModel) -> None:
 
 
 def weights_of(loaded: LoadedModel) -> dict[str, Tensor]:
-    """Return parameters and buffers that a checkpoint holds."""
+    """Return the parameters and buffers of a checkpoint."""
     return {name: tensor for name, tensor in loaded.model.state_dict().items() if isinstance(tensor, Tensor)}

@@ -1,4 +1,4 @@
-"""Loaded checkpoints compute what transformers computes, with the cache on and prompts prefilled in pieces.
+"""Loaded checkpoints match transformers, with the cache on and prompts prefilled in chunks.
 
 Evaluated in float64, both are the same model to many digits. In float32 each rounds on its own (most of it in linear
 layers, and in rotary angles, which both round alike), and with large SSM chunks transformers' rounding is near the
@@ -20,7 +20,7 @@ from tests.models.tiny_checkpoints import CASE_NAMES, LARGE_CHUNK_NAMES, TinyChe
 
 TOLERANCE = 1e-4
 EXACT_TOLERANCE = 2e-5
-"""Of the largest logit, from the model in float64, where transformers is further off; how CPUs round differs."""
+"""Relative tolerance to the float64 model's largest logit where transformers has a larger error; CPUs differ."""
 
 AMBIGUOUS_MARGIN = 1e-4
 FLOAT64_TOLERANCE = 1e-10
@@ -40,7 +40,7 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One checkpoint through both implementations."""
+    """One checkpoint in both implementations."""
 
     case: TinyCheckpoint
     reference: ReferenceRun
@@ -51,16 +51,16 @@ class Comparison:
 
     @property
     def exact_prompt(self) -> Tensor:
-        """Return what `full_sequence_logits` should be."""
+        """Return the reference of `full_sequence_logits`."""
         return self.exact[:, : self.reference.prompts.shape[1]]
 
     @property
     def exact_steps(self) -> Tensor:
-        """Return the logits [2, generated, vocab] that tokens should be chosen by."""
+        """Return the reference logits [2, generated, vocab] for the sampled tokens."""
         return self.exact[:, self.reference.prompts.shape[1] - 1 : -1]
 
     def num_comparable(self, request: int) -> int:
-        """Return how many generated tokens come before one that transformers itself is unsure of."""
+        """Return the number of generated tokens before the first one that transformers itself is unsure of."""
         unsure = (self.reference.margins(PROMPT_OF[request]) < AMBIGUOUS_MARGIN).nonzero()
         return int(unsure[0]) if len(unsure) else NUM_GENERATED
 
@@ -80,7 +80,7 @@ def comparison(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def assert_agree(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
-    """Assert that logits are those of transformers, to the tolerance.
+    """Assert that logits match transformers within the tolerance.
 
     Where the two are further apart, both must round: ours are within `EXACT_TOLERANCE` of transformers' model in
     float64, and no further from it than its own logits are at most.

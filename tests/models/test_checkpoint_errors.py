@@ -1,4 +1,4 @@
-"""A checkpoint whose files or tensors are not the model's is refused by name, and nothing of it is loaded."""
+"""A checkpoint with wrong files or tensors is refused by name, and nothing of it is loaded."""
 
 from dataclasses import replace
 from pathlib import Path

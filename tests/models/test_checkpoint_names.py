@@ -1,4 +1,4 @@
-"""A family's tensors load under every name that some version of transformers writes, into the same weights."""
+"""A family's tensors load into the same weights under every name that a version of transformers writes."""
 
 import random
 import re
@@ -71,7 +71,7 @@ IN_A_LARGER_MODEL = replacing(("model.", "model.language_model."))
 
 
 def packing(tensors: Tensors) -> Tensors:
-    """Stack the tensors of a layer's experts as `stacking` does, and join the first two projections."""
+    """Stack the tensors of a layer's experts like `stacking`, and join the first two projections."""
     stacks = stacking(tensors)
     joined = {
         name: tensor for name, tensor in stacks.items() if not name.endswith(("experts.gate_proj", "experts.up_proj"))
@@ -271,7 +271,7 @@ WRAPPERS: dict[str, tuple[str, str, str, Scheme]] = {
 
 
 def wrap(directory: Path, name: str) -> None:
-    """Make a checkpoint the language model of a larger one."""
+    """Wrap a checkpoint as the language model of a multimodal one."""
     _, field, prefix, scheme = WRAPPERS[name]
     tensors = {f"{prefix}{name}": tensor for name, tensor in scheme(tensors_of(directory)).items()}
     output = f"{prefix}lm_head.weight"

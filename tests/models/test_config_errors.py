@@ -1,4 +1,4 @@
-"""A configuration that is not supported, or not one, is refused with the names of its file and field."""
+"""An unsupported or invalid configuration is refused with the names of its file and field."""
 
 import sys
 from pathlib import Path

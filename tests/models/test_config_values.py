@@ -29,7 +29,7 @@ NEVER_RIGHT: tuple[Any, ...] = (
 )
 SOMETIMES_RIGHT: tuple[Any, ...] = ([], {}, None, True, False, 0, 1.5)
 FACTORS = {"embedding_multiplier", "residual_multiplier", "logits_scaling"}
-"""Fields that are negative numbers in no known model, and compute all the same."""
+"""Fields that are never negative in a known model, but compute with negative values."""
 OBJECTS = {"rope_parameters", "rope_scaling"}
 MAY_BE_ZERO = {"num_local_experts", "num_experts"}
 ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
@@ -37,7 +37,7 @@ ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note each model that is begun to be built."""
+    """Record each model whose construction begins."""
     names: list[str] = []
 
     class NotedModel(hybrid_model.MambaModel):
@@ -50,7 +50,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def fields_read(directory: Path) -> set[str]:
-    """Return the names of all fields that decide about the architecture."""
+    """Return the names of all fields that affect the architecture."""
     names: set[str] = set()
 
     class Noting(dict):  # of a JSON object
@@ -64,7 +64,7 @@ def fields_read(directory: Path) -> set[str]:
 
 
 def refusal_of(directory: Path) -> str | None:
-    """Return the error that loading ends with; None if there is none, and fail if it is no `ValueError`."""
+    """Return the error of loading; None without one; fail if it is not a `ValueError`."""
     try:
         load_hugging_face(directory, torch.float32)
     except ValueError as error:

@@ -19,12 +19,12 @@ Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def named(**names: str) -> Edit:
-    """Return an edit that gives fields other names."""
+    """Return an edit that renames fields."""
     return lambda config: {names.get(name, name): value for name, value in config.items()}
 
 
 def older_kinds(field: str) -> Edit:
-    """Return an edit that gives kinds of layers their older names."""
+    """Return an edit that gives layer types their older names."""
     return lambda config: config | {field: [OLDER_KINDS.get(kind, kind) for kind in config[field]]}
 
 
@@ -34,19 +34,19 @@ def as_pattern(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def theta_alone(**more: Any) -> Edit:
-    """Return an edit that has the base of the rotary embedding as version 4 does."""
+    """Return an edit that writes the rotary base like version 4."""
     return lambda config: config | {"rope_theta": config.pop("rope_parameters")["rope_theta"], **more}
 
 
 def by_interval(config: dict[str, Any]) -> dict[str, Any]:
-    """Say every how many layers there is attention, instead of each layer's kind."""
+    """Write the interval of attention layers instead of each layer's type."""
     kinds = config.pop("layer_types")
     assert kinds.index("full_attention") == len(kinds) - 1
     return config | {"full_attention_interval": len(kinds)}
 
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Have the fields of the rotary embedding next to the others."""
+    """Write the fields of the rotary embedding next to the others."""
     rope = config.pop("rope_parameters")
     names = ("rope_theta", "partial_rotary_factor")
     return config | {name: rope[name] for name in names} | {"rope_scaling": None}
@@ -117,7 +117,7 @@ def test_rotary_channels_and_base_match_transformers(
 
 
 def mrope(config: dict[str, Any]) -> None:
-    """Describe the positions of images, as all published configurations of Qwen3.5 do."""
+    """Describe image positions, like all published configurations of Qwen3.5."""
     config["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
 
 

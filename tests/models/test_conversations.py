@@ -1,4 +1,4 @@
-"""Conversations are those of transformers, token by token, however the engine computes them."""
+"""Conversations match transformers token by token under all settings of the engine."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,7 @@ SMALLEST = "qwen3_5-5"
 CASES = ("qwen3_next-7", "qwen3_5-3", "qwen3_5_moe-1", "qwen3_5_whole-1", "qwen3_5_moe_whole-3")
 # dense layers among those with experts, key heads shared by 1 to 4 value heads, tied and not
 PREFILL_TOKENS = (5, 97, *(pytest.param(count, marks=pytest.mark.long) for count in (31, 63, 64, 65, 130)))
-"""Most tokens of a step: prompts are cut at offsets of all kinds, within chunks of the scan and at their ends."""
+"""Most tokens of a step: prompts are cut at all kinds of offsets, within chunks of the scan and at their ends."""
 FEW = {"kv_blocks": 11, "cached_states": 3, "max_requests": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "without a cache": {"prefix_caching": False},
@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "drafted and evicted": {**DRAFTS, **FEW},
 }
 OF_WHOLE_MODELS = ("cached", "drafted and evicted")
-"""Settings of the checkpoints in a wrapper, which have the layers of those without one; the others are long tests."""
+"""Settings of multimodal checkpoints, whose layers equal those of text-only ones; the others are long tests."""
 
 
 @pytest.fixture(scope="module", params=CASES)

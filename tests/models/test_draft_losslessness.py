@@ -1,4 +1,4 @@
-"""Sampled text is distributed as without a draft model, end to end: many short requests, with and without."""
+"""Sampled text has the same distribution with and without a draft model, over many short requests."""
 
 from functools import cache
 
@@ -34,18 +34,18 @@ ROOM = {"max_requests": BATCH, "max_tokens": 2000, "max_sequence_length": 32, "k
 
 
 def start_drafter(kind: type[CheckedDraftModel] = CheckedDraftModel) -> CheckedDraftModel:
-    """Return a draft model that is like the model, and not the same."""
+    """Return a draft model that is similar to the model, but not equal."""
     return kind.start(tiny_hybrid(**SIZES | {"pattern": "*M", "seed": 1}), cached_states=2 * BATCH, **ROOM)
 
 
 @cache
 def plain_texts(num_requests: int) -> Tensor:
-    """Return the tokens of requests without drafts, as `sampled_texts` does."""
+    """Return the tokens of requests without drafts, in the format of `sampled_texts`."""
     return sampled_texts(tiny_hybrid(**SIZES), None, num_requests, first_seed=10_000)[0]
 
 
 def sampled_texts(subject: Hybrid, drafter: Drafter | None, num_requests: int, first_seed: int) -> tuple[Tensor, float]:
-    """Return the tokens [settings, requests, NUM_TOKENS] of requests of every settings, and the share of accepted."""
+    """Return the tokens [settings, requests, NUM_TOKENS] of requests, and the share of accepted drafts."""
     num_drafts = 3 if drafter else 0
     states = {"cached_states": (1 + num_drafts) * BATCH, **ROOM}
     config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, adaptive_drafts=False, **states)
@@ -67,7 +67,7 @@ def sampled_texts(subject: Hybrid, drafter: Drafter | None, num_requests: int, f
 
 
 def p_value(first: Tensor, second: Tensor) -> float:
-    """Return the chi-square probability that two samples [n, tokens] of one distribution differ by so much.
+    """Return the chi-square p-value of two samples [n, tokens] under one distribution.
 
     Cells of few counts are taken together.
     """

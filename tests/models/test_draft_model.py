@@ -1,4 +1,4 @@
-"""Properties of a draft model: what it proposes is what it would generate, and what it holds goes back."""
+"""Properties of a draft model: it drafts its own continuation, and everything it holds is released."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ BLOCK = 16
 
 @pytest.fixture(params=[0, 3], ids=["eager", "graphs"], autouse=True)
 def num_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Replay the forwards of all draft models, or launch them."""
+    """Run all draft models with graphs, or without."""
     capture_without_cuda(monkeypatch)
     monkeypatch.setattr(CheckedDraftModel, "num_cuda_graphs", request.param)
     count: int = request.param
@@ -37,12 +37,12 @@ GREEDY = SamplingSettings(top_k=1)
 
 
 def small_model() -> Hybrid:
-    """Return another model of the tiny one's vocabulary."""
+    """Return another model with the tiny one's vocabulary."""
     return tiny_hybrid(pattern="M*", hidden_size=16, num_attention_heads=2, num_query_groups=1, seed=5)
 
 
 def start_run(drafter: DraftModelDrafter, num_drafts: int = 4, **settings: Any) -> EngineRun:
-    """Return an engine of the tiny model that verifies what `drafter` proposes."""
+    """Return an engine of the tiny model that verifies the drafts of `drafter`."""
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, **settings)
     return EngineRun.start(subject, config, drafter=drafter)

@@ -1,4 +1,4 @@
-"""Loading a quantized checkpoint takes the memory of the model and of one file, not of both copies of the weights."""
+"""Loading a quantized checkpoint needs the memory of the model and of one file, not of both copies of the weights."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A Megatron distributed checkpoint holds a model's very bits, and says what is wrong with a damaged one."""
+"""A Megatron distributed checkpoint stores a model bit for bit, and a damaged one is refused with the reason."""
 
 import json
 from contextlib import nullcontext
@@ -190,7 +190,7 @@ def test_any_value_in_an_architecture_file_builds_or_is_refused(saved: Path, tmp
 
 
 def refusal_of(directory: Path) -> str | None:
-    """Return the error that loading ends with; None if there is none, and fail if it is no `ValueError`."""
+    """Return the error of loading; None without one; fail if it is not a `ValueError`."""
     try:
         load_megatron_checkpoint(directory, torch.float32)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction are left out of a checkpoint with one line that says so; nothing else is."""
+"""Only layers for multi-token prediction are skipped in a checkpoint, with one log line."""
 
 import logging
 from pathlib import Path
@@ -15,8 +15,7 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_meg
 from megatron_mamba_cache.models.checkpoints.stored_names import mtp_names
 from tests.models.checkpoint_edits import assert_refused, copy_of, set_fields, tensors_of, write_tensors
 from tests.models.tensor_parallel_worker import assert_same_weights
-from tests.models.test_training_checkpoints import DENSE
-from tests.models.training_checkpoints import random_model, write_training_checkpoint
+from tests.models.training_checkpoints import DENSE, random_model, write_training_checkpoint
 
 QWEN_NAMES = [
     "mtp.fc.weight",

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks together hold every checkpoint tensor once, each part on the rank that Megatron expects it."""
+"""Tensor-parallel ranks together hold every checkpoint tensor once, each shard on the rank that Megatron expects."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,7 +47,7 @@ def architecture(pattern: str, num_kv_heads: int = 4, gated: bool = True, expert
 
 
 def model_with(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Return a module whose parameters have these dotted names, filled with NaN."""
+    """Return a module with parameters of these dotted names, filled with NaN."""
     root = nn.Module()
     for name, shape in shapes.items():
         *path, last = name.split(".")
@@ -63,7 +63,7 @@ def model_with(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
 def filled_ranks(
     placements: Placements, tensors: Mapping[str, Tensor], local_shape: tuple[int, ...], size: int
 ) -> list[Tensor]:
-    """Return the one parameter that all of these tensors go to, as each rank fills it."""
+    """Return the one parameter that all of these tensors fill, on each rank."""
     (target,) = {placed.target for name in tensors for placed in placements[name]}
     wanted = {name: placements[name] for name in tensors}
     parts = []
@@ -79,7 +79,7 @@ def filled_ranks(
 
 
 def joined(parts: list[Tensor], sections: tuple[int, ...], dim: int = 0) -> Tensor:
-    """Put ranks' parts together again, section by section."""
+    """Join the ranks' shards, section by section."""
     local = [part.split([section // len(parts) for section in sections], dim) for part in parts]
     return torch.cat([rank_shard for section in zip(*local, strict=True) for rank_shard in section], dim)
 

@@ -1,4 +1,4 @@
-"""Configurations as they are published: the sizes that benchmarks call a model's are those of its checkpoints."""
+"""The model sizes of benchmarks are those of the published configurations."""
 
 import json
 import math
@@ -25,7 +25,7 @@ WEIGHTS = {
     "Qwen3.6-35B-A3B": 34.7,
     "Qwen3.5-397B-A17B": 396.3,
 }
-"""Billions of them, without those for images and for multi-token prediction."""
+"""Billions of parameters, without those for images and for multi-token prediction."""
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 

@@ -1,4 +1,4 @@
-"""A quantized checkpoint that cannot be loaded is refused in one line, before a model is built."""
+"""An unsupported quantized checkpoint is refused in one line, before a model is built."""
 
 import json
 import re
@@ -37,7 +37,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def directory(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
-    """Copy a checkpoint that is not quantized."""
+    """Copy an unquantized checkpoint."""
     return copy_of(checkpoints["nemotron_h"], tmp_path)
 
 

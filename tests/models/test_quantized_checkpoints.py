@@ -1,4 +1,4 @@
-"""Quantized checkpoints load as the weights that their codes and scales mean, bit by bit."""
+"""Quantized checkpoints load as their dequantized weights, bit for bit."""
 
 import json
 import logging
@@ -17,11 +17,11 @@ from megatron_mamba_cache.models.checkpoints import checkpoint_tensors
 from megatron_mamba_cache.models.checkpoints.checkpoint_tensors import SafetensorsFiles
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face, read_sizes
 from tests.models.checkpoint_edits import copy_of, tensors_of, write_tensors
+from tests.models.counting_file import CountingFile
 from tests.models.kept_weights import assert_means
 from tests.models.quantized_kinds import KEPT, KINDS
 from tests.models.quantized_writer import Kind, fp8, quantize, read_stored, write_files, write_plain
 from tests.models.tensor_parallel_worker import assert_same_weights
-from tests.models.test_streaming import CountingFile
 from tests.models.tiny_checkpoints import wide_checkpoint
 
 STACKED = (
@@ -74,7 +74,7 @@ def test_quantized_layers_stay_small(kind: str, share: float, wide: Path, tmp_pa
 
 
 def number_quantized(directory: Path, ending: str) -> int:
-    """Return how many tensors a directory has whose names end so."""
+    """Return the number of a directory's tensors whose names have this suffix."""
     return sum(name.endswith(ending) for name in SafetensorsFiles(directory).names)
 
 

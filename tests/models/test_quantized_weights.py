@@ -1,4 +1,4 @@
-"""Codes and scales mean what their formats say, weight by weight, for any sizes of matrices and blocks."""
+"""Codes and scales are dequantized as their formats define, for any sizes of matrices and blocks."""
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def tensor_of(values: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor that has these bits."""
+    """Return the tensor with these bits."""
     return torch.from_numpy(values.copy()).view(dtype).reshape(values.shape)
 
 
 def scales_of(
     format: WeightFormat, shape: tuple[int, ...], rng: np.random.Generator
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Return random scales of a weight as tensors, and each weight's scale."""
+    """Return random scales of a weight as tensors, and the scale of each element."""
     if "F32" in format.scale_types:
         grid = rng.uniform(1e-3, 30, format.grid(shape)).astype(np.float32)
         stored = torch.from_numpy(grid)
@@ -50,7 +50,7 @@ def scales_of(
 
 
 def assert_equal_bits(found: torch.Tensor, expected: npt.NDArray[np.float32]) -> None:
-    """Compare a weight with float32 values, rounded to its dtype on their bits."""
+    """Compare a weight with float32 values, rounded to its dtype as integers."""
     stored = stored_as("F32" if found.dtype is torch.float32 else "BF16", expected)
     assert found.float().numpy().view(np.uint32).tolist() == floats_of(stored).view(np.uint32).tolist()
 

@@ -1,4 +1,4 @@
-"""Each layer, expert and end of a model is on one rank, under the name that it has there."""
+"""Each layer, expert and embedding of a model is on one rank, under its local name."""
 
 from dataclasses import replace
 

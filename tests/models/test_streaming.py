@@ -1,9 +1,8 @@
-"""Loading holds one tensor of the checkpoint at a time, whatever files they are spread over."""
+"""Loading holds one tensor of the checkpoint at a time, for any distribution over files."""
 
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,35 +10,8 @@ import torch
 from megatron_mamba_cache.models.checkpoints import checkpoint_tensors
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.checkpoint_edits import tensors_of
+from tests.models.counting_file import CountingFile
 from tests.models.tiny_checkpoints import tiny_checkpoint
-
-
-class CountingFile:
-    """An opened safetensors file that notes how many of all files' tensors are alive when it reads another."""
-
-    def __init__(self, file: Any, alive: weakref.WeakSet, counts: list[int]) -> None:
-        self._file = file
-        self._alive = alive
-        self._counts = counts
-
-    def __enter__(self) -> "CountingFile":
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.__exit__(*error)
-
-    def keys(self) -> list[str]:
-        return self._file.keys()
-
-    def get_slice(self, name: str) -> Any:
-        return self._file.get_slice(name)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        self._counts.append(len(self._alive))
-        tensor = self._file.get_tensor(name)
-        self._alive.add(tensor)
-        return tensor
 
 
 @pytest.mark.parametrize("name", ["nemotron_h_moe-0", "bamba-0", "granite_moe-0"])

@@ -1,4 +1,4 @@
-"""Two ranks share a model: checkpoints of both kinds load into its parts, and come back whole with the same bits."""
+"""Two ranks share a model: checkpoints of both kinds load into shards, and are saved with the same bits."""
 
 import os
 from collections.abc import Callable
@@ -59,7 +59,7 @@ TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10", "bamba-5")  # w
 def one_rank(
     tmp_path_factory: pytest.TempPathFactory, one_world_at_a_time: Callable[[], AbstractContextManager[None]]
 ) -> dict[str, LoadedModel]:
-    """Load each checkpoint in this process; two ranks have done the same, once for all workers of this run."""
+    """Load each checkpoint in this process and, once for all workers of this run, in two ranks."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "checkpoints of two ranks"
     with one_world_at_a_time():
@@ -73,7 +73,7 @@ def one_rank(
 
 
 def write_checkpoints(name: str, folder: Path) -> None:
-    """Write a case as each kind of checkpoint that one process writes."""
+    """Write a case as each kind of checkpoint that a single process writes."""
     case = tiny_checkpoint(name)
     case.config.vocab_size = 128  # the drawn ones are odd on purpose
     if name in STACKED_CASES:
@@ -87,7 +87,7 @@ def write_checkpoints(name: str, folder: Path) -> None:
 
 
 def run_ranks(folder: Path) -> None:
-    """Run the worker once for each rank, on the CPU; none outlives this call."""
+    """Run the worker once per rank, on the CPU; none outlives this call."""
     ranks = [fork_server().Process(target=main, args=(rank, NUM_RANKS, folder)) for rank in range(NUM_RANKS)]
     try:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""The tiny checkpoints differ in everything that real ones differ in."""
+"""The tiny checkpoints vary in everything that real ones vary in."""
 
 import pytest
 

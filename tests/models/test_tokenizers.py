@@ -37,7 +37,7 @@ def change_json(path: Path, **changes: object) -> None:
 
 
 def save_with_bos(directory: Path) -> PreTrainedTokenizerFast:
-    """Write a tokenizer that puts the begin-of-text token in front."""
+    """Write a tokenizer that adds the begin-of-text token."""
     backend = save_tokenizer(directory).backend_tokenizer
     backend.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
     saved = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
@@ -46,7 +46,7 @@ def save_with_bos(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def save_qwen(directory: Path) -> Qwen3_5Tokenizer:
-    """Write the tokenizer of a Qwen3.5 model that sees images, with the other files that such models have."""
+    """Write the tokenizer of a multimodal Qwen3.5 model, with the other files of such models."""
     saved = json.loads(save_tokenizer(directory).backend_tokenizer.to_str())["model"]
     tokenizer = Qwen3_5Tokenizer(vocab=saved["vocab"], merges=[tuple(pair) for pair in saved["merges"]])
     tokenizer.save_pretrained(directory)
@@ -162,7 +162,7 @@ def declared(content: str, **flags: bool) -> dict[str, object]:
 
 
 def typed(content: str, **flags: bool) -> dict[str, object]:
-    """Return a token as transformers writes it outside `added_tokens_decoder`."""
+    """Return a token as transformers writes it outside of `added_tokens_decoder`."""
     return {"__type": "AddedToken", **declared(content, **flags)}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM's own training load bit-equal, by the run's arguments, or are refused with a remedy."""
+"""Checkpoints of Megatron-LM's training load bit for bit, by the run's arguments, or are refused with a remedy."""
 
 import os
 import pickle
@@ -22,7 +22,6 @@ from megatron_mamba_cache.models.architecture import (
     ExpertsSizes,
     FeedForwardSizes,
     HybridArchitecture,
-    MambaSizes,
 )
 from megatron_mamba_cache.models.checkpoints.architecture_file import ARCHITECTURE_FILE, write_architecture
 from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
@@ -32,18 +31,15 @@ from megatron_mamba_cache.models.checkpoints.megatron_arguments import architect
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
-from tests.models.training_checkpoints import ITERATION, arguments_of, random_model, write_training_checkpoint
-
-DENSE = HybridArchitecture(
-    pattern="M-*-M",
-    vocab_size=128,
-    hidden_size=32,
-    max_sequence_length=512,
-    norm_eps=1e-4,
-    recurrent=MambaSizes(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
-    attention=AttentionSizes(4, 2, 8),
-    feed_forward=FeedForwardSizes(48, "relu2", gated=False),
+from tests.models.training_checkpoints import (
+    DENSE,
+    EXPERTS,
+    ITERATION,
+    arguments_of,
+    random_model,
+    write_training_checkpoint,
 )
+
 GATED = replace(
     DENSE,
     pattern="*-M",
@@ -51,7 +47,6 @@ GATED = replace(
     feed_forward=FeedForwardSizes(48, "silu", gated=True),
     tie_embeddings=True,
 )
-EXPERTS = replace(DENSE, pattern="ME*E", experts=ExpertsSizes(4, 2, 24, 40, "sigmoid", scaling=2.5))
 GATED_EXPERTS = replace(
     DENSE,
     pattern="M*E-",
@@ -301,7 +296,7 @@ def test_release_tracker_is_followed(trained: LoadedModel, tmp_path: Path) -> No
 
 
 class Dangerous:
-    """Runs a function of its choice when it is unpickled without care."""
+    """Runs a function when it is unpickled without protection."""
 
     def __init__(self, function: Any, argument: str) -> None:
         self._call = function, (argument,)

@@ -1,4 +1,4 @@
-"""A model that is built without memory has the names, shapes and dtypes that it has otherwise."""
+"""A model built without memory has its usual names, shapes and dtypes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of each hybrid family: drawn at random with fixed seeds, written by transformers.
+"""Tiny random checkpoints of each hybrid family with fixed seeds, written by transformers.
 
 Draws are balanced: a setting takes each of its options about equally often, in an order of its own. Some are taken once
 more with an SSM chunk as large as real models have it.
@@ -39,7 +39,7 @@ LARGE_CHUNKS = {
     "granite": {64: 0, 128: 3, 256: 6},
     "granite_moe": {64: 4, 128: 3, 256: 6},
 }
-"""Family → SSM chunk → which of its cases is taken with that chunk."""
+"""Family → SSM chunk → the case that is used with that chunk."""
 LARGE_CHUNK_NAMES = [
     f"{family}-{index}-chunk{size}" for family, cases in LARGE_CHUNKS.items() for size, index in cases.items()
 ]
@@ -124,7 +124,7 @@ class TinyCheckpoint:
         return self.config.get_text_config().vocab_size
 
     def model(self, draw: int = 0) -> PreTrainedModel:
-        """Return a model of transformers; each draw has other weights."""
+        """Return a model of transformers, with new weights at each call."""
         is_whole = self.config.get_text_config() is not self.config
         classes = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
         model = classes.from_config(self.config, attn_implementation="eager").eval()
@@ -140,7 +140,7 @@ class TinyCheckpoint:
 
 
 def tiny_checkpoint(name: str) -> TinyCheckpoint:
-    """Return the case of a name of `CASE_NAMES` or `LARGE_CHUNK_NAMES`."""
+    """Return the case with a name of `CASE_NAMES` or `LARGE_CHUNK_NAMES`."""
     family, index, *chunk = name.split("-")
     settings = sampled_settings(family)[int(index)]
     if chunk:

@@ -1,4 +1,4 @@
-"""Configurations of tiny Qwen3-Next and Qwen3.5 models: alone, and as the language model of one that sees images."""
+"""Configurations of tiny Qwen3-Next and Qwen3.5 models: text-only, and in multimodal models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwe
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
 
 WHOLE_SUFFIX = "_whole"
-"""Ends the names of families whose language model is part of a larger model."""
+"""Suffix of the families whose language model is part of a larger model."""
 
 QWEN_CHUNK_SIZE = 64
-"""Of the scan; no configuration names it."""
+"""Chunk size of the scan, which no configuration names."""
 
 _KINDS = {"M": "linear_attention", "*": "full_attention"}
 _OPTIONS: dict[str, Sequence[Any]] = {
@@ -50,7 +50,7 @@ QWEN_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
     "qwen3_5_whole": _OPTIONS,
     "qwen3_5_moe_whole": _OPTIONS | _EXPERTS,
 }
-"""Family → setting → what it is drawn from."""
+"""Family → setting → its options."""
 
 _VISION = {
     "depth": 1,

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that published models have, with and without begin and end tokens, as saved files."""
+"""Small tokenizers of the kinds of published models, with and without begin and end tokens, as saved files."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ TEXTS = (
     "Falsches Üben von Xylophonmusik quält jeden größeren Zwerg. Ça été, où? Señor, mañana.",
     "Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.",
 )
-"""Training text of the vocabularies; characters of other scripts become bytes, or unknown."""
+"""Training text of the vocabularies; characters of other scripts become bytes or unknown tokens."""
 SCRIPTS = {
     "Latin": "The lazy dog déjà vu, naïve!",
     "Greek": "Ξεσκεπάζω την ψυχή",
@@ -46,7 +46,7 @@ TEMPLATE = (
     + TURN
     + "assistant\n{% endif %}"
 )
-"""A chat template that begins with the begin token and writes calls as Hermes does."""
+"""A chat template that begins with the begin token and writes calls like Hermes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _byte_level_prefix_space() -> Tokenizer:
 
 
 def _byte_level_split() -> Tokenizer:
-    """Return a tokenizer that splits words by its own expression, as Llama 3 does."""
+    """Return a tokenizer that splits words by its own regular expression, like Llama 3."""
     words = Regex(r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+")
     split = pre_tokenizers.Split(words, "isolated")
     return _byte_level_with(pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)]))
@@ -89,21 +89,21 @@ def _byte_level_with(pre_tokenizer: Any) -> Tokenizer:
 
 
 def _sentence_piece() -> Tokenizer:
-    """Return BPE with byte fallback whose normalizer puts a space in front of a text, as Llama 2 has it."""
+    """Return BPE with byte fallback whose normalizer adds a leading space to a text, like Llama 2."""
     tokenizer = _sentence_piece_vocabulary()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return tokenizer
 
 
 def _sentence_piece_first() -> Tokenizer:
-    """Return BPE with byte fallback that puts a space in front of a text's first word, as Mistral has it."""
+    """Return BPE with byte fallback that adds a leading space to a text's first word, like Mistral."""
     tokenizer = _sentence_piece_vocabulary()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return tokenizer
 
 
 def _sentence_piece_never() -> Tokenizer:
-    """Return BPE with byte fallback that puts no space in front, as Gemma has it."""
+    """Return BPE with byte fallback without a leading space, like Gemma."""
     tokenizer = _sentence_piece_vocabulary()
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -160,7 +160,7 @@ KINDS = {
     "unigram with bytes": Kind(lambda: _unigram("always", byte_fallback=True)),
 }
 ENDS = {"plain": (), "begin": (BEGIN,), "end": (END,), "both": (BEGIN, END)}
-"""Which special tokens are added around a text."""
+"""The special tokens added around a text."""
 THREE_KINDS = ("byte-level BPE", "SentencePiece BPE", "unigram")
 CASES = [(kind, ends) for kind in KINDS for ends in ENDS if ends in ("plain", "both") or kind in THREE_KINDS]
 """Kinds, and names of `ENDS`."""

@@ -1,9 +1,10 @@
-"""Checkpoints as Megatron-LM's training writes them: Transformer Engine's names, a run's arguments, its other state."""
+"""Checkpoints as Megatron-LM's training writes them: Transformer Engine's names, arguments, and other state."""
 
 import io
 import math
 import signal
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from megatron_mamba_cache.models.architecture import HybridArchitecture, MambaSizes
+from megatron_mamba_cache.models.architecture import (
+    AttentionSizes,
+    ExpertsSizes,
+    FeedForwardSizes,
+    HybridArchitecture,
+    MambaSizes,
+)
 from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 
@@ -27,7 +34,7 @@ FUSED_NORMS = {
 
 
 def random_model(architecture: HybridArchitecture, dtype: torch.dtype = torch.float32) -> MambaModel:
-    """Return a model on the current device, every weight and buffer of it drawn at random."""
+    """Return a model on the current device with random weights and buffers."""
     model, generator = build_hybrid_model(architecture, dtype), torch.Generator().manual_seed(0)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
@@ -63,7 +70,7 @@ def write_training_checkpoint(
 
 
 def arguments_of(architecture: HybridArchitecture) -> dict[str, Any]:
-    """Return what Megatron-LM's command line would say of a model, and some of what else it says."""
+    """Return Megatron-LM's command-line arguments for a model, and some unrelated ones."""
     mamba, attention, experts = architecture.recurrent, architecture.attention, architecture.experts
     assert isinstance(mamba, MambaSizes)
     feed_forward = architecture.feed_forward
@@ -129,3 +136,17 @@ def _model_state(model: MambaModel, architecture: HybridArchitecture, singleton_
 
 def _sharded(name: str) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(name, torch.ones(4))
+
+
+DENSE = HybridArchitecture(
+    pattern="M-*-M",
+    vocab_size=128,
+    hidden_size=32,
+    max_sequence_length=512,
+    norm_eps=1e-4,
+    recurrent=MambaSizes(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
+    attention=AttentionSizes(4, 2, 8),
+    feed_forward=FeedForwardSizes(48, "relu2", gated=False),
+)
+
+EXPERTS = replace(DENSE, pattern="ME*E", experts=ExpertsSizes(4, 2, 24, 40, "sigmoid", scaling=2.5))

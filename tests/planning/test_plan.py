@@ -1,4 +1,4 @@
-"""Recorded loads replayed through the policy, compared with counts by hand and by a model."""
+"""Recorded loads replayed through the policy, compared with manual counts and with a model."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A prefix cache of a few blocks and slots, and requests that go through it as an engine's would."""
+"""A prefix cache of a few blocks and slots, and the calls of an engine for its requests."""
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -78,7 +78,7 @@ def new_spec(
 
 
 def outcome(cache: PrefixCache, prompt: list[int], *, budget: int = ENOUGH, **settings: object) -> object:
-    """Return the plan of a prompt's admission, or why it is refused."""
+    """Return the plan of a prompt's admission, or its refusal."""
     return cache.plan(candidate_of(cache, new_spec(99, prompt, **settings)), budget)  # type: ignore[arg-type]
 
 
@@ -90,19 +90,19 @@ def candidate_of(cache: PrefixCache, spec: RequestSpec) -> Candidate:
 
 
 def planned(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> AdmissionPlan:
-    """Return the plan of an admission that is not refused."""
+    """Return the plan of an admission that must not be refused."""
     plan = cache.plan(candidate_of(cache, spec), budget)
     assert isinstance(plan, AdmissionPlan), plan
     return plan
 
 
 def admit(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> RunningRequest:
-    """Admit a request that is not refused; its first prefill chunk is scheduled."""
+    """Admit a request that must not be refused; its first prefill chunk is scheduled."""
     return cache.admit(candidate_of(cache, spec), planned(cache, spec, budget))
 
 
 def run_step(cache: PrefixCache, requests: Sequence[RunningRequest], token: int = 0) -> None:
-    """Publish and advance scheduled requests, none of which has drafts; those that sample are given `token`."""
+    """Publish and advance scheduled requests without drafts; those that sample get `token`."""
     for request in requests:
         if request.is_prefilling:
             cache.publish(request, request.scheduled)
@@ -114,7 +114,7 @@ def run_step(cache: PrefixCache, requests: Sequence[RunningRequest], token: int 
 
 
 def keep(cache: PrefixCache, request: RunningRequest, tokens: Sequence[int]) -> None:
-    """End a request's step that yields `tokens`; a prompt is published already, what was generated is now."""
+    """End a request's step that yields `tokens`; publish generated blocks, after those of the prompt."""
     request.generated.extend(tokens)
     if request.is_prefilling:
         cache.advance(request, request.scheduled)
@@ -131,7 +131,7 @@ def prefill(cache: PrefixCache, spec: RequestSpec, first_token: int = 0) -> Runn
 
 
 def decode(cache: PrefixCache, request: RunningRequest, tokens: Iterable[int]) -> None:
-    """Run a decode step for each token to be sampled, growing the request where it has to."""
+    """Run a decode step for each sampled token, growing the request if needed."""
     for token in tokens:
         if request.computed == len(request.block_ids) * cache.block_size:
             cache.grow(request)
@@ -140,7 +140,7 @@ def decode(cache: PrefixCache, request: RunningRequest, tokens: Iterable[int]) -
 
 
 def verify(cache: PrefixCache, request: RunningRequest, drafts: Sequence[int], kept: Sequence[int]) -> None:
-    """Run a decode step that feeds drafts and keeps `kept` tokens, growing the request where it has to."""
+    """Run a decode step that feeds drafts and keeps `kept` tokens, growing the request if needed."""
     if request.computed == len(request.block_ids) * cache.block_size:
         cache.grow(request)
     cache.schedule_decode(request, drafts)
@@ -148,7 +148,7 @@ def verify(cache: PrefixCache, request: RunningRequest, drafts: Sequence[int], k
 
 
 def serve(cache: PrefixCache, spec: RequestSpec, reply: Iterable[int] = ()) -> int:
-    """Run a request from admission to release, no other next to it, and return the prompt tokens that it skipped."""
+    """Run a lone request from admission to release, and return the number of skipped prompt tokens."""
     request = admit(cache, spec)
     skipped = request.computed
     run_step(cache, [request], 0)
@@ -165,12 +165,12 @@ def cached_states(cache: PrefixCache) -> list[BlockId]:
 
 
 def drop_states(cache: PrefixCache) -> None:
-    """Forget every cached state; of the KV blocks, those stay that a request holds."""
+    """Forget every cached state; KV blocks that a request holds stay."""
     for block in cached_states(cache):
         cache.slots.drop(block)
 
 
 def frozen(cache: PrefixCache) -> bytes:
-    """Return all that the cache is made of, private fields included, as bytes that can be compared."""
+    """Return all state of the cache, private fields included, as comparable bytes."""
     reserved_keys = cache._reservations.keys
     return pickle.dumps((cache.pools, cache.counters, cache.epoch, reserved_keys, cache._num_admitted))

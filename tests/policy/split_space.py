@@ -1,4 +1,4 @@
-"""A space whose blocks and slots never take room from each other, so that tests can count both."""
+"""A space whose blocks and slots never compete for memory, so that tests can count both."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 
 
 class SplitSpace:
-    """Blocks and slots with indices of their own, instead of `SlabSpace`."""
+    """Blocks and slots with their own indices, instead of `SlabSpace`."""
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
         """Start with every index free.
@@ -22,7 +22,7 @@ class SplitSpace:
     def fits(
         self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
     ) -> bool:
-        """Return whether blocks and slots can be had together."""
+        """Return True if blocks and slots can be allocated together."""
         has_blocks = self.blocks.num_available - len(kept_blocks) >= num_blocks
         return has_blocks and self.slots.num_available - len(kept_slots) >= num_slots
 
@@ -32,7 +32,7 @@ class SplitSpace:
         self.slots.check_integrity()
 
     def count_slabs(self) -> dict[str, int]:
-        """Return that no slab is lost to another use."""
+        """Return 0: no slab is lost to another use."""
         return {"kv_blocks": 0, "states": 0, "unused": 0}
 
     def take_stale_blocks(self) -> Iterator[range]:

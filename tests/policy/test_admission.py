@@ -43,7 +43,7 @@ class Pools:
         return blocks
 
     def cache(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
-        """Cache a chain as `hold` makes it; what follows its last state does not stay."""
+        """Cache a chain like `hold`; blocks after its last state are dropped."""
         blocks = self.hold(num_blocks, states_at)
         self.kv.release(blocks)
         return blocks

@@ -24,7 +24,7 @@ PLENTY = 100
 
 
 def full_requests(cache: PrefixCache, *num_blocks: int) -> list[RunningRequest]:
-    """Return requests, oldest first, that fill so many blocks of their own and need one more."""
+    """Return requests, oldest first, that each fill some blocks of their own and need one more."""
     return [prefill(cache, new_spec(index, [10 + index] * (BLOCK * count))) for index, count in enumerate(num_blocks)]
 
 

@@ -1,4 +1,4 @@
-"""Where waiting requests part from a prompt, and what a burst with a common beginning computes because of it."""
+"""Points where waiting requests branch off a prompt, and the tokens computed by a burst with a common prefix."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class Queue:
         return self._candidates[request_id]
 
     def step(self) -> int:
-        """Run a step and return the prompt tokens that it computes; requests that have been prefilled leave."""
+        """Run a step and return its computed prompt tokens; prefilled requests leave."""
         filled = self._scheduler.fill_step(self.requests, [self.candidate(spec.request_id) for spec in self.waiting])
         admitted = {request.request_id for request in filled.admitted}
         self.waiting = [spec for spec in self.waiting if spec.request_id not in admitted]
@@ -95,7 +95,7 @@ class Queue:
 
 
 def burst(count: int, shared: int, own: int) -> list[RequestSpec]:
-    """Return requests with a common beginning of `shared` tokens."""
+    """Return requests with a common prefix of `shared` tokens."""
     beginning = [1000 + index for index in range(shared)]
     return [new_spec(index, beginning + [100 * (index + 1) + nth for nth in range(own)]) for index in range(count)]
 

@@ -1,4 +1,4 @@
-"""Aborted steps, released requests, evictions, and the check that finds what disagrees."""
+"""Aborted steps, released requests, evictions, and the integrity check's findings."""
 
 import pytest
 

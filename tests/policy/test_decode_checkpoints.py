@@ -28,7 +28,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 
 
 def reply_of(num_blocks: int) -> list[int]:
-    """Return a reply of so many blocks and two tokens."""
+    """Return a reply of some blocks and two tokens."""
     return [20 + index for index in range(num_blocks * BLOCK + 2)]
 
 

@@ -26,7 +26,7 @@ def equally(kind: int) -> float:
 
 
 def push_uses(order: EvictionOrder, *last_uses: int) -> None:
-    """Push ids 0, 1, ..., which were used at these times."""
+    """Push ids 0, 1, ..., used at these times."""
     for entry_id, last_used in enumerate(last_uses):
         order.push(entry_id, last_used, 1, Weight())
 

@@ -35,7 +35,7 @@ ENTRIES = st.builds(
 
 
 def priority(rule: EvictionRule, entry: CachedEntry) -> float:
-    """Return what a state is worth at age 0, but for a factor."""
+    """Return a state's priority at age 0, up to a factor."""
     weight = rule.weigh(entry)
     return rule.likelihood(weight.kind) * weight.gain
 
@@ -160,7 +160,7 @@ def test_every_state_has_a_comparable_priority(entry: CachedEntry, state_len: fl
 
 
 def teach(rule: EvictionRule, entry: CachedEntry, num_states: int, num_hits: int) -> None:
-    """Show the rule states of the entry's kind, of which some are hit."""
+    """Give the rule states of the entry's kind, of which some are hit."""
     kind = _kind(rule, entry)
     for number in range(num_states):
         rule.count_state(kind)
@@ -206,7 +206,7 @@ def test_ends_without_hits_lose_priority() -> None:
 
 
 class Recorder(LeastRecentlyUsed):
-    """LRU that records its calls; a state that another follows is of kind 1, else 0."""
+    """LRU that records its calls; a state with a successor is of kind 1, else 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,28 +224,28 @@ class Recorder(LeastRecentlyUsed):
 
 
 class BranchRecorder(Recorder):
-    """A recorder of how many requests parted at states."""
+    """Records the number of requests that branch at states."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(entry.num_branch_hits)
 
 
 class EndRecorder(Recorder):
-    """A recorder that distinguishes ends from other states."""
+    """Records ends separately from other states."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(ENDS[0] if entry.is_end else ENDS.stop)
 
 
 class OnlyPromptEnds(LeastRecentlyUsed):
-    """A rule to which states that end no prompt are worth nothing."""
+    """A rule that gives priority only to states at prompt ends."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(gain=float(entry.ends_prompt))
 
 
 def pool_of_two_states(rule: EvictionRule) -> tuple[SlotPool, Sequence[BlockId]]:
-    """Return a full pool with a state at block 0 and one after it at block 1, known as a path."""
+    """Return a full pool with a state at block 0 and one after it at block 1, of one path."""
     pool, path = SlotPool(2, rule), [BlockId(0), BlockId(1)]
     for block, anchor in zip(path, (None, path[0]), strict=True):
         pool.publish(pool.reserve()[0], block, block + 1, anchor)
@@ -254,7 +254,7 @@ def pool_of_two_states(rule: EvictionRule) -> tuple[SlotPool, Sequence[BlockId]]
 
 
 def held_path(rule: EvictionRule) -> tuple[CachePools, Sequence[BlockId]]:
-    """Return full pools and the two blocks of a text that is held, each with a state."""
+    """Return full pools and the two blocks of a held text, each with a state."""
     pools = CachePools.over(SplitSpace(2, 2), rule, block_size=1)
     path = pools.kv.allocate(2)
     for depth, (block, anchor) in enumerate(zip(path, (None, path[0]), strict=True), start=1):

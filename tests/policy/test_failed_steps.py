@@ -1,4 +1,4 @@
-"""Which request runs isolated and which is refused, by the failed steps that each took part in."""
+"""Isolated and refused requests, by the failed steps of each."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from megatron_mamba_cache.policy.scheduler import (
 
 
 def failed(*steps: list[int]) -> FailedSteps:
-    """Return the counts after these steps failed, each given by its requests."""
+    """Return the counts after these failed steps, each given by its requests."""
     failures = FailedSteps()
     for request_ids in steps:
         failures.count(request_ids)

@@ -1,4 +1,4 @@
-"""States that are held until some time: which are, whatever is held again or forgotten, and whatever the time is."""
+"""States that are held until a time, under repeated holds, evictions and any clock."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_repeated_holds_take_no_more_memory() -> None:
 
 
 def asked(request_id: int, first: int, num_tokens: int, arrived_s: int, *indices: PromptBreakpoint) -> RequestSpec:
-    """Return a request whose prompt begins with a token of its own."""
+    """Return a request whose prompt begins with its own token."""
     prompt = np.array([first, *range(1, num_tokens)], dtype=np.int64)
     return RequestSpec(request_id, prompt, 64, SamplingSettings(), breakpoints=indices, arrived_s=arrived_s)
 
@@ -77,7 +77,7 @@ def run(cache: PrefixCache, spec: RequestSpec) -> RunningRequest:
 
 
 def skipped(cache: PrefixCache, first: int, num_tokens: int) -> int:
-    """Return how many tokens of a prompt are cached; changes nothing."""
+    """Return the number of a prompt's cached tokens; changes nothing."""
     return planned(cache, asked(99, first, num_tokens, 0)).match.skip_tokens
 
 

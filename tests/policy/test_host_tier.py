@@ -1,4 +1,4 @@
-"""The host tier under random requests, with copies that are late, fail, and read their source as late as they may.
+"""The host tier under random requests, with copies that are late, fail, and read their source as late as allowed.
 
 Each index of memory holds the key of the text that was last written there, or None for garbage; whatever can be found,
 on either side, must hold what its key stands for. Where blocks and slots share slabs, what is written to one overwrites
@@ -42,12 +42,12 @@ SIZES: list[tuple[Slabs | None, Slabs | None]] = [
     ((8, 2, 1), (7, 3, 2)),
     ((4, 4, 2), (16, 2, 1)),
 ]
-"""Slabs of the device and of the host, and how many blocks and slots fit one; None: they share nothing."""
+"""Slabs of the device and of the host, with the blocks and slots per slab; None: separate memory."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """The key that each block and slot of one side was last written with."""
+    """The key last written to each block and slot of one side."""
 
     slabs: Slabs | None
     blocks: dict[int, int | None] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Fate:
-    """Fate of a copy: how often two ranks find it under way, whether it fails on each, when it reads."""
+    """Outcome of a copy: how often two ranks find it in flight, if it fails on each, and when it reads."""
 
     late: tuple[int, int] = (0, 0)
     fails: tuple[bool, bool] = (False, False)
@@ -81,7 +81,7 @@ class Fate:
 
 
 class FatedCopies:
-    """`Copies` of the first of two ranks; `agree` knows of the other."""
+    """`Copies` of the first of two ranks; `agree` knows the other's."""
 
     def __init__(self, device: Memory, host: Memory) -> None:
         self.next_fate = Fate()
@@ -141,7 +141,7 @@ class FatedCopies:
 
 
 class TieredWorkload:
-    """Requests that go through scheduler, cache and tier as an engine's would."""
+    """Requests that pass through scheduler, cache and tier like an engine's."""
 
     def __init__(self, slabs: tuple[Slabs | None, Slabs | None], eviction: str) -> None:
         self.device, self.host = Memory(slabs[0]), Memory(slabs[1])
@@ -174,7 +174,7 @@ class TieredWorkload:
         self.num_requests = 0
 
     def come(self, text: int, cut: int, new: Sequence[int]) -> None:
-        """Queue a request that goes on after a part of a known text."""
+        """Queue a request that continues a part of a known text."""
         known = self.texts[text % len(self.texts)]
         prompt = [*known[: len(known) - cut % len(known)], *new][: MAX_LEN - 1]
         self._queue(self.num_requests, prompt)
@@ -209,17 +209,17 @@ class TieredWorkload:
         self.tier.start()
 
     def end(self, request: RunningRequest) -> None:
-        """Let a running request end."""
+        """End a running request."""
         self.texts.append(self._tokens(request))
         self.requests.drop([request])
 
     def cancel(self, request_id: int) -> None:
-        """Let a waiting request leave."""
+        """Cancel a waiting request."""
         del self.queue[request_id]
         self.tier.forget(request_id)
 
     def check(self) -> None:
-        """Assert that all bookkeeping agrees, and that what can be found was written."""
+        """Assert that all bookkeeping agrees, and that every findable entry was written."""
         self.cache.check_integrity(self.requests.oldest_first)
         for pools, memory in ((self.cache.pools, self.device), (self.below, self.host)):
             found = {block: pools.kv.key_of(block) for block in range(pools.kv.num_blocks)}  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ class TieredWorkload:
                 )
 
     def finish(self) -> None:
-        """End everything; assert that all memory comes back."""
+        """End everything; assert that all memory is free."""
         self.requests.drop(list(self.requests))
         for request_id in list(self.queue):
             self.cancel(request_id)
@@ -257,7 +257,7 @@ class TieredWorkload:
         self.tier.start()
 
     def _write(self, request: RunningRequest) -> None:
-        """Write what the request's step computes, as the model's kernels do."""
+        """Write what the request's step computes, like the model's kernels."""
         end = request.computed + request.scheduled
         keys = self._keys(request, end)
         for index in range(request.computed // BLOCK, -(-end // BLOCK)):
@@ -276,7 +276,7 @@ class TieredWorkload:
 
 
 class HostTierMachine(RuleBasedStateMachine):
-    """Requests come, run, end, are cancelled and flushed, over memories that are always too small."""
+    """Requests arrive, run, end, are cancelled and flushed, over memories that are always too small."""
 
     @initialize(slabs=st.sampled_from(SIZES), eviction=st.sampled_from(sorted(EVICTION_RULES)))
     def begin(self, slabs: tuple[Slabs | None, Slabs | None], eviction: str) -> None:

@@ -99,7 +99,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
         return sorted(index for index, is_fixed in self.is_fixed[use].items() if not is_fixed)
 
     def _slabs(self, use: Use) -> Counter[int]:
-        """Return the slabs that a use has taken indices in, and how many."""
+        """Return the slabs in which a use holds indices, and the number of indices."""
         indices = self._indices(use)
         assert isinstance(indices, SlabIndexPool)
         return Counter(index // indices.per_slab for index in self.is_fixed[use])
@@ -117,7 +117,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
             assert all(self._slabs(use)[slab] == count for slab, count in fill.items())
 
     def _expected_fill(self, use: Use, num_indices: int) -> dict[int, int]:
-        """Return what the slabs of a use will hold: the lowest are filled first, before any other slab is opened."""
+        """Return the expected contents of a use's slabs: the lowest are filled before another slab is opened."""
         indices, fill = self._indices(use), dict(self._slabs(use))
         assert isinstance(indices, SlabIndexPool)
         for slab in sorted(fill):
@@ -129,7 +129,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.is_fixed))
     @rule(data=st.data(), num_indices=st.integers(1, 4))
     def change(self, data: st.DataObject, num_indices: int) -> None:
-        """Unfix what is fixed; fix or release what is not."""
+        """Unfix a fixed index; fix or release another."""
         use = data.draw(st.sampled_from([use for use in (0, 1) if self.is_fixed[use]]))
         indices, is_fixed = self._indices(use), self.is_fixed[use]
         for index in data.draw(st.lists(st.sampled_from(sorted(is_fixed)), max_size=num_indices, unique=True)):
@@ -144,7 +144,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
                 del is_fixed[index]
 
     def _emptied(self, kept: tuple[Sequence[int], Sequence[int]] = ((), ())) -> CacheSpace:
-        """Return the space once everything has been released that is not fixed and need not stay."""
+        """Return the space after releasing everything that is not fixed and need not stay."""
         space = deepcopy(self.space)
         for use in (0, 1):
             for index in self._evictable(use):

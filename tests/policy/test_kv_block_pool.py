@@ -25,7 +25,7 @@ def new_pools(num_blocks: int, num_slots: int = 20) -> CachePools:
 
 
 def keys_of(path: Sequence[int]) -> list[BlockKey]:
-    """Keys of a chain of one-token blocks, as numbers that can be read: the path in base 100."""
+    """Keys of a chain of one-token blocks, as readable numbers: the path in base 100."""
     keys, key = [], 0
     for token in path:
         key = key * 100 + token
@@ -34,7 +34,7 @@ def keys_of(path: Sequence[int]) -> list[BlockKey]:
 
 
 def hold(pools: CachePools, path: Sequence[int]) -> list[BlockId]:
-    """Match, acquire, allocate and register the chain, as a request does."""
+    """Match, acquire, allocate and register the chain, like a request."""
     kv, keys = pools.kv, keys_of(path)
     blocks = kv.longest_match(keys)
     num_matched = len(blocks)
@@ -369,7 +369,7 @@ def test_wrong_registration_is_an_error_that_changes_nothing() -> None:
         "another key": (block, key, parent),
         "unreferenced": (BlockId(7), key, None),
         "registered, referenced parent": (new, key, unregistered),
-        "one parent a key": (new, keys_of([1, 2])[1], None),
+        "one parent per key": (new, keys_of([1, 2])[1], None),
     }
     for message, arguments in wrong.items():
         with pytest.raises(CacheIntegrityError, match=message):
@@ -466,7 +466,7 @@ def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str)
 
 @dataclass(slots=True)
 class Row:
-    """State of a request: its tokens, its blocks, how many of them are registered."""
+    """State of a request: its tokens, its blocks, and the number of registered ones."""
 
     path: list[int]
     blocks: list[BlockId]
@@ -476,7 +476,7 @@ class Row:
 
 @dataclass(slots=True)
 class Model:
-    """The plainest model of the pools: three dicts, and a search for what a state can resume."""
+    """A simple model of the pools: three dicts, and a search for what a state can resume."""
 
     refs: dict[BlockId, int] = field(default_factory=dict)
     registered: dict[BlockKey, BlockId] = field(default_factory=dict)
@@ -497,7 +497,7 @@ class Model:
         return {block for block, refs in self.refs.items() if refs}
 
     def prune(self) -> None:
-        """Forget what no request holds and no state at its end or later can resume."""
+        """Forget blocks that no request holds and no state at their end or later can resume."""
         self.registered = {
             key: block
             for key, block in self.registered.items()
@@ -506,14 +506,14 @@ class Model:
         }
 
     def evict(self, *, is_end: bool) -> None:
-        """Evict the least recently used state, if wanted only of those that nothing is registered after."""
+        """Evict the least recently used state; optionally only one without registered successors."""
         parents = {int(key) // 100 for key in self.registered} if is_end else set()
         del self.states[min(self.states.keys() - parents, key=self.states.__getitem__)]
         self.prune()
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests come, publish, grow and go in small pools; the model foretells every count and every eviction."""
+    """Requests arrive, publish, grow and leave in small pools; the model predicts every count and every eviction."""
 
     tokens = st.integers(10, 12)
     spaces = st.sampled_from([None, (4, 2, 1), (6, 1, 2), (3, 4, 3)])
@@ -532,7 +532,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pools = CachePools.over(SlabSpace(*slabs), LeastRecentlyUsed(), block_size=1)
 
     def _num_free(self, blocks: Collection[int], slots: Collection[int]) -> tuple[int, int]:
-        """Return how many blocks and slots are free next to some."""
+        """Return the number of blocks and slots that are free next to some."""
         if self.slabs is None:
             return 8 - len(blocks), 4 - len(slots)
         num_slabs, blocks_per_slab, slots_per_slab = self.slabs
@@ -556,7 +556,7 @@ class PoolMachine(RuleBasedStateMachine):
         return self._num_free(self.model.referenced(), [])
 
     def _make_room(self, num_blocks: int, num_slots: int) -> None:
-        """Evict from the model until so many are free: for blocks of their own memory, what they leave with."""
+        """Evict from the model until enough are free: for blocks, those that leave with a state."""
         while not all(map(int.__le__, (num_blocks, num_slots), self._free_now())):
             self.model.evict(is_end=self.slabs is None and num_blocks > 0)
 

@@ -18,7 +18,7 @@ def own(request: int, num_blocks: int) -> tuple[int, ...]:
 
 
 def demand(request: int, *, num_own: int = 2, shared: tuple[int, ...] = (), paused: bool = False) -> RequestDemand:
-    """Return a request as old as its number says, in need of a block."""
+    """Return a request of the age of its number that needs a block."""
     return RequestDemand(request, request, True, (*shared, *own(request, num_own)), paused, False)
 
 
@@ -29,7 +29,7 @@ def content(request: int, *, shared: tuple[int, ...] = (), prefilling: bool = Fa
 
 @st.composite
 def request_demands(draw: st.DrawFn) -> list[RequestDemand]:
-    """Return requests that share blocks as requests with a common prefix do, and in stranger ways."""
+    """Return requests that share blocks by common prefixes, and in less usual ways."""
     numbers = draw(st.permutations(range(draw(st.integers(0, 7)))))
     requests = []
     for number in numbers:
@@ -43,7 +43,7 @@ def request_demands(draw: st.DrawFn) -> list[RequestDemand]:
 
 
 def num_freed(requests: list[RequestDemand], evicted: tuple[int, ...]) -> int:
-    """Return how many blocks are held by evicted requests and by no other."""
+    """Return the number of blocks held only by evicted requests."""
     kept = {block for request in requests if request.index not in evicted for block in request.blocks}
     return len(distinct_blocks(requests, evicted) - kept)
 

@@ -1,4 +1,4 @@
-"""Skipped, shared and separated tokens of requests; an example each."""
+"""Skipped, shared and isolated tokens of requests, by examples."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The prefix cache against a model that knows what every block and slot was last written with.
+"""The prefix cache against a model that knows the last write to every block and slot.
 
 KV of a position and a state after it are a function of the tokens up to there, so the model writes those tokens,
 and a reader that finds any others has been given the wrong memory. A draft writes as the token it stands for; one that
@@ -33,7 +33,7 @@ MAX_LEN = 24  # six blocks: a lone request always fits
 MOST_DRAFTS = BLOCK - 1
 
 SLABS = [None, None, (4, 2, 1), (6, 3, 2), (7, 2, 1), (10, 1, 2)]
-"""How many slabs, and how many blocks and slots fit one.
+"""Slabs, and the blocks and slots per slab.
 
 A lone request always fits, even with each of its draft states alone in a slab; in the four slabs it never gets drafts.
 """
@@ -44,7 +44,7 @@ Slabs = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens and what they are valid under."""
+    """Tokens and the scope in which they are valid."""
 
     tenant: str
     epoch: int
@@ -60,7 +60,7 @@ def sequence_of(request: RunningRequest) -> Text:
 
 
 def fed_to(request: RunningRequest) -> Text:
-    """Return the sequence that the request's step computes: what is known, and its drafts."""
+    """Return the sequence that the request's step computes: its known tokens, and its drafts."""
     known = sequence_of(request)
     return Text(known.tenant, known.epoch, (*known.tokens, *request.drafts))
 
@@ -80,7 +80,7 @@ class Memory:
     sequences: dict[BlockKey, Text] = field(default_factory=dict)  # what each key stands for
 
     def write_kv(self, block: BlockId, offset: int, text: Text | None) -> None:
-        """Write a token's KV over what the slots of the same slab held."""
+        """Write a token's KV over the contents of the slab's slots."""
         self.kv[block, offset] = text
         if self.slabs:
             _, blocks_per_slab, slots_per_slab = self.slabs
@@ -89,7 +89,7 @@ class Memory:
                 self.states[slot], self.windows[slot] = None, {}
 
     def write_state(self, slot: SlotId, text: Text | None, windows: dict[int, Text]) -> None:
-        """Write a state and its conv windows over what the blocks of the same slab held."""
+        """Write a state and its conv windows over the contents of the slab's blocks."""
         self.states[slot], self.windows[slot] = text, windows
         if self.slabs and slot >= 0:
             _, blocks_per_slab, slots_per_slab = self.slabs
@@ -99,7 +99,7 @@ class Memory:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Requests come, run in steps, pause, are evicted, aborted and flushed, in pools that are always too small."""
+    """Requests arrive, run in steps, pause, are evicted, aborted and flushed, in pools that are always too small."""
 
     tokens = st.sampled_from([1, 1, 1, 1, 2])
     tenants = st.sampled_from(["", "", "", "", "blue"])
@@ -212,13 +212,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert plan.match.skip_tokens < plan.chunk_end <= min(spec.prompt_len, plan.match.skip_tokens + budget)
 
     def _has_room(self, num_new: int, blocks: Sequence[BlockId], source: BlockId | None) -> bool:
-        """Return whether a live slot and new blocks fit next to what a match keeps."""
+        """Return True if a live slot and new blocks fit next to a match's entries."""
         slot = None if source is None or self.cache.slots.is_pinned(source) else self.cache.slots.slot_of(source)
         kept = [block for block in blocks if not self.cache.kv.num_refs(block)]
         return self.cache.pools.fits(num_new, 0, kept, [] if slot is None else [slot])
 
     def _address(self, slot: SlotId) -> SlotId:
-        """Return where the memory has a live or draft state."""
+        """Return the location of a live or draft state in the memory."""
         return slot if self.cache.slots.shares_slots else SlotId(-1 - slot)
 
     def _best_match(self, sequence: Text, may_skip: bool) -> tuple[list[BlockId], int]:
@@ -246,7 +246,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self._check_kv(request, len(plan.match.blocks) * BLOCK)
 
     def _note_prompt_boundaries(self, request: RunningRequest) -> None:
-        """Mark the states that the request's prefill chunk would reserve, had they not been there."""
+        """Mark the states that the request's prefill chunk would reserve if they did not exist."""
         if request.epoch != self.cache.epoch:
             return
         positions = select_boundaries(
@@ -318,7 +318,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def run_steps(
         self, num_steps: int, budget: int, token: int, odd_one: int, capacity: int, drafts: list[int], cut: int
     ) -> None:
-        """Run all requests that are not paused; each samples `token` everywhere, but for one that may differ.
+        """Run all requests that are not paused; each samples `token` everywhere, but one may differ.
 
         Up to `cut` of the tokens that a request's drafts bring are not kept, as after a stop word, and end the
         request.
@@ -383,7 +383,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.memory.write_state(reserved.slot, self.memory.states[columns[copy.source_column]], window)
 
     def _publish(self, request: RunningRequest, num_tokens: int) -> None:
-        """Publish a request, and check which boundaries can be found afterwards and which checkpoint was retired."""
+        """Publish a request, and check the findable boundaries and the retired checkpoint."""
         end, is_current = request.computed + num_tokens, request.epoch == self.cache.epoch
         reached = [state.position for state in request.reserved if state.position <= end]
         self._forget_lost_states()
@@ -428,7 +428,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert not self.requests or not all(request.is_paused for request in self.requests)
 
     def _forward(self, step: Sequence[RunningRequest]) -> None:
-        """Read every request's state, then write KV and states as the model's kernels do."""
+        """Read every request's state, then write KV and states like the model's kernels."""
         written = [slot for request in step for slot in self._written_slots(request)]
         assert len(set(written)) == len(written)
         for request in step:
@@ -440,7 +440,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self._write_states(request)
 
     def _columns(self, request: RunningRequest) -> list[SlotId]:
-        """Return the slots after the tokens of a decode step, or the live slot, which a prefill writes."""
+        """Return the slots written by a decode step's tokens, or the live slot, which a prefill writes."""
         slots = (
             [request.cursor.live_slot]
             if request.is_prefilling
@@ -503,7 +503,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(request.scheduled for request in self.requests))
     @rule(data=st.data(), is_forward_run=st.booleans())
     def abort(self, data: st.DataObject, is_forward_run: bool) -> None:
-        """Abort one request, or fail a whole step after its forward: requests whose live state is lost leave."""
+        """Abort one request, or fail a whole step after its forward, which drops requests with lost live states."""
         step = [request for request in self.requests if request.scheduled]
         if is_forward_run:
             self._forward(step)

@@ -1,4 +1,4 @@
-"""Requests with draft buffers: one each, no slot for a draft, and after how many tokens the live slot's state is."""
+"""Requests with draft buffers: one each, no slots for drafts, and the position of the live slot's state."""
 
 import random
 
@@ -31,7 +31,7 @@ def test_each_running_request_has_its_own_draft_buffer(choices: list[int]) -> No
 def test_more_requests_than_draft_buffers_is_an_error_that_changes_nothing() -> None:
     cache = small_cache(num_blocks=64, num_slots=16, max_requests=1, replays=True)
     request = prefill(cache, new_spec(0, [1, 2]))
-    with pytest.raises(CacheIntegrityError, match="all 1 draft buffers"):
+    with pytest.raises(CacheIntegrityError, match="found all 1 in use"):
         prefill(cache, new_spec(1, [3, 4]))
     cache.check_integrity([request])
 

@@ -1,4 +1,4 @@
-"""Properties of a request's tokens and of how it ends."""
+"""Properties of a request's tokens and of its end."""
 
 import dataclasses
 

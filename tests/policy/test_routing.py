@@ -1,4 +1,4 @@
-"""Prompts go where their prefix is, within a bound on load; what a router believes may be wrong, but is bounded."""
+"""Prompts go to their prefix, within a bound on load; a router's knowledge may be wrong, but is bounded."""
 
 import random
 from collections import Counter
@@ -86,7 +86,7 @@ def test_prompt_without_a_state_goes_where_its_blocks_were_seen() -> None:
 
 
 def test_shared_prefix_does_not_overload_one_replica() -> None:
-    """One request at a time, so that no replica is busy: one with the system prompt still gets a fair share only."""
+    """Requests come one at a time, so no replica is busy: one with the system prompt still gets only a fair share."""
     subject, system = router(), list(range(8))
     served: Counter[ReplicaName] = Counter()
     for request_id in range(400):
@@ -165,7 +165,7 @@ def test_recent_keys_forget_the_oldest() -> None:
     st.lists(st.tuples(st.sampled_from(["route", "finish", "publish", "drop", "flush", "leave"]), st.integers(0, 99)))
 )
 def test_loads_are_sums_within_the_bound(calls: list[tuple[str, int]]) -> None:
-    """Whatever is published, dropped and finished in any order: loads add up, and routing is bounded and repeatable."""
+    """For publishes, drops and ends in any order: loads add up, and routing is bounded and repeatable."""
     subject, twin = router(max_keys=5), router(max_keys=5)
     prompts = [blocks([number % 3] * 8 + [number] * 5) for number in range(100)]
     in_flight: dict[int, tuple[ReplicaName, int]] = {}
@@ -209,7 +209,7 @@ def test_round_robin_ignores_the_cache() -> None:
 
 @dataclass(slots=True)
 class Conversations:
-    """Conversations of four turns over replicas that keep every boundary state; so many run at a time.
+    """Conversations of four turns over replicas that keep every boundary state, a fixed number at a time.
 
     A replica divides its speed among its requests; which one ends next is drawn by that.
     """
@@ -257,7 +257,7 @@ class Conversations:
 def test_later_turns_stay_on_their_replica_and_load_is_even(
     num_at_once: int, seed: int, speeds: tuple[float, ...]
 ) -> None:
-    """Even where replicas are not equally fast: conversations do not gather at the quickest one."""
+    """Even with replicas of different speed, conversations do not gather on the fastest one."""
     load = Conversations(router(), random.Random(seed), dict(zip(NAMES, speeds, strict=True)))
     load.run(200, num_at_once)
     assert load.num_later == 600

@@ -1,4 +1,4 @@
-"""The requests of an engine: how many there are, what they compute, and which stay when a release raises."""
+"""The requests of an engine: their number, their computed tokens, and those left after a failed release."""
 
 import pytest
 from hypothesis import settings
@@ -18,7 +18,7 @@ NUM_BLOCKS = 7  # fewer than three of the longest requests need
 
 
 class RunningRequestsMachine(RuleBasedStateMachine):
-    """Requests come, compute, pause and leave over a small cache."""
+    """Requests arrive, compute, pause and leave over a small cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ TestRunningRequests.settings = settings(max_examples=60, stateful_step_count=40,
 
 
 def running(num_requests: int) -> RunningRequests:
-    """Return requests of four prompt tokens each, admitted and not computed yet."""
+    """Return requests of four prompt tokens each, admitted but not computed."""
     requests = RunningRequests(small_cache(), max_requests=num_requests, max_tokens=ENOUGH)
     for request_id in range(num_requests):
         admitted(requests, request_id)

@@ -1,4 +1,4 @@
-"""Slabs that change hands; an example each. The model of all indices is in test_index_pools."""
+"""Slabs that change use, by examples."""
 
 import pytest
 
@@ -120,7 +120,7 @@ def _fix_in_unused_slab(space: SlabSpace) -> None:
         (lambda space: setattr(space._slabs, "num_open", 3), "open slabs"),
         (lambda space: space._slabs.num_fixed.__setitem__(0, 0), "open slabs"),
         (_fix_in_unused_slab, "unused slabs"),
-        (lambda space: space._slabs.num_fixed.__setitem__(0, 2), "fixed ones"),
+        (lambda space: space._slabs.num_fixed.__setitem__(0, 2), "fixed and"),
         (lambda space: space._slabs.use.__setitem__(0, 1), "of a use that has"),
         (lambda space: space.blocks._free[2].append(9), "of a use that has"),
         (lambda space: space.blocks._free[0].__setitem__(0, space.blocks._free[0][1]), "lists indices"),

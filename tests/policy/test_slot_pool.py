@@ -368,7 +368,7 @@ def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str)
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """Slots change hands at random; the model is a dict of owners, a dict of states and a list in order of use."""
+    """Slots change owners at random; the model is a dict of owners, a dict of states and a list in order of use."""
 
     num_slots = 5
     num_running: int | None = None
@@ -526,7 +526,7 @@ class SlotMachine(RuleBasedStateMachine):
         self._check_distinct()
 
     def _check_distinct(self) -> None:
-        """Each slot has one use, of those that have their numbers from the same pool."""
+        """Each slot of a pool has one use."""
         running = [slot for owner in (SlotOwner.LIVE, SlotOwner.DRAFT) for slot in self.held[owner]]
         cached = [*self.held[SlotOwner.RESERVED], *self.states.values()]
         cached += [slot for slots in self.orphans.values() for slot in slots]
@@ -537,7 +537,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 class RunningApart(SlotMachine):
-    """Live and draft states have slots of their own, under numbers that cached states have as well."""
+    """Live and draft states have their own slots, with numbers that cached states use too."""
 
     num_slots = 3
     num_running = 4

@@ -55,7 +55,7 @@ def test_state_returning_to_a_block_starts_without_hits() -> None:
 
 
 def prompt_ends(lineage: StateLineage, *cached: int) -> list[int]:
-    """Return which of the cached states end a prompt."""
+    """Return the cached states that end a prompt."""
     return [
         block
         for block in cached
@@ -87,7 +87,7 @@ def test_state_returning_to_a_block_is_not_a_prompt_end() -> None:
 
 
 class LineageMachine(RuleBasedStateMachine):
-    """States come and go at the blocks of a tree; the model looks for the nearest one from scratch."""
+    """States are added and dropped at the blocks of a tree; the model searches the nearest one from scratch."""
 
     numbers = st.integers(0, 30)
 

@@ -1,4 +1,4 @@
-"""Times are agreed once all ranks have measured, and decide whether a copy is sooner than a prefill."""
+"""Times are agreed once all ranks have measured, and decide if a copy is faster than a prefill."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Properties of the columns that requests' draft windows take from the common pool of slots."""
+"""Properties of the slots that requests' draft windows take from the common pool."""
 
 import numpy as np
 import pytest

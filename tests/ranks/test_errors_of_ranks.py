@@ -1,4 +1,4 @@
-"""An error of one rank is the same error on all of them, whatever its type's constructor asks for."""
+"""An error of one rank is the same error on all of them, for any constructor of its type."""
 
 import builtins
 import inspect
@@ -56,7 +56,7 @@ class ThreadRank(OneRank):
 
 
 def raised_by_all(*raised: Exception | None) -> list[Exception]:
-    """Return what each rank raises where so many of them raise something themselves."""
+    """Return the errors raised on each rank if these ranks raise their own ones."""
     exchange = Exchange()
 
     def run(index: int) -> Exception:
@@ -105,14 +105,14 @@ def from_cause(error: Exception, cause: Exception) -> Exception:
 
 
 class ForeignError(ValueError):
-    """Of another package than this one, and its constructor asks for two numbers."""
+    """An error of another package whose constructor needs two numbers."""
 
     def __init__(self, needed: int, found: int) -> None:
         super().__init__(f"{needed} needed, {found} found")
 
 
 class EmptyError(ValueError):
-    """One that is not true."""
+    """An exception that is falsy."""
 
     def __len__(self) -> int:
         return 0

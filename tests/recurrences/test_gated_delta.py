@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a recurrence: its states in slots, from prompt to drafts, and how they are kept."""
+"""Gated DeltaNet as a recurrence: its states in slots, from prompt to drafts, and their storage."""
 
 from dataclasses import replace
 
@@ -11,15 +11,15 @@ from megatron_mamba_cache.recurrences.interface import LayerStates, ReplayedRecu
 from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
 from megatron_mamba_cache.recurrences.pool import StatePool
-from tests.command_line.test_card_settings import NANO_30B
 from tests.kernels.packed_batches import RowSpec, VerifySpec, pack_rows, pack_verify, same_bits
+from tests.published_shapes import NANO_30B
 
 DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=24, d_conv=4, grain=8)
 DRAFTS = 3
 
 
 def delta_shape() -> HybridModelShape:
-    """Return the shape of a model with Gated DeltaNet layers where another has Mamba2's."""
+    """Return a model's shape with Gated DeltaNet layers instead of Mamba2's."""
     (mamba2,) = NANO_30B.recurrent
     return replace(NANO_30B, recurrent=(RecurrentLayers(DELTA, mamba2.layers),))
 
@@ -31,7 +31,7 @@ def layer_states(device: str, num_slots: int = 8) -> LayerStates:
 
 
 def test_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
-    """Tokens of a prompt and tokens that are drafted next give what the whole prompt gives."""
+    """A prompt followed by drafted tokens gives the same as one longer prompt."""
     torch.manual_seed(0)
     length, drafted = 21, 1 + DRAFTS
     weights = GatedDeltaWeights(*(torch.randn(size, device=device) for size in ((DELTA.conv_dim, 4), (4,), (4,))))

@@ -1,4 +1,4 @@
-"""Properties of the size of a slot and of what a budget buys."""
+"""Properties of slot sizes and of the slots that fit a budget."""
 
 import math
 

@@ -1,10 +1,9 @@
-"""The allocator of cached states by itself, under the method names of Megatron's documented class."""
+"""The allocator of cached states without an engine, with the method names of Megatron's documented class."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_mamba_cache import MambaSlotAllocator
 from megatron_mamba_cache.errors import CacheCapacityError
@@ -18,27 +17,8 @@ from megatron_mamba_cache.recurrences.mamba_slot_allocator import (
     StepReservations,
 )
 from megatron_mamba_cache.recurrences.pool import StatePool
+from tests.recurrences.allocator_context import CONV_SHAPE, LIVE_SLOTS, NUM_LAYERS, SSM_SHAPE, context
 from tests.recurrences.state_groups import window_and_matrix
-
-NUM_LAYERS, CONV_SHAPE, SSM_SHAPE = 2, (3, 6), (2, 4, 5)
-LIVE_SLOTS = [4, 0, 3]  # of requests 0, 1, 2
-
-
-def context(block_size: int = 64, num_blocks: int = 16, device: object = "cpu") -> SimpleNamespace:
-    """Return all that the allocator reads; request r has the blocks 100 r, 100 r + 1 …"""
-    generator = torch.Generator().manual_seed(0)
-
-    def states(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.randn((NUM_LAYERS, 5, *shape), generator=generator).to(device=device, dtype=dtype)
-
-    return SimpleNamespace(
-        block_size_tokens=block_size,
-        max_tokens=8 * block_size,
-        mamba_conv_states=states(CONV_SHAPE, torch.bfloat16),
-        mamba_ssm_states=states(SSM_SHAPE, torch.float32),
-        mamba_metadata=SimpleNamespace(request_to_mamba_state_idx=torch.tensor(LIVE_SLOTS)),
-        request_to_kv_block_ids=[[100 * request + index for index in range(num_blocks)] for request in range(3)],
-    )
 
 
 def allocator(max_slots: int = 4, block_size: int = 64) -> MambaSlotAllocator:
@@ -73,7 +53,7 @@ def store_offsets(
     chunk: int | None = None,
     matched: int = 0,
 ) -> None:
-    """Store the boundaries of a chunk, by default all that is left of the prompt."""
+    """Store the boundaries of a chunk, by default the rest of the prompt."""
     chunk = num_tokens - done if chunk is None else chunk
     own.compute_and_store_offsets(prompt(num_tokens, done), request, skip, chunk, matched, [], 0)
 
@@ -434,7 +414,7 @@ def test_block_leaving_before_the_commit_releases_its_reservation() -> None:
 
 
 class Reservations:
-    """Boundaries of a scheduler of its own."""
+    """The boundaries of a custom scheduler."""
 
     def __init__(self, offsets: list[list[int]]) -> None:
         self._offsets = offsets

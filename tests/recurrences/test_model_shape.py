@@ -14,11 +14,11 @@ from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurre
 from megatron_mamba_cache.recurrences.mamba2.replay import tiling
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
 from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
-from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
+from tests.published_shapes import DENSE_8B, NANO_30B
 
 
 def part_of(whole: HybridModelShape, types: Sequence[str]) -> HybridModelShape:
-    """Return a rank's part of a model with these layers."""
+    """Return a rank's shard of a model with these layers."""
     (recurrent,) = whole.recurrent
     layers = RecurrentLayers(recurrent.recurrence, tuple(range(list(types).count("M"))))
     return replace(whole, layer_types=tuple(types), recurrent=(layers,))
@@ -66,7 +66,7 @@ def test_small_states_with_few_drafts_use_a_window(
 def test_rings_are_reserved_for_the_requests_that_fit_one_budget(
     cache_gb: float, is_lowered: bool, num_drafts: int
 ) -> None:
-    """As many as have a state, a ring and a block each: one more has no room, and these have."""
+    """One more request with a state, a ring and a block would not fit."""
     fields = {"cache_gb": cache_gb, "draft_states": "replay", "num_speculative_tokens": num_drafts}
     asked = CacheConfig(max_requests=256, max_sequence_length=512, **fields)
     config = DENSE_8B.resolved(asked)
@@ -90,7 +90,7 @@ class Stages(OneRank):
         self._units, self._least_bytes = units, least_bytes
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each stage stores, or needs; other values are alike."""
+        """Return what each stage stores, or needs; other values are equal."""
         if isinstance(value, UnitBytes):
             return list(self._units)
         if type(value) is int and self._least_bytes is not None:
@@ -111,7 +111,7 @@ STAGES = {
 @pytest.mark.parametrize("length", [4096, 65_536])
 @pytest.mark.parametrize("name", STAGES)
 def test_uneven_stages_accept_every_budget_above_the_minimum(name: str, length: int, num_drafts: int) -> None:
-    """And run as many requests as the stage with the least room for them."""
+    """All ranks run as many requests as fit on the stage with the least room."""
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
     fields = {"max_sequence_length": length, "num_speculative_tokens": num_drafts, "draft_states": "replay"}

@@ -84,7 +84,7 @@ def test_stage_without_a_layer_type_has_views_without_layers(device: str) -> Non
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 def test_state_stride_is_a_multiple_of_a_heads_rows(head_dim: int) -> None:
-    """A kernel that sees the pool as a matrix with rows of a head's channels finds each state at a row's start."""
+    """In the pool as a matrix with rows of a head's channels, each state begins at a row."""
     states = SlotLayout.of([window_and_matrix(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)])
     unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
     (_, ssm), _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")

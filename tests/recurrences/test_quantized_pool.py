@@ -1,4 +1,4 @@
-"""Cached states that are quantized: views that do not touch each other, and whole states in and out."""
+"""Quantized cached states: views that do not overlap, and stores and restores of whole states."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
 from tests.kernels.packed_batches import same_bits
 from tests.kernels.quantized_values import by_the_formula
+from tests.recurrences.allocator_context import CONV_SHAPE, LIVE_SLOTS, NUM_LAYERS, SSM_SHAPE, context
 from tests.recurrences.state_groups import window_and_matrix
-from tests.recurrences.test_mamba_slot_allocator import CONV_SHAPE, LIVE_SLOTS, NUM_LAYERS, SSM_SHAPE, context
 
 GROUP = window_and_matrix(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.bfloat16, torch.float32)
 LIVE = SlotLayout.of([GROUP])
@@ -57,7 +57,7 @@ def test_blocks_and_states_of_slabs_do_not_overlap(slab: SlabShape, device: str)
 
 
 def allocator_over(device: str) -> StateSlotAllocator:
-    """Return an allocator whose cached states are quantized, and whose live ones have slots of their own."""
+    """Return an allocator with quantized cached states and separate slots for live ones."""
     slots = SlotPool(4, running=FixedIndexPool(5))
     return StateSlotAllocator(context(device=device), pool_of(4, device), slots, BoundaryRule(64), NoReservations())
 

@@ -1,4 +1,4 @@
-"""How slabs are cut: little is lost, whatever the sizes, and every unit_size is aligned."""
+"""Sizes of slabs: little is wasted for any unit sizes, and every unit is aligned."""
 
 import pytest
 from hypothesis import given

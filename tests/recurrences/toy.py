@@ -1,4 +1,4 @@
-"""A toy recurrence, as unlike Mamba2 as the engine allows.
+"""A toy recurrence, as different from Mamba2 as the engine allows.
 
 Two kinds of layers alternate. A `ToyMatrix` layer keeps a window of 2 inputs, a matrix, a float64 vector and, one a
 slot, the last input of the group's first layer. A `ToyVector` layer keeps one vector. Every token is computed alone, on
@@ -22,7 +22,7 @@ from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, s
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="toys read the numbers of a step's rows on the host")
 GRAIN = 8
 KEPT = 2
-"""Inputs of a cached window."""
+"""Number of inputs in a cached window."""
 CHANNELS, HEADS, ROWS, LANES, MEMORIES, CELLS = 5, 2, 3, 4, 7, 6
 RETENTION = 0.8
 State = dict[str, Tensor]
@@ -62,7 +62,7 @@ class _Rows:
         raise NotImplementedError
 
     def prefill(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: PrefillBatch) -> Tensor:
-        """Compute packed prompt tokens [tokens, projected]; write the states of chunks and rows, in place."""
+        """Compute packed prompt tokens [tokens, projected]; write the states of chunks and requests, in place."""
         y = x.new_zeros(len(x), self.mixed)
         chunk_slots, final_slots = rows.chunk_slots.tolist(), rows.final_slots.tolist()
         chunks, row_chunks = list(pairwise(rows.cu_chunks.tolist())), list(pairwise(rows.cu_request_chunks.tolist()))
@@ -78,7 +78,7 @@ class _Rows:
         return y
 
     def decode(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: DecodeBatch) -> Tensor:
-        """Compute one token and the drafts of each row, [tokens, projected]; write a state a token, in place."""
+        """Compute one token and the drafts of each request, [tokens, projected]; write a state per token, in place."""
         y = x.new_zeros(len(x), self.mixed)
         spans = pairwise(rows.cu_tokens.tolist())
         for (start, end), slots, accepted in zip(spans, rows.columns.tolist(), rows.accepted.tolist(), strict=True):
@@ -194,6 +194,6 @@ def toy_groups(dtype: torch.dtype = torch.bfloat16) -> tuple[StateGroup, StateGr
 
 
 def toy_tensors(num_slots: int, num_drafts: int, device: str) -> tuple[Tensor, ...]:
-    """Return the tensors of `toy_groups` for so many slots and drafts, of random numbers."""
+    """Return the tensors of `toy_groups` for some slots and drafts, with random numbers."""
     tensors = state_tensors(SlotLayout.of(toy_groups(), num_drafts), num_slots, device)
     return tuple(tensor.normal_() for tensor in tensors)

@@ -1,10 +1,11 @@
-"""A coordinator for the tests of this folder."""
+"""A coordinator, and a replica's link."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.replicas.peers import Service
+from tests.replicas.replica_line import Line
 
 
 @pytest.fixture
@@ -13,3 +14,11 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     made = Service(**getattr(request, "param", {}))
     yield made
     made.end()
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.link.close()
+    made.context.destroy(linger=0)

@@ -10,11 +10,11 @@ import zmq
 from megatron_mamba_cache.replicas.rank_sockets import PeerSocket
 from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError
 from megatron_mamba_cache.replicas.wire import FENCED, PROBE
-from tests.replicas.test_replica_link import Line, line  # noqa: F401 - a fixture
+from tests.replicas.replica_line import Line
 
 
 @pytest.fixture
-def peer(line: Line) -> Iterator[tuple[zmq.Socket, PeerSocket]]:  # noqa: F811
+def peer(line: Line) -> Iterator[tuple[zmq.Socket, PeerSocket]]:
     """Yield another rank's socket and this rank's reader."""
     theirs, ours = line.context.socket(zmq.PAIR), line.context.socket(zmq.PAIR)
     theirs.bind("inproc://peers")
@@ -32,7 +32,7 @@ def peer(line: Line) -> Iterator[tuple[zmq.Socket, PeerSocket]]:  # noqa: F811
 )
 def test_waiting_for_a_dead_peer_raises(
     wait: Callable[[PeerSocket], Any],
-    line: Line,  # noqa: F811
+    line: Line,
     peer: tuple[zmq.Socket, PeerSocket],
 ) -> None:
     line.say(PROBE, FENCED)
@@ -43,7 +43,7 @@ def test_waiting_for_a_dead_peer_raises(
 
 
 def test_messages_of_peers_and_coordinator_keep_their_order(
-    line: Line,  # noqa: F811
+    line: Line,
     peer: tuple[zmq.Socket, PeerSocket],
 ) -> None:
     theirs, watched = peer

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
 
 import msgpack
 import pytest
@@ -11,42 +10,12 @@ from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
 from megatron_mamba_cache.policy.identifiers import BlockKey
-from megatron_mamba_cache.policy.routing import ReplicaName
 from megatron_mamba_cache.replicas import replica_link
 from megatron_mamba_cache.replicas.front_end import PROGRESS
 from megatron_mamba_cache.replicas.prompt_keys import KeySalt
-from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError, ReplicaLink
-from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, Hello, KeyReport, hello_of, report_of, unsent_of
-
-MAX_BYTES = 4000
-HELLO = Hello(ReplicaName("a"), 1, 2, "experts")
-
-
-class Line:
-    """A link, and the coordinator's end of it."""
-
-    def __init__(self) -> None:
-        self.context = zmq.Context()
-        self.router = self.context.socket(zmq.ROUTER)
-        port = self.router.bind_to_random_port("tcp://127.0.0.1")
-        self.link = ReplicaLink(self.context, f"tcp://127.0.0.1:{port}", HELLO, MAX_BYTES)
-        self.identity, self.hello = self.router.recv_multipart()
-
-    def say(self, *messages: bytes) -> None:
-        for message in messages:
-            self.router.send_multipart([self.identity, message])
-        assert self.link._socket.poll(120_000)
-
-    def heard(self) -> list[object]:
-        return msgpack.unpackb(self.router.recv_multipart()[1])
-
-
-@pytest.fixture
-def line() -> Iterator[Line]:
-    made = Line()
-    yield made
-    made.link.close()
-    made.context.destroy(linger=0)
+from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError
+from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, KeyReport, hello_of, report_of, unsent_of
+from tests.replicas.replica_line import HELLO, MAX_BYTES, Line
 
 
 def test_link_sends_hello_first_under_its_own_identity(line: Line) -> None:

@@ -91,7 +91,7 @@ def test_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page: Pa
     counts = "[...document.querySelectorAll('#slots tr')].map(row => Number(row.cells[1].innerText.replace(/,/g, '')))"
     page.wait_for(f"{counts}.reduce((a, b) => a + b) === {num_slots}")
     assert any("block" in reason or "KV" in reason for reason in numbers(page, "reasons"))
-    assert "requests paused for want of blocks" in numbers(page, "evicted")
+    assert "requests paused for lack of KV blocks" in numbers(page, "evicted")
     page.resize(390, 844, is_phone=True)
     assert page.value("document.documentElement.scrollWidth") <= 390
     page.screenshot(tmp_path / "phone.png")
@@ -166,8 +166,8 @@ def test_tiers_are_shown_if_used_and_fit_a_phone(monkeypatch: pytest.MonkeyPatch
             "free": 2,
         }
         figures = numbers(page, "tiers")
-        assert figures["prompt tokens back from the host"] == 10 and not any("disk" in name for name in figures)
-        assert figures["copies failed, or of no use at their end"] == 3 and figures["copies under way now"] == 3
+        assert figures["prompt tokens restored from the host"] == 10 and not any("disk" in name for name in figures)
+        assert figures["copies that failed or were no longer needed"] == 3 and figures["copies in progress now"] == 3
         server.backend.state = tiers(7000, {"entries": 5 * 2**30})
         page.wait_for("document.getElementById('tiers').innerText.includes('GiB on disk now')")
         assert numbers(page, "tiers")["GiB on disk now"] == 5

@@ -7,11 +7,8 @@ import httpx
 import pytest
 import torch
 
-from tests.oracle import HybridOracle
+from tests.server.prompt_log_probs import PROMPT, TOLERANCE, expected_log_probs, token_ids
 from tests.server.running_server import RunningServer
-
-PROMPT = "import os\n\n\ndef main(é):\n    return os.getcwd()\n"
-TOLERANCE = 1e-3
 
 
 def choices(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
@@ -33,20 +30,6 @@ def choices(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
             for name, values in new["logprobs"].items():
                 known["logprobs"][name] += values
     return [found[index] for index in sorted(found)]
-
-
-def token_ids(server: RunningServer, text: str) -> list[int]:
-    return server.server.settings.tokenizer.tokenize(text)
-
-
-def expected_log_probs(server: RunningServer, tokens: list[int]) -> torch.Tensor:
-    """Return the log-probs of the vocabulary after each token, computed in float64 without a cache."""
-
-    def compute(engine: Any) -> torch.Tensor:
-        oracle = HybridOracle.from_megatron(engine.controller.inference_wrapped_model.model)
-        return oracle.logits(tokens).log_softmax(-1).float().cpu()
-
-    return server.between_steps(compute)
 
 
 @pytest.mark.parametrize("stream", [False, True])

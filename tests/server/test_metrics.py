@@ -4,11 +4,10 @@ import re
 import time
 from dataclasses import fields
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.server.backend import BackendState, Progress
 from megatron_mamba_cache.server.metrics import COUNTER_TEXTS
+from tests.server.exported_metrics import families
 from tests.server.front_end import FrontEnd, front_end, request_bytes, wait_until
 from tests.server.running_server import RunningServer
 from tests.server.scripted_backend import ScriptedBackend
@@ -18,11 +17,6 @@ EVERY_NAME = (
     *("http_responses", "replies", "prompt_tokens", "time_to_first_token_seconds", "request_seconds"),
     *("requests_without_hit", "state_slots", "kv_blocks"),
 )
-
-
-def families(server: FrontEnd | RunningServer) -> dict[str, object]:
-    with server.client() as http:
-        return {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
 
 
 def samples(server: FrontEnd | RunningServer, name: str) -> dict[str, float]:

@@ -9,8 +9,8 @@ import torch
 from megatron_mamba_cache.policy.request_settings import ScoredToken
 from megatron_mamba_cache.server import prompt_scores
 from megatron_mamba_cache.server.prompt_scores import PromptScoring
+from tests.server.prompt_log_probs import PROMPT, TOLERANCE, expected_log_probs, token_ids
 from tests.server.running_server import RunningServer
-from tests.server.test_echo import PROMPT, TOLERANCE, expected_log_probs, token_ids
 
 MESSAGES = [{"role": "user", "content": "import os\n"}]
 

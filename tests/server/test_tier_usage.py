@@ -13,10 +13,10 @@ import pytest
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.job_progress import prompt_usage
+from tests.server.exported_metrics import families
 from tests.server.front_end import FrontEnd, wait_until
 from tests.server.running_server import RunningServer, running_server
 from tests.server.scripted_agent import TEMPLATES, agent_of
-from tests.server.test_metrics import families
 
 PROMPT = "def add(a, b):\n    return a + b\n" * 30
 NEXT_TURN = PROMPT + "print(add(1, 2))\n"

@@ -10,7 +10,7 @@ from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.captured_shapes import decode_shapes, draft_shapes, most_padding_requests, prefill_shapes
 from megatron_mamba_cache.step.shapes import StepShape, smallest_holding
-from tests.step.test_batch import running_request
+from tests.step.step_requests import running_request
 
 
 def shapes_of_few(most_tokens: int, max_requests: int, max_tokens: int = 8192) -> list[StepShape]:

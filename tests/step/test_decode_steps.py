@@ -15,7 +15,7 @@ from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step
 from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.decode_steps import DecodeStep, send_again, send_next
 from megatron_mamba_cache.step.shapes import StepShape
-from tests.step.test_batch import BLOCK, GEOMETRY, LIMITS, decoding
+from tests.step.step_requests import BLOCK, GEOMETRY, LIMITS, decoding
 
 SHAPES = (StepShape(6, 1), StepShape(6, 4))
 MOST_COMPUTED = LIMITS.max_blocks * BLOCK - LIMITS.max_drafts

@@ -7,7 +7,7 @@ import torch
 from megatron_mamba_cache.policy.request_settings import LogProbSettings
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.log_probs import SampledTokenScores
-from tests.step.test_batch import decoding, lay_out
+from tests.step.step_requests import decoding, lay_out
 
 VOCAB = 4096
 

@@ -20,7 +20,7 @@ from megatron_mamba_cache.step.overlapped_step import OverlappedStep
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step import Step
 from tests.policy.small_cache import small_cache
-from tests.step.test_batch import BLOCK, decoding, lay_out, running_request
+from tests.step.step_requests import BLOCK, decoding, lay_out, running_request
 
 TOKENS = [7, 8]
 

@@ -13,7 +13,7 @@ from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.shapes import (
     StepShape,
 )
-from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, running_request
+from tests.step.step_requests import GEOMETRY, LIMITS, random_decode, running_request
 
 SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
 OF_64_BITS = ("token_ids", "token_positions")

@@ -1,6 +1,5 @@
 """Ranks that share experts conclude the same from each other's numbers, whichever asks."""
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,31 +18,10 @@ from megatron_mamba_cache.speculation.draft_planner import NoDrafts
 from megatron_mamba_cache.step import padding_steps
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.shared_steps import NO_REQUESTS, Part, SharedSteps
+from tests.step.meetings import Meeting
 
 SHAPES = (StepShape(1), StepShape(4), StepShape(8), StepShape(0, 1, 2, 32), StepShape(8, 1, 2, 32))
 SURE, UNSURE = QueueState(is_settled=True), QueueState()
-PATIENCE_S = 20
-
-
-class Meeting:
-    """The greatest of each number that the ranks of one process say."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._reports: list[Sequence[int]] = []
-        self._found: list[int] = []
-        self._barrier = threading.Barrier(num_ranks, self._conclude, PATIENCE_S)
-
-    def _conclude(self) -> None:
-        self._found = [max(values) for values in zip(*self._reports, strict=True)]
-        self._reports = []
-
-    def greatest(self, values: Sequence[int]) -> list[int]:
-        self._reports.append(values)
-        self._barrier.wait()
-        found = self._found
-        self._barrier.wait()  # before the next round overwrites it
-        return list(found)
 
 
 class Rows:

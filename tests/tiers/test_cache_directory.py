@@ -10,7 +10,7 @@ import pytest
 from megatron_mamba_cache.errors import CacheError
 from megatron_mamba_cache.tiers.cache_directory import CacheDirectory
 from megatron_mamba_cache.tiers.entry_files import EntryForm, file_name
-from tests.tiers.test_entry_files import FORM, NAME, written
+from tests.tiers.written_entries import FORM, NAME, written
 
 OTHER = EntryForm(bytes(32), FORM.state_bytes, FORM.block_bytes)
 

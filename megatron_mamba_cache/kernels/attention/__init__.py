@@ -1,1 +1,1 @@
-"""Causal attention over the paged KV cache, by any installed library."""
+"""Causal attention over the paged KV cache, with one backend per library."""

@@ -1,12 +1,12 @@
-"""Write the inputs of attention in one launch: norm and rotate queries and keys, pack queries, cache keys and values.
+"""Prepare the inputs of attention in one launch: normalize and rotate heads, pack queries, append keys and values.
 
-Each head of queries and keys is RMS-normalized, if there are norms, and rounded; then its first channels are rotated by
-the token's position, if there is a rotation. The products of a rotation are rounded before they are added, so a
-rotation alone has the bits of Megatron's own.
+If the model has query and key norms, each head is RMS-normalized and rounded. If it has rotary embedding, the first
+channels of each head are then rotated by the token's position. The products in a rotation are rounded before they are
+added, so a rotation without a norm is bit-identical to Megatron's.
 
-Layout: as `kv_append`. Grid: a program computes one head of a few tokens, a query's or a key's, and moves a key's
-value. The channels of a head are [parts, width]: a rotated channel and its partner are the same element of the first
-two parts. All arithmetic is fp32. Graph safe: no host sync, one launch.
+Layout: as in `kv_append`. Grid: a program computes one query head or one key head for a few tokens; for a key it also
+copies the value. The channels of a head have the shape [parts, width]: a rotated channel and its partner have the same
+index within the first and the second part. Arithmetic is in fp32. Safe in CUDA graphs: no host sync, one launch.
 """
 
 import torch
@@ -21,18 +21,18 @@ from .kv_append import check_append, check_query
 from .reference import write_attention_inputs_ref
 
 _TILE_LEN = 1024
-"""The fewest channels of a program; smaller heads share one."""
+"""Minimum number of channels per program; smaller heads share a program."""
 
 
 @triton.jit
 def _cast(values, like):
-    """Return fp32 values rounded to a tensor's dtype."""
+    """Round fp32 values to the dtype of the tensor `like`."""
     return values.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _normed(values, scale, norm, norm_offset, channel, inside, like):
-    """Return values times a scale and their channels' factors, rounded."""
+    """Multiply values by the head's scale and by the norm's factor for each channel, then round."""
     factor = tl.load(norm + tl.broadcast_to(channel, inside.shape), mask=inside, other=0).to(tl.float32) + norm_offset
     return _cast(values * scale * factor, like)
 
@@ -42,7 +42,7 @@ def _changed_head(
     source, inside, like, norm, norm_offset, eps, table, position, part, element,
     HAS_NORM: tl.constexpr, ROTATES: tl.constexpr, HEAD_DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Return a head of each token [TOKENS, PARTS, WIDTH], normed and rotated, in fp32 with the values of its dtype."""
+    """Return one head of each token after norm and rotation, [TOKENS, PARTS, WIDTH] fp32, rounded to its dtype."""
     channel = part * PART + element
     values = tl.load(source + channel, mask=inside, other=0).to(tl.float32)
     scale = 1.0
@@ -72,7 +72,7 @@ def _inputs_kernel(
     HEAD_DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a head of TOKENS tokens."""
+    """Compute one query head, or one key head with its value, for TOKENS tokens."""
     await_inputs(OVERLAPS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < num_tokens
@@ -116,18 +116,18 @@ def write_attention_inputs(
     token_offset: Tensor,
     changes: HeadChanges,
 ) -> Tensor:
-    """Write each new token's changed key, and its value, into the caches; return its changed queries packed.
+    """Normalize and rotate queries and keys, append keys and values to the caches, and return the queries packed.
 
-    Long because of its contract.
+    Long because all arguments are documented.
 
     Args:
-        query: [at least tokens, kv_heads, queries, dim], the queries of a head contiguous.
-        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the caches' dtype.
+        query: [padded tokens, kv_heads, queries, dim]; the queries of one KV head are contiguous.
+        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches.
         k_cache, v_cache, token_block, token_offset: As in `append_kv`.
-        changes: Norm and rotation of each head of queries and keys.
+        changes: Norm and rotation to apply to each query head and key head.
 
     Returns:
-        [as many tokens as `query` has, kv_heads * queries, dim] contiguous, unspecified beyond the first `tokens`.
+        [padded tokens, kv_heads * queries, dim], contiguous; undefined after the first `tokens`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -179,7 +179,7 @@ def write_attention_inputs(
         WIDTH=width,
         TOKENS=tokens,
         num_warps=max(1, min(4, parts * width * tokens // 256)),
-        enable_fp_fusion=False,  # in fp32 too, products are rounded before they are added
+        enable_fp_fusion=False,  # products must be rounded before they are added, for fp32 inputs too
         **overlapping(key.device),
     )
     return packed

@@ -1,4 +1,4 @@
-"""Choose a model's attention backend: the first of `BACKENDS` that can serve it, or the configured one."""
+"""Choose the attention backend for a model: the configured one, or the first of `BACKENDS` that supports the model."""
 
 import logging
 from typing import Protocol
@@ -15,20 +15,20 @@ _logger = logging.getLogger(__name__)
 
 
 class BackendClass(Protocol):
-    """The class of a backend."""
+    """Protocol for the classes in `BACKENDS`."""
 
     name: str
     setting: str
 
     def __call__(self, shape: AttentionShape) -> AttentionBackend:
-        """Build a backend; its library may raise anything."""
+        """Build the backend; its library may raise any exception."""
 
     def refusal(self, shape: AttentionShape) -> str | None:
-        """Return why it cannot serve a model; None if it can."""
+        """Return the reason why the backend does not support the model; None if it does."""
 
 
 BACKENDS: tuple[BackendClass, ...] = (
-    FlashInferAttention,  # which the benchmarks measure, and which divides long rows of few query tokens
+    FlashInferAttention,  # the benchmarked backend; splits the KV of long requests with few query tokens
     FlashAttention3,
     FlashAttention2,
     TorchVarlenAttention,
@@ -37,10 +37,10 @@ BACKENDS: tuple[BackendClass, ...] = (
 
 
 def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
-    """Build the backend of a model; `setting` is that of a backend, or "auto".
+    """Build the attention backend for a model; `setting` is the setting of one backend, or "auto".
 
     Raises:
-        ValueError: If the named backend cannot serve the model, or its library fails.
+        ValueError: If no backend with this setting supports the model and can be built.
     """
     refusals: list[str] = []
     for backend in BACKENDS:
@@ -54,7 +54,7 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
                 failure = f"it fails with {type(error).__name__}: {error}"
                 if setting == "auto":
                     _logger.warning("attention does not use %s: %s", backend.name, failure)
-                reason = failure.partition("\n")[0]  # a compiler's whole output may follow
+                reason = failure.partition("\n")[0]  # the rest may be the whole output of a compiler
             else:
                 is_half = shape.device.type == "cuda" and shape.dtype in (torch.float16, torch.bfloat16)
                 if setting == "auto" and refusals and is_half:  # which the first backend would serve faster
@@ -62,13 +62,13 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
                 return chosen
         refusals.append(f"{backend.name}: {reason}")
     raise ValueError(
-        f"attention_backend is {setting!r}, which cannot serve this model ({'; '.join(refusals)}); fix that, or set "
+        f"attention_backend {setting!r} cannot serve this model ({'; '.join(refusals)}); resolve the cause, or set "
         f"{_FLAG} to auto or reference"
     )
 
 
 def refusals_for_usual_model() -> dict[str, str | None]:
-    """Return, by name, why backends cannot serve bfloat16, 128 channels per head and blocks of 256 here."""
+    """Return the refusal of each backend on this machine for a bf16 model, head_dim 128 and block size 256."""
     shape = AttentionShape(
         num_heads=32,
         num_kv_heads=8,

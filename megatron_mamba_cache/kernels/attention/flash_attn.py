@@ -1,4 +1,4 @@
-"""Attention by flash-attn 2 and 3 (flash_attn, flash_attn_interface), and by torch's own flash kernel from 2.13 on."""
+"""Attention backends for flash-attn 2 and 3 (flash_attn, flash_attn_interface) and torch's varlen_attn (torch 2.13)."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -23,11 +23,11 @@ from .interface import (
 
 _HEAD_DIMS = range(8, 257, 8)
 PAGE_MULTIPLE = 256
-"""flash-attn 2's page size is a multiple of this many tokens."""
+"""The page size of flash-attn 2 must be a multiple of this number of tokens."""
 
 
 class _FlashAttention(ABC):
-    """A flash kernel over packed requests with a block table."""
+    """Base class of backends that call one library function on packed requests with a block table."""
 
     name: str
     setting: str
@@ -39,30 +39,30 @@ class _FlashAttention(ABC):
     @staticmethod
     @abstractmethod
     def _function() -> Callable[..., Tensor]:
-        """Return the library's function."""
+        """Import and return the library's attention function."""
 
     @abstractmethod
     def _planned(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the function for a step's requests; its queries contain no padding."""
+        """Bind the library's function to the requests of a step; the queries must not contain padding."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the attention call for each layer."""
+        """Return the function that computes attention in each layer of the step."""
         num_tokens, call = sum(rows.query_lens), self._planned(rows)
         return lambda q, k_cache, v_cache: attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Prepare graphs for requests at most as long as these."""
+        """Prepare CUDA graphs for requests no longer than these."""
         return DeviceLengths(self, rows)
 
 
 class FlashAttention3(_FlashAttention):
-    """`flash_attn_with_kvcache` of flash-attn 3; pages of any size."""
+    """Backend that calls `flash_attn_with_kvcache` of flash-attn 3; it supports any page size."""
 
     name, setting = "flash-attn 3", "flash-attn"
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return why it cannot serve a model, None if it can."""
+        """Return the reason why the backend does not support the model; None if it does."""
         if not is_installed("flash_attn_interface"):
             return "flash_attn_interface is not installed"
         reason = half_precision_refusal(shape, _HEAD_DIMS)
@@ -87,13 +87,13 @@ class FlashAttention3(_FlashAttention):
 
 
 class FlashAttention2(_FlashAttention):
-    """`flash_attn_varlen_func` of flash-attn 2 with a block table."""
+    """Backend that calls `flash_attn_varlen_func` of flash-attn 2 with a block table."""
 
     name, setting = "flash-attn 2", "flash-attn"
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return why it cannot serve a model, None if it can."""
+        """Return the reason why the backend does not support the model; None if it does."""
         if not is_installed("flash_attn"):
             return "flash_attn is not installed"
         return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
@@ -116,22 +116,22 @@ class FlashAttention2(_FlashAttention):
 
 
 class TorchVarlenAttention(_FlashAttention):
-    """`torch.nn.attention.varlen.varlen_attn` with a block table."""
+    """Backend that calls `torch.nn.attention.varlen.varlen_attn` with a block table."""
 
     name = setting = "torch-varlen"
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return why it cannot serve a model, None if it can."""
+        """Return the reason why the backend does not support the model; None if it does."""
         if _varlen_attn() is None:
-            return "this torch's varlen_attn reads no block table; torch 2.13's does"
+            return "the installed torch's varlen_attn has no block_table argument; torch 2.13 or newer has one"
         return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
 
     @staticmethod
     def _function() -> Callable[..., Tensor]:
         attention = _varlen_attn()
         if attention is None:
-            raise ImportError("torch 2.13 or newer is needed")
+            raise ImportError("varlen_attn has no block_table argument; install torch 2.13 or newer")
         return attention
 
     def _planned(self, rows: AttentionRows) -> PlannedAttention:
@@ -154,23 +154,23 @@ class TorchVarlenAttention(_FlashAttention):
 
 
 def page_refusal(shape: AttentionShape) -> str | None:
-    """Return why flash-attn 2's kernels cannot read KV blocks of this size, None if they can."""
+    """Return the reason why flash-attn 2's kernels do not support this block size; None if they do."""
     if shape.block_size % PAGE_MULTIPLE:
-        return f"it needs a block size that is a multiple of {PAGE_MULTIPLE}, found {shape.block_size}"
+        return f"the block size must be a multiple of {PAGE_MULTIPLE}, found {shape.block_size}"
     return None
 
 
 def cumulative_lengths(rows: AttentionRows) -> Tensor:
-    """Return [requests + 1] int32: the starts of the cached tokens if they were packed."""
+    """Return the cumulative KV lengths, starting with 0; [requests + 1] int32."""
     return F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _varlen_attn() -> Callable[..., Tensor] | None:
-    """Return torch's function; None if it reads no block table."""
+    """Return torch's `varlen_attn`; None if it is missing or does not accept a block table."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     if "block_table" not in inspect.signature(varlen_attn).parameters:
         return None
-    return cast(Callable[..., Tensor], varlen_attn)  # it returns a tuple only with `return_aux`
+    return cast(Callable[..., Tensor], varlen_attn)  # returns a tuple only if `return_aux` is given

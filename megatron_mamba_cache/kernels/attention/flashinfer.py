@@ -1,17 +1,17 @@
-"""Attention by FlashInfer's prefill kernels over a paged cache, for decode, verify and prefill alike.
+"""Attention backend that uses FlashInfer's paged prefill kernels for decode, verify and prefill requests.
 
-A step is attended in two calls: its decodes, then its prompts. "fa2" splits the cached tokens of a request over
-multiprocessors, as requests with few query tokens need. All requests of a call have one tile size, though: a prompt
-among decodes makes their tiles eight times too large, and prevents the split of its own tokens. "fa3" computes prompts
-1.6 times as fast, but a program reads all cached tokens of 128 query tokens and a head. With fewer programs than
-multiprocessors, a graph attends the history of its prompts in pieces (`split_prompts`).
-Before release 0.6 it has 32-bit offsets, in units of 16 bytes, and silently reads wrong blocks beyond 64 GiB; "fa2"
-reads them. If there are such blocks, graphs of up to 1,024 prompt tokens use "fa2"; larger ones use "fa3", and are
-skipped, if allowed, in steps whose prompts have such a block.
+Each step makes two calls: one for its decode requests and one for its prompts. The kernel "fa2" splits the KV of a
+request over multiprocessors, which requests with few query tokens need. But all requests in a call share one tile size:
+a prompt in the decode call would make the tiles eight times too large and would disable the split. The kernel "fa3" is
+1.6 times as fast for prompts, but each of its programs reads the whole KV for 128 query tokens and one head. If this
+gives fewer programs than multiprocessors, a CUDA graph splits the prompts' history into pieces (`split_prompts`).
+Before FlashInfer 0.6, "fa3" uses 32-bit offsets in units of 16 bytes, so it silently reads wrong blocks beyond 64 GiB;
+"fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens use "fa2". Larger graphs use "fa3" and
+are skipped, if allowed, in steps whose prompts use such a block.
 
-FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
-built, with a log line. Graphs use more of FlashInfer than its documentation promises. That is tested at start too: an
-incompatible release is skipped and does not stop a start that has loaded its weights.
+FlashInfer compiles its kernels for a model's shape at first use and caches them on disk. The backend triggers this when
+it is built, and logs it. Graphs depend on undocumented behavior of FlashInfer, which the backend also tests when it is
+built: if the installed release is incompatible, the next backend is used and startup continues.
 """
 
 from importlib import import_module
@@ -40,38 +40,38 @@ from .interface import AttentionRows, AttentionShape, PlannedAttention, half_pre
 from .split_prompts import SplitPart
 
 OLDEST = Version("0.5.3")
-"""Oldest tested release."""
+"""Oldest FlashInfer release that is tested."""
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
 _ALIGNMENT = 16
 _PLAN_GRAIN = 64 * 2**10
-_MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify request
-_FA3_TILE = 128  # query tokens of a program
+_MOST_SHORT_QUERIES = 16  # maximum number of query tokens for a request in the decode call
+_FA3_TILE = 128  # number of query tokens per "fa3" program
 _MOST_PIECES = 8
-_CALL_COST, _PIECE_COST = 0.1, 0.0008  # of a wave, after 8,192 tokens; the second for each program of each piece
-_LEAST_LEFT_OUT = 1025  # prompt tokens of a step that a graph may leave out: with fewer, the host would take far longer
-_FA3_BYTES = 2**32 * 16  # that "fa3" reads before release 0.6. Source: FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
+_CALL_COST, _PIECE_COST = 0.1, 0.0008  # fractions of one wave's time, per call and per program; 8,192 cached tokens
+_LEAST_LEFT_OUT = 1025  # minimum number of prompt tokens to skip a graph; with fewer, eager launches are much slower
+_FA3_BYTES = 2**32 * 16  # bytes addressable by "fa3" before 0.6; see FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 _FA3_READS_ALL = Version("0.6")
 
 
 class FlashInferAttention:
-    """`BatchPrefillWithPagedKVCacheWrapper`; its host plan of a step serves all layers.
+    """Backend that calls `BatchPrefillWithPagedKVCacheWrapper`; all layers share one host plan per step.
 
     Args:
-        kernel: "fa2" or "fa3" for all requests; None: "fa2" for decodes, the faster one for prompts that it can read.
+        kernel: "fa2" or "fa3" for all requests; None: "fa2" for decodes, and "fa3" for prompts where it is supported.
     """
 
     name = setting = "flashinfer"
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return why it cannot serve a model, None if it can."""
+        """Return the reason why the backend does not support the model; None if it does."""
         if not is_installed("flashinfer"):
-            return "flashinfer is not installed; the extra gpu installs it"
+            return "flashinfer is not installed; install the extra `gpu`"
         found = _release()
         if found is not None and found < OLDEST:
-            return f"flashinfer {found} is older than {OLDEST}; the extra gpu installs a newer release"
+            return f"flashinfer {found} is older than {OLDEST}; install the extra `gpu` for a newer release"
         return half_precision_refusal(shape, _HEAD_DIMS)
 
     def __init__(self, shape: AttentionShape, kernel: str | None = None) -> None:
@@ -79,7 +79,7 @@ class FlashInferAttention:
         self._kernel = kernel
         workspace_bytes = max(_WORKSPACE_BYTES, parts_bytes(shape, num_rows=1, num_tokens=_FA3_TILE))
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=shape.device)
-        self._graph_workspace = self._workspace  # until a graph needs more
+        self._graph_workspace = self._workspace  # replaced when a graph needs a larger one
         self._last_of_fa3 = last_block_of_fa3(shape, _release())
         message = "FlashInfer compiles attention kernels for this model, once per machine"
         with progress(message), scripts_in_path():
@@ -92,7 +92,7 @@ class FlashInferAttention:
             self._try_out((kernel or "fa2", prompt_kernel))
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Plan a step on the host; needs exact `kv_lens`."""
+        """Plan a step on the host; `kv_lens` must be exact."""
         num_decode = rows.num_decode_requests
         if max(rows.query_lens[num_decode:], default=0) <= _MOST_SHORT_QUERIES:
             calls = [(self._decoding, ALL_ROWS)]
@@ -118,7 +118,7 @@ class FlashInferAttention:
         return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
-        """Prepare graphs for requests at most as long as these; the largest first, to share its memory."""
+        """Prepare CUDA graphs for requests no longer than these; capture the largest first to share its workspace."""
         both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
         of_prompts = self._num_pieces(sum(rows.query_lens[both[1]]), may_be_left_out)
         of_decodes = int(self._kernel == "fa3")
@@ -133,7 +133,7 @@ class FlashInferAttention:
         )
 
     def _try_out(self, kernels: tuple[str, str]) -> None:
-        """Run steps of one token, to compile the kernels of decodes and prompts, and to test what graphs need."""
+        """Run one-token steps to compile the decode and prompt kernels and to test the calls that graphs need."""
         shape = self._shape
         one = torch.ones(1, dtype=torch.int32, device=shape.device)
         table = torch.zeros(1, 1, dtype=torch.int32)
@@ -156,7 +156,7 @@ class FlashInferAttention:
         torch.cuda.synchronize(shape.device)
 
     def _num_pieces(self, num_tokens: int, may_be_left_out: bool) -> int:
-        """Return in how many pieces "fa3" attends the history of a captured step's prompts; 0 for "fa2" instead."""
+        """Return the number of pieces into which "fa3" splits the prompts' history in a graph; 0: use "fa2"."""
         device = self._shape.device
         if self._kernel is not None:
             return int(self._kernel == "fa3")
@@ -169,12 +169,12 @@ class FlashInferAttention:
         num_rows, most_pages = rows.block_table[part].shape
         num_pages, num_tokens = num_rows * most_pages, sum(rows.query_lens[part])
         if pieces < 2:
-            # A plan writes what each step writes there before it.
+            # A plan overwrites `last_block_lens` with the same values that each step writes before it plans.
             assert rows.last_block_lens is not None
             kernel, last_lens = "fa3" if pieces else "fa2", rows.last_block_lens[part]
             call = self._captured_call(kernel, num_rows, num_tokens, num_pages, last_lens)
             return CapturedPart(call, rows, part, self._shape.block_size, reads_lengths=pieces == 0)
-        num_rows += 1  # padding
+        num_rows += 1  # a request for the padding tokens
         history = self._captured_call("fa3", pieces * num_rows, pieces * num_tokens, num_pages, is_causal=False)
         own = self._captured_call("fa3", num_rows, num_tokens, num_pages)
         return SplitPart(history, own, rows, part, self._shape.block_size, pieces)
@@ -189,10 +189,10 @@ class FlashInferAttention:
         *,
         is_causal: bool = True,
     ) -> CapturedCall:
-        """Return a call whose plan is at fixed addresses.
+        """Build a call whose plan is stored at fixed addresses, as CUDA graphs require.
 
         Args:
-            last_lens: [requests] int32; where the plan writes the tokens in each last page; None: memory of its own.
+            last_lens: [requests] int32 buffer for the number of tokens in each last page; None: allocate a buffer.
         """
         workspace = self._graph_workspace
         sizes = {
@@ -201,14 +201,14 @@ class FlashInferAttention:
             "paged_kv_indices_buf": num_pages,
             "paged_kv_last_page_len_buf": num_rows,
         }
-        with torch.inference_mode(False):  # else only inference mode could plan again
+        with torch.inference_mode(False):  # tensors made in inference mode could not be replanned outside of it
             buffers = {
                 name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()
             }
             if last_lens is not None:
                 buffers["paged_kv_last_page_len_buf"] = last_lens
             wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers)
-            # A wrapper has 8 MiB for its plan, on the device and in pinned memory; there are dozens of graphs.
+            # By default a wrapper reserves 8 MiB for its plan on device and host: too much for dozens of graphs.
             num_bytes = plan_bytes(self._shape, num_rows, num_tokens)
             wrapper.reset_workspace_buffer(
                 workspace, torch.empty(num_bytes, dtype=torch.uint8, device=workspace.device)
@@ -221,10 +221,10 @@ class FlashInferAttention:
 
 
 def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
-    """Return into how many pieces to cut the history of prompts whose queries make so many programs of "fa3".
+    """Return the number of pieces into which to split the history, given the number of "fa3" programs per piece.
 
-    The estimate is of the waves of programs and of what pieces cost: a second call, and copies of queries and results.
-    On an H200, 362 query tokens of 16 heads of 256 channels after 8,192 tokens take 253 us by "fa2", 282 by "fa3".
+    The cost estimate counts waves of programs, plus the cost of a second call and of copies of queries and results.
+    On an H200, "fa2" takes 253 us and "fa3" 282 us for 362 query and 8,192 cached tokens, 16 heads, head_dim 256.
     """
 
     def waves(pieces: int) -> float:
@@ -235,7 +235,7 @@ def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:
-    """Return the last block that "fa3" reads, None if it reads all; an unknown release counts as old."""
+    """Return the last block that "fa3" can read, None if it can read all; an unknown release counts as old."""
     reads_all = release is not None and release >= _FA3_READS_ALL
     if reads_all or shape.num_blocks * shape.block_bytes_apart <= _FA3_BYTES:
         return None
@@ -243,20 +243,21 @@ def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | N
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return the bytes of FlashInfer fa2's partial results inside a graph: float32 query tiles and their sums.
+    """Return the size in bytes of the partial results of "fa2" inside a graph: fp32 query tiles and their sums.
 
-    There are as many as the requests have tiles, with a ragged one each, or as FlashInfer launches blocks, if that is
-    more; outside of a graph never more than the latter. Source: FlashInfer 0.5.3, scheduler.cuh.
+    In a graph the number of tiles is the larger of the tiles of all requests, with one partly filled tile per request,
+    and the thread blocks that FlashInfer launches. In eager mode it is at most the number of thread blocks. Source:
+    FlashInfer 0.5.3, scheduler.cuh.
     """
     tile, num_tiles = _query_tiles(shape, num_rows, num_tokens)
     return shape.num_heads * num_tiles * tile * (shape.head_dim + 1) * 4 + 2 * _ALIGNMENT
 
 
 def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return an upper bound of the bytes of FlashInfer's plan inside a graph.
+    """Return an upper bound for the size in bytes of FlashInfer's plan inside a graph.
 
-    A plan of "fa2" has 13 bytes per query tile and 4 per request and query token, one of "fa3" 28 for each tile of 128
-    query tokens and each head, and 4 per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
+    "fa2" needs 13 bytes per query tile, 4 per request and 4 per query token. "fa3" needs 28 bytes per head for each
+    tile of 128 query tokens, and 4 per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     fa2 = 13 * _query_tiles(shape, num_rows, num_tokens)[1] + 4 * (num_rows + num_tokens)
     fa3 = 28 * shape.num_heads * (-(-num_tokens // _FA3_TILE) + num_rows) + 4 * num_multiprocessors(shape.device)
@@ -264,7 +265,7 @@ def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 
 def _query_tiles(shape: AttentionShape, num_rows: int, num_tokens: int) -> tuple[int, int]:
-    """Return the query tokens of an fa2 tile, each with all heads of a group, and the most tiles of the requests."""
+    """Return the number of (query token, head of a group) pairs per "fa2" tile, and the maximum number of tiles."""
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
     tile = 128 if longest > 64 and shape.head_dim < 256 else 64 if longest > 16 else 16
@@ -274,19 +275,22 @@ def _query_tiles(shape: AttentionShape, num_rows: int, num_tokens: int) -> tuple
 
 def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
     build = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-    setattr(import_module(build.__module__), "max", largest)  # noqa: B010 - a module has no such attribute yet
+    setattr(import_module(build.__module__), "max", largest)  # noqa: B010 (shadows the built-in in that module)
     return build(workspace, "NHD", backend=kernel, **settings)
 
 
 def largest(*values: Any, **options: Any) -> Any:
-    """Replace `max` in FlashInfer's planning: on a tensor the built-in takes about 3 µs per element."""
+    """Return what the built-in `max` does; for one tensor, which takes `max` 3 µs per element, use `Tensor.max`.
+
+    It replaces `max` in FlashInfer's planning module.
+    """
     if len(values) == 1 and isinstance(values[0], Tensor) and not options:
         return values[0].max()
     return max(*values, **options)
 
 
 def _release() -> Version | None:
-    """Return FlashInfer's release; None if unknown, as for builds from source."""
+    """Return the installed FlashInfer release; None if unknown, as for builds from source."""
     try:
         found = Version(version("flashinfer-python"))
     except (PackageNotFoundError, InvalidVersion):

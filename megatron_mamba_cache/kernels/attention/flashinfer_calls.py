@@ -1,4 +1,4 @@
-"""Calls of FlashInfer's wrappers for some requests of a step, eager or in a graph."""
+"""FlashInfer calls for some of the requests in a step, eager or captured in a CUDA graph."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """Requests and their pages; all int32 on the host.
+    """Query lengths and KV pages of some requests; int32 tensors on the host.
 
     Args:
-        cu_query: [requests + 1]; first packed query token of each request.
-        cu_pages: [requests + 1]; first entry of each request in `pages`.
-        last_page_lens: [requests]; tokens in each last page.
+        cu_query: [requests + 1]; index of the first packed query token of each request.
+        cu_pages: [requests + 1]; index in `pages` of each request's first page.
+        last_page_lens: [requests]; number of tokens in each request's last page.
     """
 
     cu_query: Tensor
@@ -30,7 +30,7 @@ class PageLists:
     last_page_lens: Tensor
 
     def has_pages_of(self, other: "PageLists") -> bool:
-        """Return True if the pages are those of `other`, perhaps filled further."""
+        """Return True if queries and pages equal those of `other`; the last pages may hold more tokens."""
         return all(
             mine.equal(theirs)
             for mine, theirs in (
@@ -42,7 +42,7 @@ class PageLists:
 
 
 def page_lists(rows: AttentionRows, block_size: int, part: slice = ALL_ROWS, *, keep_all: bool = False) -> PageLists:
-    """Return the pages of some requests; those without query tokens are left out unless `keep_all`."""
+    """Return the pages of some requests; skip requests without query tokens unless `keep_all` is set."""
     query_lens, kv_lens = np.array(rows.query_lens[part], np.int32), np.array(rows.kv_lens[part], np.int32)
     table = rows.host_block_table[part]
     if not keep_all:
@@ -63,7 +63,7 @@ def _cumulative(lengths: npt.NDArray[np.int32]) -> Tensor:
 
 
 class PagedAttention:
-    """A FlashInfer wrapper; with a causal mask, or else without any."""
+    """A FlashInfer wrapper with a causal mask, or without a mask if `is_causal` is False."""
 
     def __init__(self, shape: AttentionShape, wrapper: Any, *, is_causal: bool = True) -> None:
         self._shape = shape
@@ -71,7 +71,7 @@ class PagedAttention:
         self._is_causal = is_causal
 
     def plan_pages(self, pages: PageLists) -> None:
-        """Assign pages to thread blocks, on the host."""
+        """Make FlashInfer's plan on the host, which assigns pages to thread blocks."""
         shape = self._shape
         self._wrapper.plan(
             qo_indptr=pages.cu_query,
@@ -89,26 +89,26 @@ class PagedAttention:
         )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attend the planned tokens of a layer; write log2 of the sums of exponentials to `lse`, if given."""
+        """Compute attention for the planned tokens; write the log2 of the softmax sums to `lse`, if given."""
         scores = {} if lse is None else {"lse": lse, "return_lse": True}
         self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out, **scores)
 
     @property
     def offsets(self) -> Tensor | None:
-        """The 64 MiB of token offsets that each run of "fa3" writes; None from release 0.6 on."""
+        """The 64 MiB buffer of token offsets that "fa3" writes in each run; None from FlashInfer 0.6 on."""
         return getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
 
     def lend_offsets(self, wrapper: Any) -> None:
-        """Share the token offsets, if any, with another "fa3" wrapper; the two must not run at the same time."""
+        """Let another "fa3" wrapper use the same buffer of token offsets; the two must not run concurrently."""
         if self.offsets is not None:
             wrapper._vector_sparse_indices_buffer = self.offsets
 
 
 class CapturedCall:
-    """A wrapper whose plan and pages are at fixed addresses.
+    """A FlashInfer call for CUDA graphs, whose plan and pages are stored at fixed addresses.
 
     Args:
-        pages: [most pages] twice: pinned memory, and the copy that the kernel reads.
+        pages: Two buffers of [maximum number of pages]: one in pinned memory, and one that the kernel reads.
     """
 
     def __init__(self, attention: PagedAttention, pages: tuple[Tensor, Tensor]) -> None:
@@ -117,10 +117,10 @@ class CapturedCall:
         self._was_sent = torch.cuda.Event() if self._pages.is_cuda else None
 
     def plan(self, pages: PageLists) -> None:
-        """Plan the next replay on the host; the first plan is the largest that the wrapper accepts."""
+        """Plan the next replay on the host; the first plan sets the maximum size for later ones."""
         if self._was_sent is not None:
-            self._was_sent.synchronize()  # the previous plan is still being copied from memory that this one overwrites
-        # FlashInfer's own copy of page numbers would wait for the device, and so for all that is launched already.
+            self._was_sent.synchronize()  # the pinned buffer may still be the source of the previous plan's copy
+        # FlashInfer's own copy of the page numbers would synchronize with the device and so wait for all queued work.
         sent = slice(len(pages.pages))
         self._sent_pages[sent] = pages.pages
         self._pages[sent].copy_(self._sent_pages[sent], non_blocking=True)
@@ -130,13 +130,13 @@ class CapturedCall:
 
 
 class CapturedPart:
-    """Requests of a captured step that one call attends; graphs of several shapes share its workspace.
+    """Decode requests or prompts of a captured step, computed by one call; graphs of all sizes share its workspace.
 
     Args:
-        rows: The longest requests of a step.
-        part: The slice of them that the call attends.
-        reads_lengths: True if the kernel reads last-page lengths written by each step, not the plan's: no new plan is
-            needed while the pages are the same.
+        rows: Requests of the maximum lengths.
+        part: Slice of `rows` that the call computes.
+        reads_lengths: True if the kernel reads last-page lengths that each step writes. A new plan is then needed only
+            when the pages change.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class CapturedPart:
         self.plan_again(rows)
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
+        """Plan the next replay on the host; lengths must be exact, and the number of requests must not change."""
         pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
         if planned is not None and self._reads_lengths and pages.has_pages_of(planned):
             return
@@ -162,49 +162,49 @@ class CapturedPart:
 
 
 class PlannedPart(Protocol):
-    """Requests of a captured step."""
+    """Protocol for decode requests or prompts of a captured step that are planned together."""
 
     @property
     def attention(self) -> "PartAttention":
-        """Call that attends them."""
+        """The call that computes attention for these requests."""
 
     @property
     def tokens(self) -> slice:
-        """Their packed query tokens."""
+        """Slice of the packed query tokens that belong to these requests."""
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
+        """Plan the next replay on the host; lengths must be exact, and the number of requests must not change."""
 
 
 class PartAttention(Protocol):
-    """Attends some requests of a step."""
+    """Protocol for a planned attention call over some requests of a step."""
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend the planned tokens of a layer."""
+        """Compute attention in one layer for the planned tokens; write the result to `out`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedFlashInfer:
-    """The calls of a captured step."""
+    """The FlashInfer calls of a captured step."""
 
-    is_planned = True  # on the host, which divides rows among thread blocks
+    is_planned = True  # each replay needs a plan on the host, which assigns work to thread blocks
 
     parts: Sequence[PlannedPart]
     last_block: int | None = None
 
     def begin(self) -> PlannedAttention:
-        """Return the attention call for each layer."""
+        """Return the function that computes attention in each layer of the step."""
         calls = [(part.attention, part.tokens) for part in self.parts]
         return lambda q, k_cache, v_cache: attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q))
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
+        """Plan the next replay on the host; lengths must be exact, and the number of requests must not change."""
         for part in self.parts:
             part.plan_again(rows)
 
 
 def tokens_of(rows: AttentionRows, part: slice) -> slice:
-    """Return the slice of packed query tokens of some requests."""
+    """Return the slice of packed query tokens that belong to the requests in `part`."""
     first = sum(rows.query_lens[: part.start or 0])
     return slice(first, first + sum(rows.query_lens[part]))
 
@@ -212,7 +212,7 @@ def tokens_of(rows: AttentionRows, part: slice) -> slice:
 def attend_parts(
     parts: Sequence[tuple[PartAttention, slice]], q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
 ) -> Tensor:
-    """Attend each part's tokens into `out`, and return it."""
+    """Run each attention call on its slice of tokens, write the results to `out`, and return `out`."""
     for attention, tokens in parts:
         attention.run(q[tokens], k_cache, v_cache, out[tokens])
     return out

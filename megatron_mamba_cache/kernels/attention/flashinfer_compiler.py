@@ -1,4 +1,4 @@
-"""The compilers available to FlashInfer on this machine, found without importing it."""
+"""Find the compilers that FlashInfer needs on this machine, without importing FlashInfer."""
 
 import os
 import shutil
@@ -14,27 +14,27 @@ _DEFAULT_CUDA = "/usr/local/cuda"
 
 
 def origin_of_kernels() -> str:
-    """Describe how FlashInfer gets its kernels, or what it lacks to compile them.
+    """Describe how FlashInfer gets its compiled kernels, or which programs are missing to compile them.
 
-    It runs `nvcc`, the C++ compiler and `ninja`, and looks for CUDA in `CUDA_HOME`, in `CUDA_PATH`, above an `nvcc` in
-    `PATH` and in /usr/local/cuda. Source: FlashInfer 0.5.3 to 0.7.2, jit/cpp_ext.py.
+    FlashInfer runs `nvcc`, the C++ compiler and `ninja`. It looks for CUDA in `CUDA_HOME`, in `CUDA_PATH`, next to an
+    `nvcc` in `PATH`, and in /usr/local/cuda. Source: FlashInfer 0.5.3 to 0.7.2, jit/cpp_ext.py.
     """
     if is_installed(_COMPILED):
-        return "flashinfer-jit-cache has them compiled"
+        return "the package flashinfer-jit-cache contains them"
     nvcc = _nvcc()
     with scripts_in_path():
         programs = (str(nvcc), os.environ.get("CXX", "c++"), "ninja")
         missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         lacking = ", ".join(missing)
-        return f"they cannot be compiled without {lacking}: install it, or run `flashinfer install-jit-cache-wheel`"
+        return f"cannot be compiled, {lacking} missing; install it, or run `flashinfer install-jit-cache-wheel`"
     folder = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home(), ".cache", "flashinfer")
-    return f"{nvcc} compiles them at the first start with a model, and they are kept in {folder}"
+    return f"{nvcc} compiles them when a model is first started; they are cached in {folder}"
 
 
 @contextmanager
 def scripts_in_path() -> Iterator[None]:
-    """Add this Python's scripts to `PATH` in the block, even if its environment is not active."""
+    """Context manager: append this Python's scripts folder to `PATH`, as its environment may not be active."""
     before = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
     try:

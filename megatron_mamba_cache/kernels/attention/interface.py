@@ -1,4 +1,4 @@
-"""The attention backend protocol: chosen once for a model, planned once per step, called once per layer."""
+"""Protocol for attention backends: chosen once per model, planned once per step, called once per layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Packed query tokens of a step's requests, and their cached tokens.
+    """Query lengths, KV lengths and block table for the packed requests of a step.
 
     Args:
-        cu_query: [requests + 1] int32; first packed query token of each request.
-        kv_lengths: [requests] int32; cached tokens, this step's included. 0 gives zeros.
-        block_table: [requests, max_blocks] int32; entries past a request's last block may hold anything.
+        cu_query: [requests + 1] int32; index of the first packed query token of each request.
+        kv_lengths: [requests] int32; number of cached tokens, including this step's. If 0, the result is zeros.
+        block_table: [requests, max_blocks] int32; entries after a request's last block are undefined.
         query_lens: Host copy of the query lengths.
-        kv_lens: Host copy of `kv_lengths`, or upper bounds of it: they size the reads, `kv_lengths` masks them.
-        host_block_table: Host copy of `block_table`, valid until the step's results have been read back.
-        num_decode_requests: The first requests decode or verify; the others prefill.
-        last_block_lens: [requests] int32; tokens in each last block, undefined without tokens. Read by graphs; None if
-            nothing is captured.
+        kv_lens: Host copy of `kv_lengths`, or upper bounds; they set how much is read, and `kv_lengths` masks it.
+        host_block_table: Host copy of `block_table`; valid until the results of the step are read back.
+        num_decode_requests: Number of requests, at the front, that decode or verify; the rest are prompts.
+        last_block_lens: [requests] int32; number of tokens in each request's last block, undefined if it has none.
+            Graphs read it; None if no graph is captured.
     """
 
     cu_query: Tensor
@@ -38,20 +38,20 @@ class AttentionRows:
 
 
 PlannedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attend one layer of a planned step: (q, k_cache, v_cache), shaped as for `paged_attention_ref`, to its result."""
+"""Function of (q, k_cache, v_cache), shaped as in `paged_attention_ref`, that computes attention in one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes that all attention layers of a model share on this rank.
+    """Sizes shared by all attention layers of a model on this rank.
 
     Args:
-        num_heads: Query heads, a multiple of num_kv_heads.
-        block_size: Tokens of a KV block.
-        scale: Factor on the scores, before softmax.
+        num_heads: Number of query heads; a multiple of num_kv_heads.
+        block_size: Number of tokens per KV block.
+        scale: Factor for the scores before softmax.
         dtype: Dtype of queries, keys, values and results.
-        num_blocks: KV blocks of a layer's cache, and
-        block_bytes_apart: their stride in bytes, as other layers and states may be in between; 0: unknown.
+        num_blocks: Number of KV blocks in the cache of a layer; 0: unknown.
+        block_bytes_apart: Stride of these blocks in bytes, which may include other layers and states; 0: unknown.
     """
 
     num_heads: int
@@ -66,46 +66,46 @@ class AttentionShape:
 
 
 class CapturedAttention(Protocol):
-    """Attention inside CUDA graphs of one shape: the same call, planned again before each replay."""
+    """Protocol for attention in CUDA graphs of one shape: captured once, planned again before each replay."""
 
     @property
     def last_block(self) -> int | None:
-        """The last KV block that it can read for prompts; None for all."""
+        """The highest KV block id that prompts may use; None: no limit."""
 
     @property
     def is_planned(self) -> bool:
-        """False if `plan_again` does nothing."""
+        """True if each replay needs a plan; if False, `plan_again` does nothing."""
 
     def begin(self) -> PlannedAttention:
-        """Return the attention call for each layer; called during graph capture, which records the launches."""
+        """Return the function that computes attention in each layer; called while the graph is captured."""
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Prepare the next replay, outside of any graph: the same number of requests, none longer than captured.
+        """Prepare the next replay; the number of requests must equal the captured one, and none may be longer.
 
-        The plan stays valid as requests grow, with the same query tokens and blocks.
+        Called outside of graphs. The plan stays valid while KV lengths grow but query tokens and blocks stay the same.
         """
 
 
 class AttentionBackend(Protocol):
-    """Computes `paged_attention_ref`, up to the rounding of its dtype; built for one `AttentionShape`."""
+    """Protocol for a backend built for one `AttentionShape`; equals `paged_attention_ref` up to rounding."""
 
     name: str
     setting: str
-    """Its value of `CacheConfig.attention_backend`."""
+    """Value of `CacheConfig.attention_backend` that selects the backend."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Plan the calls of a step's layers from its host lengths and block table; valid until the next plan."""
+        """Plan the attention of a step from its host lengths and block table; valid until the next plan."""
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedAttention:
-        """Prepare graphs for requests at most as long as these; replays read the same tensors.
+        """Prepare CUDA graphs for requests no longer than these; replays read the same tensors.
 
         Args:
-            may_be_left_out: True if steps with prompts in blocks beyond `last_block` run without these graphs.
+            may_be_left_out: True if a step runs eagerly when its prompts use blocks beyond `last_block`.
         """
 
 
 class DeviceLengths:
-    """`CapturedAttention` of a backend that reads exact lengths on the device: no plan is needed."""
+    """`CapturedAttention` for a backend that reads the exact lengths on the device and needs no plan."""
 
     is_planned = False
     last_block = None
@@ -115,7 +115,7 @@ class DeviceLengths:
         self._rows = rows
 
     def begin(self) -> PlannedAttention:
-        """Return the attention call for each layer, for the longest rows."""
+        """Return the attention function for the longest requests; the device lengths mask the rest."""
         return self._backend.plan(self._rows)
 
     def plan_again(self, rows: AttentionRows) -> None:
@@ -123,7 +123,7 @@ class DeviceLengths:
 
 
 def attend_rows(q: Tensor, num_tokens: int, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `attend` of the first `num_tokens` tokens of q, and zeros for padding."""
+    """Apply `attend` to the first `num_tokens` tokens of `q`; return zeros for the padding tokens."""
     if 0 < num_tokens == q.shape[0]:
         return attend(q)
     out = torch.zeros_like(q)
@@ -133,7 +133,7 @@ def attend_rows(q: Tensor, num_tokens: int, attend: Callable[[Tensor], Tensor]) 
 
 
 def attention_after(first: Callable[[], None], attend: PlannedAttention) -> PlannedAttention:
-    """Return the attention of a step that calls `first` once, before its first layer."""
+    """Return an attention function that calls `first` once, before the first layer's attention."""
     is_called = False
 
     def attend_after(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def attention_after(first: Callable[[], None], attend: PlannedAttention) -> Plan
 
 
 def is_installed(package: str) -> bool:
-    """Return True if a package can be found; it is not imported."""
+    """Return True if a package is installed; the package is not imported."""
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):
@@ -155,14 +155,14 @@ def is_installed(package: str) -> bool:
 
 
 def half_precision_refusal(shape: AttentionShape, head_dims: tuple[int, ...] | range) -> str | None:
-    """Return why no half-precision kernel can serve a model; None if one can."""
+    """Return the reason why half-precision GPU kernels do not support the model; None if they do."""
     if shape.device.type != "cuda":
         return f"it needs a CUDA device, found {shape.device.type}"
     if shape.dtype not in (torch.float16, torch.bfloat16):
         return f"it needs bfloat16 or float16, the model is {str(shape.dtype).removeprefix('torch.')}"
     if shape.head_dim not in head_dims:
         allowed = f"a multiple of 8 up to {head_dims[-1]}" if isinstance(head_dims, range) else f"one of {head_dims}"
-        return f"it needs {allowed} channels a head, the model has {shape.head_dim}"
+        return f"it needs {allowed} channels per head, the model has {shape.head_dim}"
     if torch.cuda.get_device_capability(shape.device) < (8, 0):
         return "it needs compute capability 8.0 or higher"
     return None

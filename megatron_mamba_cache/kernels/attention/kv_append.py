@@ -1,8 +1,8 @@
-"""KV append: write new keys and values into their blocks of a paged cache, and pack queries, in one launch.
+"""Write new keys and values to the blocks of a paged KV cache and pack the queries, in one launch.
 
-Layout: a token's heads are one run of elements in the caches; in `key` and `value`, and the queries of a head of keys,
-they may be strided. Grid: a program moves a few tokens, of all heads the key and the value, or one query. Graph safe:
-no host sync, one launch.
+Layout: in the caches, the heads of a token are contiguous. In `key`, `value` and `query`, the KV heads may be strided.
+Grid: a program copies, for a few tokens and all KV heads, either keys and values or one query per head. Safe in CUDA
+graphs: no host sync, one launch.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ..overlap import await_inputs, overlapping
 from .reference import append_kv_ref
 
 _TILE_LEN = 1024
-"""The fewest elements of key, and of value, that a program moves; smaller tokens share a program."""
+"""Minimum number of key elements that a program copies; smaller tokens share a program."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -58,20 +58,20 @@ def append_kv(
     token_offset: Tensor,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Write each new token's key and value into the paged caches, in place; return its queries packed.
+    """Write the keys and values of new tokens to the paged caches in place; return the queries packed.
 
-    Long because of its contract.
+    Long because all arguments are documented.
 
     Args:
-        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the caches' dtype.
-        k_cache, v_cache: [blocks, block_size, kv_heads, dim] of equal strides, a token's heads contiguous.
-        token_block: [tokens] int32 or int64 block ids; a negative one is skipped. Tokens have distinct targets, except
-            in blocks that are never read.
-        token_offset: [tokens] int32 or int64 positions inside the block.
-        query: [at least tokens, kv_heads, queries, dim], the queries of a head contiguous; None for none.
+        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches.
+        k_cache, v_cache: [blocks, block_size, kv_heads, dim] with equal strides; the heads of a token are contiguous.
+        token_block: [tokens] int32 or int64 block ids; tokens with a negative id are skipped. No two tokens may have
+            the same target, except in blocks that are never read.
+        token_offset: [tokens] int32 or int64 positions within the block.
+        query: [padded tokens, kv_heads, queries, dim], the queries of one KV head contiguous; None: do not pack.
 
     Returns:
-        [as many tokens as `query` has, kv_heads * queries, dim] contiguous, unspecified beyond the first `tokens`.
+        [padded tokens, kv_heads * queries, dim], contiguous, undefined after the first `tokens`; None without `query`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -119,15 +119,15 @@ def append_kv(
 
 
 def check_query(query: Tensor, key: Tensor) -> None:
-    """Raise `ValueError` if queries do not fit their keys; see `append_kv`."""
+    """Raise `ValueError` if the queries do not match the keys as `append_kv` requires."""
     if query.dim() != 4 or (*query.shape[1:2], *query.shape[3:]) != key.shape[1:] or len(query) < len(key):
         raise ValueError(
-            f"need query [at least {len(key)} tokens, kv_heads, queries, dim] of keys {tuple(key.shape)}, "
-            f"found {tuple(query.shape)}"
+            f"need query [{len(key)} or more tokens, kv_heads, queries, dim] for key {tuple(key.shape)}, "
+            f"found query {tuple(query.shape)}"
         )
     if query.stride()[2:] != (query.shape[3], 1) or query.dtype != key.dtype or query.device != key.device:
         raise ValueError(
-            f"need contiguous queries of a head in {key.dtype} on {key.device}, found strides {query.stride()}, "
+            f"need {key.dtype} queries on {key.device}, contiguous for each KV head, found strides {query.stride()}, "
             f"{query.dtype} on {query.device}"
         )
 
@@ -135,27 +135,32 @@ def check_query(query: Tensor, key: Tensor) -> None:
 def check_append(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, token_block: Tensor, token_offset: Tensor
 ) -> None:
-    """Raise `ValueError` if new keys and values do not fit the caches and their targets."""
+    """Raise `ValueError` if keys, values, caches and target positions do not match."""
     if key.dim() != 3 or k_cache.dim() != 4 or key.shape != value.shape or key.shape[1:] != k_cache.shape[2:]:
         raise ValueError(
             "need key and value [tokens, kv_heads, dim] and caches [blocks, block_size, kv_heads, dim], "
-            f"found {tuple(key.shape)}, {tuple(value.shape)} and {tuple(k_cache.shape)}"
+            f"found key {tuple(key.shape)}, value {tuple(value.shape)} and k_cache {tuple(k_cache.shape)}"
         )
     if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.dtype != v_cache.dtype:
         raise ValueError(
-            f"need caches of one shape, stride and dtype, found {tuple(k_cache.shape)} {k_cache.stride()} "
-            f"{k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.stride()} {v_cache.dtype}"
+            f"need k_cache and v_cache with equal shapes, strides and dtypes, found {tuple(k_cache.shape)} "
+            f"{k_cache.stride()} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.stride()} {v_cache.dtype}"
         )
     has_runs = key.shape[2] == 1 or key.stride(2) == value.stride(2) == 1
     if not has_runs or not k_cache[:1, :1].is_contiguous():
         raise ValueError(
             "need contiguous channels in key and value and contiguous heads in the caches, "
-            f"found strides {key.stride()}, {value.stride()} and {k_cache.stride()}"
+            f"found strides key {key.stride()}, value {value.stride()} and k_cache {k_cache.stride()}"
         )
     for name, locations in (("token_block", token_block), ("token_offset", token_offset)):
         if locations.dtype not in (torch.int32, torch.int64) or locations.device != key.device:
-            raise ValueError(f"need {name} of integers on {key.device}, found {locations.dtype} on {locations.device}")
+            raise ValueError(
+                f"need int32 or int64 {name} on {key.device}, found {locations.dtype} on {locations.device}"
+            )
         if locations.shape != key.shape[:1] or not locations.is_contiguous():
-            raise ValueError(f"need contiguous {name} of {key.shape[0]} tokens, found {tuple(locations.shape)}")
+            raise ValueError(f"need contiguous {name} of shape [{key.shape[0]}], found {tuple(locations.shape)}")
     if not key.device == value.device == k_cache.device == v_cache.device:
-        raise ValueError(f"need keys, values and caches on one device, found {key.device} and {k_cache.device}")
+        raise ValueError(
+            f"need one device, found key on {key.device}, value on {value.device}, k_cache on {k_cache.device}, "
+            f"v_cache on {v_cache.device}"
+        )

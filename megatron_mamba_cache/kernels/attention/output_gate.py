@@ -1,9 +1,9 @@
-"""Attention's output times the sigmoid of its gate, a view of the joint projection of queries, keys and values.
+"""Multiply the output of attention by the sigmoid of its gate, a view of the joint QKV projection.
 
-A launch of its own: in the GEMM after it, each of a thousand programs would compute every sigmoid again.
+The multiplication is a separate launch: fused into the next GEMM, it would be repeated by each of a thousand programs.
 
-Layout: a token's outputs are one run of elements; the gates of a KV head's queries are a run too, and runs may be
-strided. Arithmetic is fp32, with one rounding. Graph safe: no host sync, one launch.
+Layout: the outputs of a token are contiguous. The gates for one KV head's queries are contiguous; KV heads may be
+strided. Arithmetic is in fp32 and rounds once. Safe in CUDA graphs: no host sync, one launch.
 """
 
 import torch
@@ -39,7 +39,7 @@ def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
 
     Args:
         attended: [tokens, kv_heads * queries, dim], contiguous.
-        gate: [tokens, kv_heads, queries, dim], the gates of a KV head contiguous.
+        gate: [tokens, kv_heads, queries, dim], the gates of one KV head contiguous.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -67,7 +67,7 @@ def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
 
 
 def gate_output_ref(attended: Tensor, gate: Tensor) -> Tensor:
-    """Torch twin of `gate_output`."""
+    """Torch reference for `gate_output`."""
     dtype = compute_dtype(attended)
     return (attended.to(dtype) * gate.flatten(1, 2).to(dtype).sigmoid()).to(attended.dtype)
 
@@ -76,14 +76,15 @@ def _check(attended: Tensor, gate: Tensor) -> None:
     if gate.dim() != 4 or attended.shape != (len(gate), gate.shape[1] * gate.shape[2], gate.shape[3]):
         raise ValueError(
             "need attended [tokens, kv_heads * queries, dim] and gate [tokens, kv_heads, queries, dim], found "
-            f"{tuple(attended.shape)} and {tuple(gate.shape)}"
+            f"attended {tuple(attended.shape)} and gate {tuple(gate.shape)}"
         )
     if attended.dtype != gate.dtype or attended.device != gate.device:
         raise ValueError(
-            f"need one dtype and device, found {attended.dtype} on {attended.device} and {gate.dtype} on {gate.device}"
+            f"need one dtype and device, found attended {attended.dtype} on {attended.device} and gate {gate.dtype} on "
+            f"{gate.device}"
         )
     if not attended.is_contiguous() or gate.stride()[2:] != (gate.shape[3], 1):
         raise ValueError(
-            f"need contiguous attended and contiguous gates of a KV head, found strides {attended.stride()} and "
-            f"{gate.stride()}"
+            "attended must be contiguous, and gate contiguous for each KV head; found strides "
+            f"{attended.stride()} and {gate.stride()}"
         )

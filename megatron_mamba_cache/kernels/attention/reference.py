@@ -1,4 +1,4 @@
-"""Attention by the torch twin: exact, for any shape, dtype and device, but slow."""
+"""Torch reference for attention over the paged cache: supports any shape, dtype and device, but is slow."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,21 +12,21 @@ from .head_changes import HeadChanges, Rotation
 from .interface import AttentionRows, AttentionShape, DeviceLengths, PlannedAttention
 
 _QUERY_TILE = 256
-_MAX_GROUPED_QUERY = 16  # query tokens of a row that is computed together with its neighbours
-_MAX_PADDED_TOKENS = 1 << 18  # cached tokens gathered at once for such rows, padding included
+_MAX_GROUPED_QUERY = 16  # maximum number of query tokens for a request that is computed in a group
+_MAX_PADDED_TOKENS = 1 << 18  # maximum number of cached tokens, including padding, gathered for one group
 
 
 def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
-    """Attend every query token to its request's cached tokens up to its own position (bottom-right causal).
+    """Compute causal attention of each query token to its request's cached tokens (bottom-right aligned mask).
 
-    Consecutive short requests with equally many query tokens are computed together, others one by one. No host sync.
+    Neighboring short requests with the same number of query tokens form a group. No host sync.
 
     Args:
-        q: [tokens, heads, dim]; heads a multiple of kv_heads, consecutive heads share one.
-        k_cache, v_cache: [blocks, block_size, kv_heads, dim]; contents past a request's length do not matter.
+        q: [tokens, heads, dim]; heads must be a multiple of kv_heads, and consecutive heads share a KV head.
+        k_cache, v_cache: [blocks, block_size, kv_heads, dim]; contents after a request's length are ignored.
 
     Returns:
-        [tokens, heads, dim] in q's dtype; zeros for padding.
+        [tokens, heads, dim] in the dtype of `q`; zeros for padding.
     """
     out = torch.zeros_like(q)
     row_starts = (0, *accumulate(rows.query_lens))
@@ -53,7 +53,7 @@ def append_kv_ref(
     token_offset: Tensor,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Torch twin of `append_kv`."""
+    """Torch reference for `append_kv`."""
     packed = None if query is None else query.flatten(1, 2).contiguous()
     if key.numel() == 0:
         return packed
@@ -78,7 +78,7 @@ def write_attention_inputs_ref(
     token_offset: Tensor,
     changes: HeadChanges,
 ) -> Tensor:
-    """Torch twin of `write_attention_inputs`."""
+    """Torch reference for `write_attention_inputs`."""
     num_tokens, norms, rotation = len(key), changes.norms, changes.rotation
     queries = query[:num_tokens]
     if norms is not None:
@@ -91,7 +91,7 @@ def write_attention_inputs_ref(
 
 
 def _normed(heads: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
-    """Return RMSNorm of the last dimension times weight + offset, rounded once."""
+    """Return the RMS norm over the last dimension, times (weight + offset), rounded once."""
     dtype = compute_dtype(heads)
     wide = heads.to(dtype)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -99,7 +99,7 @@ def _normed(heads: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
 
 
 def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Return heads [tokens, ..., dim] rotated by the tokens' positions; every op rounds to their dtype."""
+    """Return heads [tokens, ..., dim] rotated by token positions; each op rounds to their dtype."""
     angles = rotation.table.index_select(0, rotation.positions[: len(heads)])
     cosine, sine = angles.view(len(heads), *[1] * (heads.dim() - 2), *angles.shape[1:]).unbind(-2)
     half = angles.shape[2]
@@ -108,7 +108,7 @@ def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
-    """Split requests into half-open runs: single ones, or equally short ones within the limit of padding."""
+    """Yield half-open ranges of requests: a single request, or short ones with equally many query tokens."""
     first, num_rows = 0, len(rows.query_lens)
     while first < num_rows:
         last, longest, query_len = first + 1, rows.kv_lens[first], rows.query_lens[first]
@@ -122,7 +122,7 @@ def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
 
 
 def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
-    """Return cached tokens [requests, kv_heads, kv_len, dim], zeros past each length."""
+    """Return cached tokens [requests, kv_heads, kv_len, dim]; zeros after each request's length."""
     block_size = cache.shape[1]
     num_blocks = -(-kv_len // block_size)
     starts = torch.arange(num_blocks, device=table.device) * block_size
@@ -134,14 +134,14 @@ def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int, d
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Return [rows, query_len, heads, dim], in tiles of query tokens: the scores of a long prompt are large."""
+    """Return [rows, query_len, heads, dim], computed in tiles because the scores of a long prompt are large."""
     query_len, kv_len = queries.shape[1], keys.shape[2]
     tiles = []
     for begin in range(0, query_len, _QUERY_TILE):
         tile = queries[:, begin : begin + _QUERY_TILE]
         before = torch.arange(begin, begin + tile.shape[1], device=queries.device) - query_len
-        positions = lengths[:, None] + before  # [rows, tile]: absolute, of each query token
-        seen = kv_len - query_len + begin + tile.shape[1]  # no token of this tile attends further
+        positions = lengths[:, None] + before  # [rows, tile], absolute position of each query token
+        seen = kv_len - query_len + begin + tile.shape[1]  # end of the keys that tokens of this tile attend to
         tiles.append(_attend_tile(tile, keys[:, :, :seen], values[:, :, :seen], positions, scale))
     return torch.cat(tiles, dim=1)
 
@@ -153,49 +153,49 @@ def _attend_tile(tile: Tensor, keys: Tensor, values: Tensor, positions: Tensor, 
     scores = (grouped @ keys.transpose(2, 3)).unflatten(2, (-1, tile.shape[1])) * scale
     hidden = torch.arange(kv_len, device=tile.device) > positions[:, :, None]  # [rows, tile, kv_len]
     hidden = hidden[:, None, None]
-    # A token that sees nothing has softmax(-inf …) = NaN: the second fill makes it zeros.
+    # The softmax of a fully masked token is NaN; the second masked_fill replaces it by zeros.
     weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).masked_fill(hidden, 0)
     attended = weights.flatten(2, 3) @ values  # [rows, kv_heads, group * tile, dim]
     return attended.unflatten(2, (-1, tile.shape[1])).flatten(1, 2).transpose(1, 2)
 
 
 class ReferenceAttention:
-    """`paged_attention_ref` as a backend."""
+    """Attention backend that calls `paged_attention_ref`."""
 
     name = setting = "reference"
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return None: it serves any model."""
+        """Return None: the reference supports every model."""
         return None
 
     def __init__(self, shape: AttentionShape) -> None:
         self._scale = shape.scale
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the attention call for each layer; there is nothing to prepare."""
+        """Return the function that computes attention in each layer of the step."""
         return partial(self._attend, rows)
 
     def _attend(self, rows: AttentionRows, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         return paged_attention_ref(q, k_cache, v_cache, rows, self._scale)
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> "CapturedReference":
-        """Prepare graphs for requests at most as long as these."""
+        """Prepare CUDA graphs for requests no longer than these."""
         return CapturedReference(self, rows)
 
 
 class CapturedReference(DeviceLengths):
-    """The twin if the host does not know the lengths: each token is a request of its own."""
+    """The reference inside a CUDA graph, where the host does not know the lengths: each token is a request."""
 
     def begin(self) -> PlannedAttention:
-        """Return the attention call for each layer."""
+        """Return the function that computes attention in each layer of the step."""
         return self._backend.plan(token_rows(self._rows))
 
 
 def token_rows(rows: AttentionRows) -> AttentionRows:
-    """Return requests of one token each, one for every possible packed token, computed on the device.
+    """Turn each packed token into a request with one query token; the lengths are computed on the device.
 
-    Host lengths are upper bounds. A packed token past the last request has no cached tokens.
+    Host lengths are upper bounds. A token after the last request has KV length 0.
     """
     num_tokens = sum(rows.query_lens)
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.cu_query.device)

@@ -1,9 +1,10 @@
-"""Attention of short prompts after long cached histories, by FlashInfer's "fa3" in pieces of the history.
+"""Attention for short prompts after long cached histories: FlashInfer's "fa3", with the history split into pieces.
 
-A program of "fa3" reads all keys of 128 query tokens of a head, so a few hundred tokens use a part of the card. Here
-each piece of a prompt's history is attended as if it were a request of its own, by a copy of the prompt's queries and
-without a mask. A second call attends the prompt's own blocks causally, and a kernel merges the results by their
-log-sum-exps. The history is cut at blocks: it ends where the block of the prompt's first new token begins.
+A program of "fa3" reads all keys for 128 query tokens and one head, so a few hundred tokens occupy only part of the
+GPU. Here a prompt's history, its cached tokens, is split into pieces. Each piece is passed to FlashInfer as a separate
+request, without a mask and with a copy of the prompt's queries. A second call computes causal attention to the prompt's
+own blocks, and a kernel merges the results by their log-sum-exps. Pieces consist of whole blocks, and the prompt's own
+blocks start with the block of its first new token.
 """
 
 import numpy as np
@@ -23,12 +24,13 @@ _WIDTH = 1024
 
 
 class SplitPart:
-    """Prompts of a captured step whose histories are attended in pieces.
+    """Prompts in a captured step whose histories are split into pieces.
 
     Args:
-        history, own: The calls that attend the pieces, without a mask, and the prompts' own blocks.
-        rows: The longest requests of a step.
-        part: The slice of them that are prompts.
+        history: Call for the pieces, without a mask.
+        own: Causal call for the prompts' own blocks.
+        rows: Requests of the maximum lengths.
+        part: Slice of `rows` that are prompts.
     """
 
     def __init__(
@@ -50,14 +52,14 @@ class SplitPart:
         self.plan_again(rows)
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
+        """Plan the next replay on the host; lengths must be exact, and the number of requests must not change."""
         pages = page_lists(rows, self._block_size, self._part, keep_all=True)
         history, own = split_history(pages, self._block_size, self._num_pieces, self._num_tokens)
         self._history.plan(history)
         self._own.plan(own)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend the planned tokens of a layer."""
+        """Compute attention in one layer for the planned tokens; write the result to `out`."""
         parts = q.new_empty(self._num_pieces + 1, *q.shape)
         lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
         second = self._second_stream(q.device)
@@ -72,7 +74,7 @@ class SplitPart:
         merge_parts(parts, lse, out)
 
     def _second_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return a stream for the prompts' own blocks, which take the multiprocessors that the pieces leave idle."""
+        """Return a stream on which the call for the prompts' own blocks overlaps with the pieces; None: no overlap."""
         shares_memory = self._history.attention.offsets is not None
         if shares_memory or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return None
@@ -80,13 +82,13 @@ class SplitPart:
 
 
 def split_history(pages: PageLists, block_size: int, num_pieces: int, num_tokens: int) -> tuple[PageLists, PageLists]:
-    """Return the requests that attend pieces of histories, piece by piece, and those that attend the rest.
+    """Return the page lists for the pieces of the histories, ordered by piece, and for the prompts' own blocks.
 
-    Each copy of the queries ends with a request without keys for its padding, whose results are 0 and -inf.
+    Each copy of the queries ends with a request for the padding tokens. It has no keys; its results are 0 and -inf.
 
     Args:
-        pages: Of prompts.
-        num_tokens: Query tokens of a copy, padding included.
+        pages: Pages of the prompts.
+        num_tokens: Number of query tokens in one copy, including padding.
     """
     first_pages, last_pages = pages.cu_pages[:-1].numpy(), pages.cu_pages[1:].numpy()
     full = np.maximum(last_pages - first_pages - 1, 0)
@@ -109,12 +111,12 @@ def _requests(
     stops: npt.NDArray[np.int64],
     last_page_lens: npt.NDArray[np.int64],
 ) -> PageLists:
-    """Return requests over slices of pages, and after each copy's one without pages.
+    """Return requests that each read a slice of `pages`; after those of each copy, add one without pages.
 
     Args:
-        query_ends: [copies * (requests + 1)]; where each one's queries end.
-        starts, stops: [copies, requests]; the slices.
-        last_page_lens: [copies, requests].
+        query_ends: [copies * (requests + 1)]; end of each request's queries.
+        starts, stops: [copies, requests]; slice of pages for each request.
+        last_page_lens: [copies, requests]; number of tokens in the last page of each slice.
     """
     starts, stops, last_page_lens = (np.pad(of, ((0, 0), (0, 1))).ravel() for of in (starts, stops, last_page_lens))
     lengths = stops - starts
@@ -166,12 +168,12 @@ def _merge_kernel(
 
 
 def merge_parts(parts: Tensor, lse: Tensor, out: Tensor) -> Tensor:
-    """Merge attention to parts of the keys into attention to all of them; return `out`.
+    """Merge attention results over disjoint sets of keys into `out`, and return it.
 
     Args:
-        parts: [parts, tokens, heads, dim], contiguous.
-        lse: [parts, tokens, heads] fp32, contiguous; log2 of each part's sum of exponentials, -inf without keys.
-        out: [tokens, heads, dim], contiguous; zeros where no part has keys. Computed in fp32, rounded once.
+        parts: [parts, tokens, heads, dim], contiguous; the results to merge.
+        lse: [parts, tokens, heads] fp32, contiguous; log2 of each part's softmax sum, -inf if it has no keys.
+        out: [tokens, heads, dim], contiguous; zeros if no part has keys. Computed in fp32, rounded once.
 
     Raises:
         ValueError: If shapes, strides or dtypes disagree.
@@ -180,11 +182,14 @@ def merge_parts(parts: Tensor, lse: Tensor, out: Tensor) -> Tensor:
     """
     if parts.shape[1:] != out.shape or lse.shape != parts.shape[:3] or parts.dtype != out.dtype:
         raise ValueError(
-            f"need parts [parts, tokens, heads, dim], lse [parts, tokens, heads] and out [tokens, heads, dim], found "
-            f"{tuple(parts.shape)}, {tuple(lse.shape)} and {tuple(out.shape)} in {parts.dtype} and {out.dtype}"
+            "need parts [parts, tokens, heads, dim], lse [parts, tokens, heads] and out [tokens, heads, dim] in the "
+            f"dtype of parts; found parts {tuple(parts.shape)} {parts.dtype}, lse {tuple(lse.shape)} and out "
+            f"{tuple(out.shape)} {out.dtype}"
         )
     if not (parts.is_contiguous() and lse.is_contiguous() and out.is_contiguous()):
-        raise ValueError(f"need contiguous tensors, found strides {parts.stride()}, {lse.stride()} and {out.stride()}")
+        raise ValueError(
+            f"need contiguous tensors, found strides parts {parts.stride()}, lse {lse.stride()}, out {out.stride()}"
+        )
     if out.numel() == 0 or not launches_kernel(parts) or not is_computed_in_fp32(parts):
         return out.copy_(merge_parts_ref(parts, lse))
     channels = out.shape[1] * out.shape[2]
@@ -206,7 +211,7 @@ def merge_parts(parts: Tensor, lse: Tensor, out: Tensor) -> Tensor:
 
 
 def merge_parts_ref(parts: Tensor, lse: Tensor) -> Tensor:
-    """Torch twin of `merge_parts`."""
+    """Torch reference for `merge_parts`."""
     dtype = compute_dtype(parts)
     most = lse.amax(0).to(dtype)
     weights = torch.exp2(lse.to(dtype) - torch.where(most == -torch.inf, 0, most))

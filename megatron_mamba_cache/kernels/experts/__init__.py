@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, the order of tokens by expert, and the GEMMs."""
+"""Kernels for MoE layers: routing, sorting of tokens by expert, and the experts' GEMMs."""

@@ -1,9 +1,9 @@
-"""The order of tokens by expert: which (token, expert) pairs each expert computes.
+"""Sort the (token, expert) pairs by expert, for grouped GEMMs.
 
-Layout: pairs in the order of tokens, then of the tokens' experts. The same choice of experts gives the same order on
-every run: atomics only count. Few pairs take one launch, a program for each expert, which reads all pairs at once. More
-pairs take three launches over chunks of pairs: count each chunk's pairs of each expert and rank each pair among them;
-sum the counts of the chunks before; scatter. Graph safe: no host sync.
+The sort is stable: pairs of one expert stay in token order. It is deterministic, because atomics are only used to
+count. Up to 4,096 pairs take one launch, in which one program per expert reads all pairs. More pairs take three
+launches over chunks of pairs: count the pairs of each expert in each chunk and rank each pair within its chunk; compute
+prefix sums of the counts over chunks; scatter the pairs. Safe in CUDA graphs: no host sync.
 """
 
 import torch
@@ -16,17 +16,17 @@ from ..overlap import await_inputs, overlapping
 from .reference_experts import ExpertOrder, order_by_expert_ref
 
 _FEW_PAIRS = {128: 1, 1024: 4, 2048: 8, 4096: 8}
-"""Pairs that a program reads at once, and its warps."""
+"""Number of warps for each maximum number of pairs that one program reads."""
 _CHUNK = 128
-"""Pairs of a chunk."""
+"""Number of pairs per chunk."""
 _CHUNKS_AT_A_TIME = 1024
 _LEAST_BINS = 128
-"""The fewest bins of a histogram: one for each thread of a program; fewer have not been tried."""
+"""Minimum number of histogram bins: one per thread of a program; fewer are untested."""
 
 
 @triton.jit
 def _load_experts(ids, position, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr):
-    """Return the experts of pairs; NUM_EXPERTS for experts of other ranks and past the last pair."""
+    """Load the local expert of each pair; NUM_EXPERTS if the expert is on another rank or the pair does not exist."""
     expert = tl.load(ids + position, mask=position < num_pairs, other=-1) - first_expert
     return tl.where((position < num_pairs) & (expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
 
@@ -57,7 +57,7 @@ def _count_kernel(
     ids, ranks, counts, num_pairs, num_chunks, first_expert,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Count a chunk's pairs of each expert, and rank each pair among those of its expert."""
+    """Count the pairs of each expert in one chunk, and rank each pair among those of its expert in the chunk."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
     chosen = _load_experts(ids, chunk * CHUNK + lane, num_pairs, first_expert, NUM_EXPERTS)
@@ -70,7 +70,7 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _sum_counts_kernel(counts, totals, num_chunks, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Replace the counts of an expert by those of the chunks before, and store their total."""
+    """Replace one expert's counts per chunk by their exclusive prefix sums, and store the total."""
     await_inputs(OVERLAPS)
     expert, lane = tl.program_id(0), tl.arange(0, CHUNKS)
     before = 0
@@ -87,7 +87,7 @@ def _scatter_kernel(
     ids, ranks, counts, totals, pairs, positions, starts, num_pairs, num_chunks, first_expert,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk's pairs after those of lower experts and of the chunks before."""
+    """Write the pairs of one chunk to their sorted positions."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
     total = tl.load(totals + expert, mask=expert < NUM_EXPERTS, other=0)
@@ -105,23 +105,24 @@ def _scatter_kernel(
 
 
 def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
-    """Sort (token, expert) pairs by expert; pairs of an expert stay in order.
+    """Sort (token, expert) pairs by expert; pairs of the same expert stay in token order.
 
-    Pair `token * top_k + slot` is a token and its expert in that slot.
+    Pair number `token * top_k + slot` stands for the expert `ids[token, slot]`.
 
     Args:
         ids: [tokens, top_k] int32, contiguous.
-        num_experts, first_expert: The experts to sort for. Pairs of other experts have no position.
+        num_experts: Number of experts on this rank; pairs of other experts are left out.
+        first_expert: Global index of the first expert on this rank.
 
     Raises:
-        ValueError: If `ids` has another layout, or there are no experts.
+        ValueError: If `ids` has another shape, dtype or layout, or `num_experts` is 0.
 
     Reference: `order_by_expert_ref`. CUDA-graph safe: no host sync, one launch, or three for many pairs.
     """
     if ids.dim() != 2 or ids.dtype != torch.int32 or not ids.is_contiguous() or num_experts < 1:
         raise ValueError(
-            f"need contiguous int32 ids [tokens, top_k] and at least one expert, found {tuple(ids.shape)} {ids.dtype}, "
-            f"strides {ids.stride()}, and {num_experts} experts"
+            "need contiguous int32 ids [tokens, top_k] and at least one expert, found ids "
+            f"{tuple(ids.shape)} {ids.dtype} with strides {ids.stride()}, and {num_experts} experts"
         )
     if not launches_kernel(ids):
         return order_by_expert_ref(ids, num_experts, first_expert)

@@ -1,7 +1,7 @@
-"""Pipeline stages in shared memory for tiles of weights and rows, filled ahead of wgmma on Hopper; Gluon.
+"""Shared-memory pipeline that loads weights and rows ahead of wgmma in a grouped GEMM on Hopper; Gluon.
 
-One warp fills the weights and another one the rows, both by TMA boxes. Rows that must be gathered are copied by four
-warps, which load the weights too.
+One warp loads weights and another loads rows, both with TMA. If rows must be gathered, four warps copy them and also
+load the weights.
 """
 
 from triton.experimental import gluon
@@ -14,28 +14,28 @@ from ..gluon_common import await_then_release, load_tile
 from . import gemm_tiles
 from .wgmma import LINE, check_addresses
 
-# Gluon is experimental, and names change: first Triton 3.9's, then 3.6's.
+# Gluon is experimental and its names change: Triton 3.9's name comes first, then Triton 3.6's.
 copy_gathered = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _Shared = gl.shared_memory_descriptor
 _reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 
 DEPTH = 64
-"""Inputs of a stage; those of a layer are a multiple of it."""
+"""Number of inputs per stage; must divide the number of inputs of the layer."""
 GROUPS = gl.constexpr(2)
-"""Groups of warps that multiply a tile."""
+"""Number of warp groups that multiply one tile."""
 MOST_ROWS = gl.constexpr(gemm_tiles.MOST_ROWS)
 _LINES_OF_ROWS = gl.constexpr(256)
-"""Of a stage; the last stage has MOST_ROWS, to leave memory for results."""
+"""Number of rows allocated per stage; only MOST_ROWS for the last stage, to leave memory for results."""
 
 
 @aggregate
 class Sizes:
-    """Compile-time sizes of a GEMM and of its split over programs.
+    """Compile-time sizes of a grouped GEMM and of its tiles.
 
-    A tile has units of 64 weights, each of PER_UNIT outputs. All outputs of an expert are in TILES tiles: the first
-    NUM_WIDE have UNITS units (2 or 3), the others one fewer. Each tile of rows begins with another tile of outputs,
-    TURN after that of the tile of rows before. STEPS stages, of which the pipeline holds STAGES, have all inputs. If
-    AHEAD, only rows wait for the previous kernel, not weights.
+    A unit is 64 rows of weights, which give PER_UNIT outputs. The outputs of an expert are split into TILES tiles: the
+    first NUM_WIDE have UNITS units (2 or 3), the rest have UNITS - 1. Each row tile starts at another output tile, TURN
+    after the start of the previous row tile. The inputs take STEPS stages; the pipeline holds STAGES of them. If AHEAD,
+    weights are loaded without waiting for the previous kernel; only rows wait.
     """
 
     UNITS: gl.constexpr
@@ -71,7 +71,7 @@ class Sizes:
 
 @aggregate
 class Tile:
-    """A tile's expert, first row and end row, and the number of its tile of outputs."""
+    """A tile: its expert, its first row, the row after its last, and the index of its output tile."""
 
     expert: gl.tensor
     first: gl.tensor
@@ -88,9 +88,9 @@ class Tile:
 
 @aggregate
 class TilePipeline:
-    """Operands in shared memory, with the barriers that signal when a stage is full or free.
+    """Operands in shared memory, and barriers that signal full and free stages.
 
-    weights [STAGES * UNITS, *box of 64 lines]; rows [boxes, 32, DEPTH], of which a stage has 8, the last one 7.
+    Shapes: weights [STAGES * UNITS, *box of 64 lines]; rows [boxes, 32, DEPTH], with 8 boxes per stage, 7 in the last.
     """
 
     weights: gl.shared_memory_descriptor
@@ -108,8 +108,8 @@ class TilePipeline:
 
 @gluon.jit
 def allocate_pipeline(weight, rows32, sizes):
-    """Return empty stages; call it before warp specialization."""
-    # A stage is full once its weights have arrived, and its boxes of rows or each of 128 threads' gathered rows.
+    """Allocate the pipeline with all stages empty; call it before warp specialization."""
+    # A stage is full after one arrival for weights, plus one for TMA rows or 128 (one per thread) for gathered rows.
     ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 1
     BOXES: gl.constexpr = first_weights(sizes) // (32 * LINE)
     UNITS: gl.constexpr = sizes.STAGES * sizes.UNITS
@@ -131,20 +131,20 @@ def allocate_pipeline(weight, rows32, sizes):
 
 @gluon.constexpr_function
 def first_weights(sizes):
-    """Return the byte offset of the first weight from the first row."""
+    """Return the byte offset between the start of the rows and the start of the weights."""
     return ((sizes.STAGES - 1) * _LINES_OF_ROWS + MOST_ROWS) * LINE
 
 
 @gluon.jit
 def offsets_of_stage(stage, sizes):
-    """Return the byte offsets of a stage's first weight and first row, from the first row of all."""
+    """Return the byte offsets of a stage's weights and rows, relative to the start of the pipeline."""
     weights = first_weights(sizes) + stage * (sizes.UNITS * 64 * LINE)
     return weights, stage * (_LINES_OF_ROWS * LINE)
 
 
 @gluon.jit
 def find_tile(tiles, number, num_tiles, sizes):
-    """Return tile `number` of rows and outputs, those of one expert in sequence; past the last, the last."""
+    """Return tile `number`, ordered by row tile, then by output tile; numbers after the last return the last."""
     number = gl.minimum(number, num_tiles - 1)
     of_rows = number // sizes.TILES
     entry = tiles + (1 + of_rows) * 4
@@ -154,13 +154,13 @@ def find_tile(tiles, number, num_tiles, sizes):
 
 @gluon.jit
 def find_unit(outputs, sizes):
-    """Return the first unit of a tile of outputs."""
+    """Return the index of the first unit in an output tile."""
     return outputs * sizes.UNITS - gl.maximum(outputs - sizes.NUM_WIDE, 0)
 
 
 @gluon.jit
 def _copy_weights(weight, pipeline, stage, tile, begin, sizes):
-    """Start copying a tile's weights; the stage's barrier signals when they have arrived."""
+    """Start the TMA copy of a tile's weights; the `full` barrier of the stage signals its end."""
     full = pipeline.full.index(stage)
     first_unit = find_unit(tile.outputs, sizes)
     num_units = gl.where(tile.outputs < sizes.NUM_WIDE, sizes.UNITS, sizes.UNITS - 1)
@@ -178,9 +178,9 @@ def _copy_weights(weight, pipeline, stage, tile, begin, sizes):
 
 @gluon.jit
 def _copy_rows(rows32, pipeline, stage, first, num_boxes, begin):
-    """Start copying a tile's rows in boxes of 32; the stage's barrier signals when they have arrived.
+    """Start the TMA copy of a tile's rows in boxes of 32; the `full` barrier of the stage signals its end.
 
-    The last box also has rows of other experts, or zeros after the last row of all. Their results are not stored.
+    The last box may include rows of other experts, or zeros after the end of `rows32`; their results are not stored.
     """
     MOST_BOXES: gl.constexpr = MOST_ROWS // 32
     full = pipeline.full.index(stage)
@@ -193,7 +193,7 @@ def _copy_rows(rows32, pipeline, stage, first, num_boxes, begin):
 
 @gluon.jit
 def fill_with_weights(weight, pipeline, tiles, sizes):
-    """Load weights into free stages; one warp."""
+    """Load the weights of all tiles of this program into free stages; runs on one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -207,7 +207,7 @@ def fill_with_weights(weight, pipeline, tiles, sizes):
 
 @gluon.jit
 def fill_with_rows(rows32, pipeline, tiles, sizes):
-    """Load rows into free stages; one warp."""
+    """Load the rows of all tiles of this program into free stages; runs on one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     if sizes.AHEAD:
         await_then_release(sizes.OVERLAPS)
@@ -224,7 +224,7 @@ def fill_with_rows(rows32, pipeline, tiles, sizes):
 
 @gluon.jit
 def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
-    """Return the offsets in x of 64 inputs of 32 rows, [32, 64]; past the last row, that row's."""
+    """Return the offsets in `x` of 64 inputs for each of 32 rows, [32, 64]; rows after the last repeat it."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
     token = gl.load(pairs + row) // DIVISOR
@@ -233,7 +233,7 @@ def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
 
 @gluon.jit
 def gather(weight, x, x_stride, pairs, pipeline, tiles, sizes):
-    """Load weights and gathered rows into free stages; four warps."""
+    """Load weights and gathered rows into free stages; runs on four warps."""
     PIECES: gl.constexpr = MOST_ROWS // 32
     step = 0
     num_tiles = gl.load(tiles) * sizes.TILES

@@ -1,6 +1,8 @@
-"""The row tiles of a grouped GEMM: the rows of each expert in turn, in the fewest tiles of equal lengths.
+"""Choose tile sizes for grouped GEMMs, and split each expert's rows into tiles.
 
-Grid: a program for each expert, which counts the tiles before its own. Graph safe: no host sync.
+Experts are taken in order. The rows of each expert are split into the fewest possible tiles, all of the same length.
+Grid: one program per expert; it counts the tiles of the preceding experts to find its offset. Safe in CUDA graphs: no
+host sync.
 """
 
 from dataclasses import dataclass
@@ -17,19 +19,19 @@ from ..overlap import await_inputs, overlapping
 _FEWEST_ROWS, _MOST_GATHERED_ROWS = 10, 1024
 _STAGE_INPUTS = 64
 _FEWEST_WEIGHTS = 65
-"""Of an expert: a long tile has two times 64. Triton 3.6 cannot compile it with 64, 3.7.1 can."""
+"""Minimum number of rows of weights per expert; Triton 3.6 cannot compile `grouped_gemm_hopper` for 64, 3.7.1 can."""
 _GATED_OUTPUTS = 8
-"""A gated layer's boxes alternate so many gates and so many other weights."""
+"""In the TMA boxes of a gated layer, this many gates alternate with as many gated weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmVariant:
-    """Tile sizes of a grouped GEMM; measured on an H200, see `benchmarks/results/experts.md`.
+    """Tile sizes and options for a grouped GEMM; tuned on an H200, see `benchmarks/results/experts.md`.
 
     Args:
-        rows, outputs, inputs: Of a tile.
-        has_halves: True if a tile at most half full computes only half of its rows.
-        loads_boxes: True if TMA loads the weights.
+        rows, outputs, inputs: Size of a tile.
+        has_halves: True if a tile that is at most half full computes only half of its rows.
+        loads_boxes: True if weights are loaded with TMA.
     """
 
     rows: int
@@ -42,7 +44,7 @@ class GemmVariant:
 
 
 def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVariant:
-    """Return the variant for a number of pairs; it does not depend on which experts they choose.
+    """Choose the variant from the number of (token, expert) pairs; the distribution over experts does not matter.
 
     Args:
         weight: [experts, outputs, inputs].
@@ -53,7 +55,7 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
     if not can_load_boxes(weight):
         return GemmVariant(16, 64, 64, 4, 4) if mean_rows <= 16 else GemmVariant(64, 64 if is_gated else 128, 64, 4, 3)
     if mean_rows <= 16:
-        # Enough in flight to hide memory latency even with few programs: 144 and 108 KiB of boxes.
+        # 144 and 108 KiB of loads in flight hide the memory latency, even with few programs.
         return (
             GemmVariant(16, 64, 64, 4, 8, loads_boxes=True)
             if is_gated
@@ -65,16 +67,16 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
 
 
 def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool, is_gated: bool) -> bool:
-    """Return True if `grouped_gemm_hopper` is used; like `choose_variant`, by the number of rows alone.
+    """Return True if `grouped_gemm_hopper` should be used; like the variant, it depends only on the number of pairs.
 
-    A long tile reads an expert's weights once however unevenly tokens choose. With very many rows per expert, tiles of
-    128 rows are as well filled, and gather faster.
+    Its long tiles read an expert's weights once per 224 rows, even if tokens are distributed unevenly. With very many
+    rows per expert, tiles of 128 rows are filled equally well and gather rows faster.
     """
     mean_rows = num_pairs / weight.shape[0]
     if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or weight.shape[1] < _FEWEST_WEIGHTS:
         return False
     if is_gathered and (mean_rows > _MOST_GATHERED_ROWS or x.shape[0] * x.stride(0) >= 2**31):
-        return False  # row offsets are 32 bits
+        return False  # the kernel has 32-bit row offsets
     if is_gated and weight.shape[1] % (2 * _GATED_OUTPUTS) != 0:
         return False
     is_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % _STAGE_INPUTS == 0
@@ -82,16 +84,16 @@ def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: 
 
 
 def can_load_boxes(weight: Tensor) -> bool:
-    """Return True if the device's TMA can load these weights."""
+    """Return True if TMA can load the weights: on a Hopper GPU, with 16-byte alignment."""
     if INTERPRETED or not weight.is_cuda or not is_hopper(weight.device):
         return False
     return weight.shape[2] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
 MOST_ROWS = 224
-"""Most rows of a tile."""
+"""Maximum number of rows per tile."""
 ROW_STEP = 32
-"""Tile lengths are multiples of it; an expert's last tile may be partly empty."""
+"""Granularity of tile lengths; the last tile of an expert may be partly empty."""
 
 
 @triton.jit
@@ -123,15 +125,15 @@ def _tiles_kernel(
 
 
 def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
-    """Cut the rows of experts into tiles.
+    """Split the rows of each expert into tiles.
 
     Args:
         starts: [experts + 1] int32: first row of each expert; see `ExpertOrder`.
-        num_rows: At least the last of `starts`.
+        num_rows: Upper bound for `starts[-1]`.
 
     Returns:
-        [1 + most tiles, 4] int32: first the number of tiles; then for each its expert, its first row, and the row after
-        its last. Other entries are undefined.
+        [1 + maximum number of tiles, 4] int32. Entry [0, 0] is the number of tiles. Each further line describes one
+        tile: its expert, its first row, and the row after its last. Other entries are undefined.
 
     Reference: `tile_rows_ref`. CUDA-graph safe: no host sync, one launch.
     """
@@ -154,7 +156,7 @@ def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
 
 
 def tile_rows_ref(starts: Tensor, num_rows: int) -> Tensor:
-    """Twin of `tile_rows`; reads the starts on the host."""
+    """Torch reference for `tile_rows`; copies the starts to the host."""
     bounds, found = starts.tolist(), []
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         count = -(-(end - begin) // MOST_ROWS)

@@ -1,15 +1,14 @@
-"""Grouped GEMM: each expert's weights times the tokens that chose it.
+"""Grouped GEMM: multiply each expert's weights with the tokens routed to it.
 
-Layout: weights [experts, outputs, inputs], inputs contiguous; a gated layer's first weights hold the gates' outputs
-before the others. Rows are (token, expert) pairs in the order of experts (`order_by_expert`), so that an expert's
-weights are read once for each tile of rows. Grid: a program computes TILE rows of one expert and WIDTH outputs. The
-host does not know how many tiles an expert has: programs are launched for the most tiles that any choice can have, and
-those past the last tile do nothing.
+Layout: weights [experts, outputs, inputs], inputs contiguous; in a gated layer, the gates come before the gated
+outputs. Rows are (token, expert) pairs sorted by expert (`order_by_expert`), so an expert's weights are read once per
+row tile. Grid: a program computes TILE rows of one expert and WIDTH outputs. The host does not know the number of
+tiles, so it launches programs for the maximum; programs after the last tile return immediately.
 
-With few rows per expert the time is that of reading the weights, with many that of arithmetic: `gemm_tiles` has the
-tiles of each variant; `grouped_gemm_hopper` is another. Within a variant a row's inputs are summed in one order,
-whatever other rows there are, so a token's bits do not depend on the batch. Accumulation is fp32. Graph safe: no host
-sync, no atomics.
+With few rows per expert, the GEMM is limited by memory bandwidth; with many, by arithmetic. `gemm_tiles` chooses the
+tile sizes, or the kernel in `grouped_gemm_hopper`. A given variant sums the inputs of a row in a fixed order, so a
+token's result does not depend on the rest of the batch. Accumulation is in fp32. Safe in CUDA graphs: no host sync, no
+atomics.
 """
 
 import torch
@@ -30,7 +29,7 @@ _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def tile_of(starts, number, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr):
-    """Return a tile's expert, first row and the row after the expert's last; no rows past the last tile."""
+    """Return a tile's expert, its first row and the expert's end row; all 0 for numbers after the last tile."""
     expert = tl.arange(0, EXPERTS)
     exists = expert < NUM_EXPERTS
     begin = tl.load(starts + expert, mask=exists, other=0)
@@ -49,7 +48,7 @@ def _load_weights(
     weight, first_row, first_column, begin,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BOXES: tl.constexpr,
 ):  # fmt: skip
-    """Load the weights [WIDTH, DEPTH] of columns; a box past the last column reads other weights."""
+    """Load weights [WIDTH, DEPTH]; a TMA box that extends past the last column includes unrelated weights."""
     if BOXES:
         values = weight.load([first_row + first_column, begin])
     else:
@@ -61,9 +60,10 @@ def _load_weights(
 
 @triton.jit
 def _multiply(given, weights, total, SWAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return total + left @ right.T; in the interpreter by sums of fixed order.
+    """Return total plus the product of rows and weights; the weights are on the left if SWAPS.
 
-    The interpreter multiplies the bits of bf16 instead of its values, and in an order that depends on a row's position.
+    Triton's interpreter would multiply bf16 bit patterns as integers, in an order that depends on a row's position, so
+    it uses an explicit sum in fixed order.
     """
     left, right = (weights, given) if SWAPS else (given, weights)
     if _IS_INTERPRETED:
@@ -80,11 +80,11 @@ def _compute_tile(
     PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, SWAPS: tl.constexpr,
     BOXES: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store TILE rows times WIDTH outputs of an expert; rows from `last` on are another's."""
+    """Compute and store WIDTH outputs for TILE rows of one expert; rows from `last` on are not stored."""
     IS_GATED: tl.constexpr = ACTIVATION == "gated_silu"
     row = first + tl.arange(0, TILE)
     is_row = row < last
-    # Rows of x are tokens, or pairs in the order of experts.
+    # Rows of x are tokens if DIVISOR > 0, else pairs sorted by expert.
     source = tl.load(pairs + row, mask=is_row, other=0) // DIVISOR if DIVISOR > 0 else tl.where(is_row, row, first)
     first_column = tl.program_id(0) * WIDTH
     column = first_column + tl.arange(0, WIDTH)
@@ -151,21 +151,21 @@ def grouped_gemm(
     activation: Activation = "none",
     follows_first: bool = False,
 ) -> Tensor:
-    """Return the activated GEMM of rows with their experts' weights.
+    """Multiply each row with its expert's weights, and apply the activation.
 
-    Long because of its contract.
+    Long because all arguments are documented.
 
     Args:
-        x: [tokens, inputs] if `top_k` is given, else [pairs, inputs] in the order of experts; inputs contiguous.
-        weight: [experts, outputs, inputs], contiguous; [experts, 2 * outputs, inputs] for `gated_silu`: gates first.
-        order: Of the rows; see `order_by_expert`.
-        top_k: Experts of a token.
-        activation: Applied to the results: nothing, max(p, 0)^2, or silu(gate) * p.
-        follows_first: True if the last launch on this stream is a GEMM in the same order for which `takes_long_tiles`
-            holds: then weights may be read before it has ended, and tiles are known.
+        x: [tokens, inputs] if `top_k` is given, else [pairs, inputs] sorted by expert; inputs contiguous.
+        weight: [experts, outputs, inputs], contiguous; for `gated_silu` [experts, 2 * outputs, inputs], gates first.
+        order: The pairs sorted by expert; see `order_by_expert`.
+        top_k: Number of experts per token; None: `x` has one row per pair.
+        activation: `squared_relu` returns max(p, 0)^2 for a product p, `gated_silu` silu(gate) * p.
+        follows_first: True if the previous launch on this stream is a GEMM with the same order for which
+            `takes_long_tiles` is True. The kernel then reads weights before that GEMM ends.
 
     Returns:
-        [pairs, outputs] in the order of experts, in x's dtype.
+        [pairs, outputs] sorted by expert, in the dtype of `x`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -215,21 +215,26 @@ def grouped_gemm(
 
 
 def _boxes(weight: Tensor, variant: GemmVariant) -> TensorDescriptor:
-    """Describe the weights of all experts as rows, for loads by box."""
+    """Return a TMA descriptor for the weights of all experts as one matrix."""
     return TensorDescriptor.from_tensor(weight.flatten(0, 1), [variant.outputs, variant.inputs])
 
 
 def _check(x: Tensor, weight: Tensor, order: ExpertOrder, activation: Activation) -> None:
     if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
         raise ValueError(
-            f"need x [rows, inputs] and weight [experts, outputs, inputs], found {tuple(x.shape)} and "
+            f"need x [rows, inputs] and weight [experts, outputs, inputs], found x {tuple(x.shape)} and weight "
             f"{tuple(weight.shape)}"
         )
     if activation == "gated_silu" and weight.shape[1] % 2:
-        raise ValueError(f"gated_silu needs as many gates as outputs, found {weight.shape[1]} rows of weights")
+        raise ValueError(f"gated_silu needs weight [experts, 2 * outputs, inputs], found {tuple(weight.shape)}")
     if order.starts.shape != (weight.shape[0] + 1,):
-        raise ValueError(f"need an order of {weight.shape[0]} experts, found starts {tuple(order.starts.shape)}")
+        raise ValueError(f"need order.starts of shape [{weight.shape[0] + 1}], found {tuple(order.starts.shape)}")
     if x.dtype != weight.dtype or not x.device == weight.device == order.starts.device:
-        raise ValueError(f"need one dtype and device, found {x.dtype} on {x.device} and {weight.dtype}")
+        raise ValueError(
+            f"x and weight must have one dtype, and all inputs one device; found x {x.dtype} on {x.device}, weight "
+            f"{weight.dtype} on {weight.device}, order on {order.starts.device}"
+        )
     if not weight.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(f"need contiguous weights and inputs, found strides {weight.stride()} and {x.stride()}")
+        raise ValueError(
+            f"weight and rows of x must be contiguous, found strides weight {weight.stride()}, x {x.stride()}"
+        )

@@ -1,13 +1,13 @@
-"""Grouped GEMM for experts with many rows each on Hopper GPUs, in Gluon; bf16.
+"""Grouped GEMM on Hopper GPUs for experts with many rows; bf16, written in Gluon.
 
-Weights are the left operand and rows the right one, so that a tile is as long as its expert has rows, in steps of 32,
-and a weight is read once for up to 224 rows. A program takes one tile after another. Each of two groups of four warps
-multiplies 64 weights of its own with all rows of a tile, and 64 that both groups share with half of the rows, so that
-little is read from shared memory. A stage's mma is awaited once the next one's has begun. Other warps fill the pipeline
-stages.
+Weights are the left operand and rows the right one, so a tile can have any multiple of 32 rows, up to 224, and each
+weight is read once per tile. Programs are persistent. In a program, two groups of four warps compute a tile. Each group
+multiplies 64 rows of weights with all rows of the tile. A further 64 rows of weights may be shared: each group
+multiplies them with half of the rows. This reduces reads from shared memory. The mma of a stage is awaited after that
+of the next stage has started. Other warps fill the pipeline stages.
 
-A gated layer's gates and other outputs alternate by eights, so that a thread has both of an output. A row's inputs are
-summed in the same order in any tile. Graph safe: no host sync, no atomics.
+In a gated layer, eight gates alternate with eight gated outputs, so a thread holds both values for an output. The
+inputs of a row are summed in the same order in every tile. Safe in CUDA graphs: no host sync, no atomics.
 """
 
 from functools import cache
@@ -40,15 +40,15 @@ from .wgmma import LINE, ROW_STEP, await_mma, begin_mma, no_sums
 
 _STAGES = 4
 _MULTIPLY_REGISTERS = 208
-"""Of a thread, with 168 for sums."""
+"""Registers per thread in the multiplying warps, of which 168 hold sums."""
 _FILL_REGISTERS = 88
 _FEW_ROWS = 64
-"""Mean rows of an expert up to which the GEMM is bound by loading weights."""
+"""Mean number of rows per expert up to which loading weights limits the GEMM."""
 
 
 @gluon.jit
 def _activate(total, ACTIVATION: gl.constexpr):
-    """Return the activated results [outputs, rows] of [weights, rows]."""
+    """Apply the activation to sums [weights, rows]; return [outputs, rows]."""
     if ACTIVATION == "squared_relu":
         total = gl.where(total < 0, 0.0, total)
         total = total * total
@@ -61,7 +61,7 @@ def _activate(total, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _put(out, total, first, last, column, sizes):
-    """Store the activated results of ROW_STEP rows from `first` on, up to `last`; each warp those of its weights."""
+    """Apply the activation and store the results for ROW_STEP rows starting at `first`, but none from `last` on."""
     WIDTH: gl.constexpr = sizes.PER_UNIT
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 32, 1024 // WIDTH], [4, 1], [0, 1])
     result = gl.convert_layout(_activate(total, sizes.ACTIVATION).to(gl.bfloat16), LAYOUT)
@@ -73,7 +73,7 @@ def _put(out, total, first, last, column, sizes):
 
 @gluon.jit
 def _release(pipeline, step, sizes):
-    """Mark a stage as free."""
+    """Mark the stage of a step as free."""
     mbarrier.arrive(pipeline.empty.index(step % sizes.STAGES), count=1)
 
 
@@ -81,7 +81,7 @@ def _release(pipeline, step, sizes):
 def _compute_tile(
     pipeline, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
 ):
-    """Multiply this group's share of UNITS times 64 weights with at most 32 * STEPS rows, and store the results."""
+    """Multiply this group's share of 64 * UNITS weights with at most 32 * STEPS rows, and store the results."""
     OWN: gl.constexpr = GROUPS * STEPS if UNITS >= GROUPS else 0
     SHARED: gl.constexpr = STEPS if UNITS % GROUPS else 0
     UNIT: gl.constexpr = 64 * LINE
@@ -92,7 +92,7 @@ def _compute_tile(
         stage = k % sizes.STAGES
         mbarrier.wait(pipeline.full.index(stage), k // sizes.STAGES & 1)
         if sizes.DIVISOR > 0:
-            fence_async_shared()  # gathered rows are written by ordinary copies
+            fence_async_shared()  # gathered rows are not written by TMA, so wgmma needs a fence
         weights, rows = offsets_of_stage(stage, sizes)
         shared_weights, shared_rows = weights + (UNITS - 1) * UNIT, rows + half * LINE
         sums = begin_mma(sums, weights + GROUP * UNIT, rows, shared_weights, shared_rows, OWN, SHARED)
@@ -110,18 +110,18 @@ def _compute_tile(
 
 @gluon.jit
 def _multiply_tiles(pipeline, tiles, out, sizes, GROUP: gl.constexpr):
-    """Compute this group's share of this program's tiles; four warps."""
+    """Compute this warp group's share of the program's tiles; runs on four warps."""
     PER_STEP: gl.constexpr = GROUPS * ROW_STEP
     num_tiles = gl.load(tiles) * sizes.TILES
     tile = find_tile(tiles, gl.program_id(0), num_tiles, sizes)
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        following = find_tile(tiles, number + gl.num_programs(0), num_tiles, sizes)  # early: loads take long
+        following = find_tile(tiles, number + gl.num_programs(0), num_tiles, sizes)  # loaded early to hide latency
         first, last = tile.first, tile.last
         column = find_unit(tile.outputs, sizes) * sizes.PER_UNIT
         for STEPS in gl.static_range(1, MOST_ROWS // PER_STEP + 1):
             if (last - first + PER_STEP - 1) // PER_STEP == STEPS:
-                if sizes.NUM_WIDE == sizes.TILES:  # noqa: SIM114 (known when it is compiled)
+                if sizes.NUM_WIDE == sizes.TILES:  # noqa: SIM114 (a compile-time branch)
                     _compute_tile(pipeline, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
                 elif tile.outputs < sizes.NUM_WIDE:
                     _compute_tile(pipeline, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
@@ -176,15 +176,13 @@ def multiply_on_hopper(
     activation: str,
     follows_first: bool,
 ) -> None:
-    """Write the activated GEMM of rows with their experts' weights into `out` [pairs, outputs], in place.
+    """Multiply rows with their experts' weights, apply the activation, and write to `out` [pairs, outputs].
 
-    Long because the kernel's arguments are named one by one.
+    The arguments are those of `grouped_gemm`. Long because the kernel has many named arguments.
 
     Args:
-        x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH, outputs of a gated layer one of 8; an
-            expert has more than 64 weights, gates included. As in `grouped_gemm`.
-        order: Of the rows.
-        follows_first: As in `grouped_gemm`.
+        x, weight: bf16, aligned to 16 bytes. The number of inputs must be a multiple of DEPTH, and in a gated layer the
+            number of outputs a multiple of 8. Each expert must have more than 64 rows of weights, including gates.
     """
     is_gated, num_steps = activation == "gated_silu", x.shape[1] // DEPTH
     outputs, per_unit = out.shape[1], 32 if is_gated else 64
@@ -205,7 +203,7 @@ def multiply_on_hopper(
         NUM_WIDE=num_units - tiles_of_outputs * (units - 1),
         PER_UNIT=per_unit,
         TILES=tiles_of_outputs,
-        TURN=int(num_programs % tiles_of_outputs == 0),  # else a program gets one tile of outputs of all experts
+        TURN=int(num_programs % tiles_of_outputs == 0),  # if 0, a program would get the same output tile every time
         STAGES=_STAGES,
         STEPS=num_steps,
         OUTPUTS=outputs,
@@ -221,10 +219,10 @@ def multiply_on_hopper(
 
 
 def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
-    """Return how many times 64 weights a tile has: three if there are enough tiles, to read rows least often.
+    """Return the number of 64-weight units per tile: 3 if there are enough tiles, to read rows less often, else 2.
 
-    If one unit is left over, three per tile leave two narrow tiles. With many rows that takes longer than tiles of two
-    only. With few, loading weights is the bound, and wider stages have more in flight.
+    If num_units % 3 is 1, tiles of 3 units leave two narrow tiles. With many rows, these cost more than tiles of 2
+    units. With few rows, loading weights limits the GEMM, and wider tiles keep more loads in flight.
     """
     if num_units < 3 or num_units == 4 or num_experts * num_units < 12 * num_programs:
         return 2
@@ -236,7 +234,7 @@ def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _describe_gated(weight: Tensor) -> TensorDescriptor:
-    """Return a descriptor with boxes of eight gates, their eight other outputs, the next eight gates, ..."""
+    """Return a TMA descriptor whose boxes alternate eight gates and the eight outputs that they gate."""
     experts, outputs, inputs = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
     shape, box = [experts, outputs // 8, 2, 8, inputs], [1, 4, 2, 8, DEPTH]
     strides = [2 * outputs * inputs, 8 * inputs, outputs * inputs, inputs, 1]
@@ -245,5 +243,5 @@ def _describe_gated(weight: Tensor) -> TensorDescriptor:
 
 @cache
 def _layout(rank: int) -> gl.NVMMASharedLayout:
-    """Return a box's shared-memory layout; cached, since Triton is slow to make one."""
+    """Return the shared-memory layout of a TMA box; cached because constructing it is slow."""
     return gl.NVMMASharedLayout(128, 16, rank=rank)

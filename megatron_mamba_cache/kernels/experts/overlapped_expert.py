@@ -1,4 +1,4 @@
-"""Overlap the shared expert with routing or with the routed GEMMs."""
+"""Run the shared expert on a second stream, concurrently with routing or with the routed experts' GEMMs."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,40 +13,41 @@ from .grouped_gemm import grouped_gemm
 from .reference_experts import ExpertOrder
 
 MOST_TOKENS_OVERLAPPING_ROUTING = 256
-"""Most tokens for which overlap with any GEMM does not slow routing."""
+"""Maximum number of tokens for which a concurrent GEMM does not slow down routing."""
 _MOST_TOKENS = 1024
 
 
 def takes_shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> bool:
-    """Return True if `shared_gemm` is faster for these tokens [tokens, inputs]."""
+    """Return True if `shared_gemm` is faster than a dense GEMM for `x` [tokens, inputs]."""
     is_between = MOST_TOKENS_OVERLAPPING_ROUTING < len(x) <= _MOST_TOKENS
     is_gated = activation == "gated_silu"
     return is_between and takes_long_tiles(x, weight[None], len(x), is_gathered=False, is_gated=is_gated)
 
 
 def shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-    """Return the activated GEMM of all tokens with an expert's weights.
+    """Multiply all tokens with one expert's weights, and apply the activation.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
-        weight: [outputs, inputs], contiguous; [2 * outputs, inputs] for `gated_silu`: gates first.
+        weight: [outputs, inputs], contiguous; for `gated_silu` [2 * outputs, inputs], gates first.
 
     Returns:
-        [tokens, outputs] in x's dtype.
+        [tokens, outputs] in the dtype of `x`.
 
     Raises:
-        ValueError: As `grouped_gemm`.
+        ValueError: In the cases in which `grouped_gemm` raises.
 
-    Reference: `grouped_gemm_ref`. CUDA-graph safe once it has run for as many tokens: no host sync, one launch.
+    Reference: `grouped_gemm_ref`. CUDA-graph safe after one eager run with the same number of tokens: then it has no
+    host sync and one launch.
     """
     return grouped_gemm(x, weight[None], _order_of_one(len(x), x.device), activation=activation)
 
 
 @cache
 def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
-    """Return the order of tokens that all chose one expert, with its tiles; cached, since graphs read it.
+    """Return the order and row tiles for tokens that are all routed to one expert; cached, because graphs read it.
 
-    Computed on the host: the cache must not depend on a kernel, which `compiling_ahead` would not launch.
+    It is computed on the host: within `compiling_ahead`, a kernel would not be launched and would leave it undefined.
     """
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
     starts = torch.tensor([0, num_tokens], dtype=torch.int32)
@@ -54,17 +55,18 @@ def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
 
 
 class OverlappedExpert:
-    """The shared expert's output, computed on a second stream inside graphs.
+    """Computation of the shared expert that runs on a second stream inside CUDA graphs.
 
-    For few tokens the time is that of reading its weights: it is launched while the others are routed, by small kernels
-    that leave the memory idle. The routing is launched first, or its programs would wait for the larger kernels'. The
-    routed GEMMs fill the card, so the shared expert's stream has high priority. With more tokens its programs take
-    whole multiprocessors and would delay routing: they are launched after it, and use what the GEMMs leave idle.
-    Without a graph, a second stream costs the host more than it gains.
+    With few tokens, reading the shared expert's weights dominates. It then overlaps with routing, whose small kernels
+    leave the memory bandwidth idle. Routing is launched first so that its programs do not wait for those of larger
+    kernels. The routed GEMMs fill the GPU, so the second stream has high priority. With more tokens, the shared
+    expert's programs occupy whole multiprocessors and would delay routing. It is then launched after routing, and uses
+    the multiprocessors that the routed GEMMs leave idle. In eager mode, a second stream costs more host time than it
+    saves, so the current stream is used.
 
     Args:
-        begin: Called at once: launches what leaves room for routing, if anything, and returns a function that computes
-            the rest, [tokens, hidden].
+        begin: Called immediately. It may launch work that does not slow down routing, and returns a function that
+            computes the output [tokens, hidden].
     """
 
     def __init__(self, begin: Callable[[], Callable[[], Tensor]], device: torch.device) -> None:
@@ -79,7 +81,7 @@ class OverlappedExpert:
             self._compute = begin()
 
     def launch(self, *, after_queued: bool) -> None:
-        """Launch the rest; `after_queued` waits for all work queued on the current stream."""
+        """Launch the computation; if `after_queued`, it waits for all work queued on the current stream."""
         if after_queued and self._stream is not None and self._inputs is not None:
             self._inputs.record()
             self._stream.wait_event(self._inputs)
@@ -87,7 +89,7 @@ class OverlappedExpert:
             self._output = self._compute()
 
     def output(self) -> Tensor:
-        """Return the result, for the current stream; call `launch` first."""
+        """Make the current stream wait for the output, and return it; call `launch` first."""
         assert self._output is not None
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)

@@ -1,8 +1,8 @@
-"""First GEMM of a few tokens: each token with each of its experts, and with the shared expert.
+"""First GEMM of an MoE layer for a few tokens: each token with each of its experts, and with the shared expert.
 
-Grid: tiles of outputs of the shared expert for each token, then those of each pair of a token and an expert, in the
-order of tokens. A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host sync, no
-atomics.
+Grid: first one program per token and output tile of the shared expert, then one per (token, expert) pair and output
+tile, in token order. A token's result does not depend on other tokens. Accumulation is in fp32. Safe in CUDA graphs: no
+host sync, no atomics.
 """
 
 import torch
@@ -16,14 +16,14 @@ from ..overlap import await_then_release, overlapping
 from .reference_experts import pair_gemm_ref
 
 FEW_TOKENS = 4
-"""Most tokens for which these kernels are faster than grouped GEMMs; see `benchmarks/results/experts.md`."""
+"""Maximum number of tokens for which these kernels beat grouped GEMMs; see `benchmarks/results/experts.md`."""
 
 _WIDEST = 4096
-"""Inputs of a tile at most."""
+"""Maximum number of inputs per tile."""
 
 
 def tile_width(x: Tensor) -> int:
-    """Return the inputs of a tile."""
+    """Return the number of inputs per tile."""
     return min(_WIDEST, triton.next_power_of_2(x.shape[1]))
 
 
@@ -35,21 +35,27 @@ def check_few(
     shared_weight: Tensor | None,
     shared_x: Tensor | None = None,
 ) -> None:
-    """Raise `ValueError` if shapes, dtypes or strides do not fit `pair_gemm` or `summed_gemm`.
+    """Raise `ValueError` if `pair_gemm` or `summed_gemm` does not support the shapes, dtypes or strides.
 
     Args:
         x: [tokens * rows_of_token, inputs].
-        shared_x: Input of the shared expert's weights; None: x.
+        shared_x: Input of the shared expert; None: `x`.
     """
     if weight.dim() != 3 or ids.dim() != 2 or x.shape != (ids.shape[0] * rows_of_token, weight.shape[2]):
         raise ValueError(
-            "need weight [experts, outputs, inputs], ids [tokens, top_k] and their rows [rows, inputs], found "
-            f"{tuple(weight.shape)}, {tuple(ids.shape)} and {tuple(x.shape)}"
+            f"need weight [experts, outputs, inputs], ids [tokens, top_k] and x [{rows_of_token} * tokens, inputs], "
+            f"found weight {tuple(weight.shape)}, ids {tuple(ids.shape)} and x {tuple(x.shape)}"
         )
     if x.dtype != weight.dtype or ids.dtype != torch.int32 or not x.device == weight.device == ids.device:
-        raise ValueError(f"need one dtype and device and int32 ids, found {x.dtype}, {weight.dtype} and {ids.dtype}")
+        raise ValueError(
+            "x and weight must have one dtype, ids must be int32, and all must be on one device; found x "
+            f"{x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, ids {ids.dtype} on {ids.device}"
+        )
     if not weight.is_contiguous() or not ids.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(f"need contiguous weights, ids and inputs, found strides {weight.stride()} and {x.stride()}")
+        raise ValueError(
+            "weight, ids and rows of x must be contiguous; found strides "
+            f"weight {weight.stride()}, ids {ids.stride()}, x {x.stride()}"
+        )
     if shared_weight is None:
         return
     given = x if shared_x is None else shared_x
@@ -57,20 +63,20 @@ def check_few(
         rows_of_token if shared_x is None else 1
     ):
         raise ValueError(
-            f"need weights [outputs, inputs] of the shared expert and inputs of each token, found "
-            f"{tuple(shared_weight.shape)} and {tuple(given.shape)}"
+            "the shared expert needs weight [outputs, inputs] and one row [inputs] per token, found weight "
+            f"{tuple(shared_weight.shape)} and rows {tuple(given.shape)} for {len(ids)} tokens"
         )
     if not shared_weight.dtype == given.dtype == x.dtype or not (
         shared_weight.is_contiguous() and given.is_contiguous()
     ):
         raise ValueError(
-            f"need contiguous weights and inputs of the shared expert in one dtype, found {shared_weight.dtype} and "
-            f"{given.dtype}, strides {shared_weight.stride()} and {given.stride()}"
+            f"the shared expert needs contiguous {x.dtype} weight and rows, found weight {shared_weight.dtype} with "
+            f"strides {shared_weight.stride()}, rows {given.dtype} with strides {given.stride()}"
         )
 
 
 _ROWS = 4
-"""Rows of weights of a program."""
+"""Number of rows of weights per program."""
 
 
 @triton.jit
@@ -79,11 +85,13 @@ def _activated_gemm(
     INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AWAITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the activated products [ROWS] of weights and a vector, awaited after the first loads if AWAITS.
+    """Multiply ROWS rows of weights with a vector and apply the activation; return [ROWS].
+
+    If AWAITS, wait for the previous kernel after the first weights are loaded.
 
     Args:
-        weights: [ROWS, 1] pointers to rows of weights: for `gated_silu` those of gates, else of all.
-        other_weights: Likewise of the gated weights.
+        weights: [ROWS, 1] pointers to rows of weights; for `gated_silu`, to those of the gates.
+        other_weights: For `gated_silu`, [ROWS, 1] pointers to the rows of the gated weights.
     """
     element = tl.arange(0, WIDTH)
     inside = element < INPUTS
@@ -118,13 +126,13 @@ def _pairs_kernel(
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a token with ROWS outputs of the shared expert, or of one of its own."""
+    """Compute ROWS outputs for one token: of the shared expert, or of one of the token's experts."""
     HALVES: tl.constexpr = 2 if ACTIVATION == "gated_silu" else 1
     TILES: tl.constexpr = (OUTPUTS + ROWS - 1) // ROWS
     SHARED_TILES: tl.constexpr = (SHARED + ROWS - 1) // ROWS
     program = tl.program_id(0)
     if program < num_tokens * SHARED_TILES:
-        # The shared expert is known before routing ends: its weights are loaded concurrently.
+        # Routing does not affect the shared expert, so its weights are loaded while routing still runs.
         token = (program // max(SHARED_TILES, 1)).to(tl.int64)
         row = program % max(SHARED_TILES, 1) * ROWS + tl.arange(0, ROWS)
         weights = shared_weight + tl.minimum(row, SHARED - 1).to(tl.int64)[:, None] * INPUTS
@@ -163,22 +171,22 @@ def pair_gemm(
     activation: Activation = "none",
     first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the activated products of tokens with each of their experts' weights, and the shared expert's.
+    """Multiply each token with the weights of each of its experts and of the shared expert; apply the activation.
 
-    Long because of its contract.
+    Long because all arguments are documented.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
-        weight: [experts, outputs, inputs], contiguous; [experts, 2 * outputs, inputs] for `gated_silu`: gates first.
-        ids: [tokens, top_k] int32, contiguous: each token's experts.
-        shared_weight: [shared outputs, inputs], contiguous, or twice as many for `gated_silu`; None for no shared
+        weight: [experts, outputs, inputs], contiguous; for `gated_silu` [experts, 2 * outputs, inputs], gates first.
+        ids: [tokens, top_k] int32, contiguous: the experts of each token.
+        shared_weight: [shared outputs, inputs], contiguous, or twice as many rows for `gated_silu`; None: no shared
             expert.
         activation: As in `grouped_gemm`.
-        first_expert: Number of the first expert of this rank.
+        first_expert: Global index of the first expert on this rank.
 
     Returns:
-        [tokens * top_k, outputs] in x's dtype; rows of other ranks' experts are not written. For the shared expert
-        [tokens, shared outputs], with no outputs without it.
+        First [tokens * top_k, outputs] in the dtype of `x`; rows for experts on other ranks are undefined. Then the
+        shared expert's [tokens, shared outputs], where shared outputs is 0 without a shared expert.
 
     Raises:
         ValueError: If shapes, dtypes or strides disagree.

@@ -1,6 +1,6 @@
-"""References of the expert GEMMs and of their weighted sum; torch only.
+"""Torch references for routing, the experts' GEMMs and the weighted sum.
 
-`grouped_gemm_ref` reads the starts on the host: it is for CPUs, which need not wait, and for tests.
+`grouped_gemm_ref` synchronizes with the host, because it reads `starts` there; it is used on CPUs and in tests.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .routing_rule import RoutingRule, SharedGate
 
 
 def router_logits_ref(x: Tensor, gate: Tensor) -> Tensor:
-    """Torch twin of `router_logits`, with one part."""
+    """Torch reference for `router_logits`; returns a single part."""
     dtype = compute_dtype(x)
     return F.linear(x.to(dtype), gate.to(dtype)).unsqueeze(0)
 
@@ -30,15 +30,15 @@ def route_ref(
     is_real: Tensor | None = None,
     shared: SharedGate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Torch twin of `route`."""
+    """Torch reference for `route`."""
     logits = (logits if logits.dtype == torch.float64 else logits.float()).sum(0)
     scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
-    # A softmax rounds small scores to 0; the logits keep the order.
+    # A softmax may round several small scores to 0, so order by the logits.
     choice = scores if rule.score == "sigmoid" else logits
     choice = choice if bias is None else scores + bias.to(scores.dtype)
     if rule.num_groups > 1:
         choice = _in_best_groups(choice, rule)
-    # A stable sort keeps the first of equal scores; topk does not guarantee it.
+    # A stable sort puts the lowest index first among equal scores; topk does not guarantee that.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
     weights = scores.gather(-1, ids)
     if rule.normalizes:
@@ -56,14 +56,14 @@ def route_ref(
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Pairs of a token and one of its experts, in the order of experts.
+    """(token, expert) pairs sorted by expert.
 
     Args:
-        pairs: [tokens * top_k] int32: token * top_k + slot; ascending within an expert. Entries from `starts[-1]` on
-            are undefined.
-        positions: [tokens, top_k] int32: index of each pair in `pairs`; -1 for pairs of other experts.
-        starts: [experts + 1] int32: first pair of each expert; the last one is the number of pairs in order.
-        known_tiles: The tiles, if they need not be computed.
+        pairs: [tokens * top_k] int32: pair numbers token * top_k + slot, ascending for each expert. Entries from
+            `starts[-1]` on are undefined.
+        positions: [tokens, top_k] int32: index of each pair in `pairs`; -1 if its expert is not on this rank.
+        starts: [experts + 1] int32: index of each expert's first pair; `starts[-1]` is the number of sorted pairs.
+        known_tiles: The row tiles, if they are already known; None: compute them when they are needed.
     """
 
     pairs: Tensor
@@ -73,12 +73,12 @@ class ExpertOrder:
 
     @cached_property
     def tiles(self) -> Tensor:
-        """The row tiles of both GEMMs of a layer; see `tile_rows`."""
+        """Row tiles, used by both GEMMs of a layer; see `tile_rows`."""
         return tile_rows(self.starts, len(self.pairs)) if self.known_tiles is None else self.known_tiles
 
 
 def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
-    """Torch twin of `order_by_expert`."""
+    """Torch reference for `order_by_expert`."""
     ids = ids - first_expert
     here = (ids >= 0) & (ids < num_experts)
     experts, pairs = ids.where(here, num_experts).flatten().sort(dim=0, stable=True)
@@ -89,7 +89,7 @@ def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) ->
 
 
 def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
-    """Return the scores, with minus infinity for experts outside the best groups."""
+    """Replace the scores of experts outside the best groups by minus infinity."""
     grouped = choice.unflatten(-1, (rule.num_groups, -1))
     scores = grouped.sort(dim=-1, descending=True).values[..., : rule.num_scoring].sum(-1)  # [tokens, groups]
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
@@ -100,7 +100,7 @@ def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
 def grouped_gemm_ref(
     x: Tensor, weight: Tensor, order: ExpertOrder, *, top_k: int | None = None, activation: Activation = "none"
 ) -> Tensor:
-    """Torch twin of `grouped_gemm`."""
+    """Torch reference for `grouped_gemm`."""
     dtype = compute_dtype(x)
     bounds = order.starts.tolist()
     rows = x if top_k is None else x[order.pairs[: bounds[-1]].long() // top_k]
@@ -123,7 +123,7 @@ def pair_gemm_ref(
     activation: Activation = "none",
     first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Torch twin of `pair_gemm`."""
+    """Torch reference for `pair_gemm`."""
     dtype = compute_dtype(x)
     order = order_by_expert_ref(ids, len(weight), first_expert)
     products = grouped_gemm_ref(x, weight, order, top_k=ids.shape[1], activation=activation)
@@ -146,7 +146,7 @@ def summed_gemm_ref(
     shared_weight: Tensor | None = None,
     first_expert: int = 0,
 ) -> Tensor:
-    """Torch twin of `summed_gemm`."""
+    """Torch reference for `summed_gemm`."""
     dtype = compute_dtype(rows)
     order = order_by_expert_ref(ids, len(weight), first_expert)
     products = grouped_gemm_ref(rows.to(dtype), weight.to(dtype), order, top_k=1)
@@ -155,14 +155,14 @@ def summed_gemm_ref(
     if shared_rows is not None and shared_weight is not None:
         shared = F.linear(shared_rows.to(dtype), shared_weight.to(dtype))
         total = total + (shared if shares.shape[1] == top_k else shared * shares[:, top_k:].to(dtype))
-        shares = shares[:, :top_k]  # the addend has no weight
+        shares = shares[:, :top_k]  # the last share weighs the shared expert, so the addend is not weighted
     if addend is not None:
         total = total + _weighted_addend(addend, shares, top_k)
     return total.to(rows.dtype)
 
 
 def weighted_sum_ref(rows: Tensor, positions: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Torch twin of `weighted_sum`."""
+    """Torch reference for `weighted_sum`."""
     dtype = compute_dtype(rows)
     total = torch.zeros(positions.shape[0], rows.shape[1], dtype=dtype, device=rows.device)
     for slot in range(positions.shape[1]):
@@ -173,16 +173,16 @@ def weighted_sum_ref(rows: Tensor, positions: Tensor, weights: Tensor, addend: T
 
 
 def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
-    """Raise `ValueError` unless each of a token's experts has a weight, and optionally the shared one."""
+    """Raise `ValueError` unless there is a weight for each expert of each token, and optionally one for the shared."""
     if weights.shape not in ((num_tokens, top_k), (num_tokens, top_k + 1)) or not weights.is_contiguous():
         raise ValueError(
-            f"need contiguous weights of {num_tokens} tokens and {top_k} experts, or one more for the shared expert, "
+            f"need contiguous weights [{num_tokens}, {top_k}], or [{num_tokens}, {top_k + 1}] with a shared expert, "
             f"found {tuple(weights.shape)}, strides {weights.stride()}"
         )
 
 
 def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
-    """Return the addend, times its weight if there is one, in the addend's dtype."""
+    """Return the addend, times its weight if it has one, rounded to the addend's dtype."""
     dtype = compute_dtype(addend)
     if weights.shape[1] == top_k:
         return addend.to(dtype)
@@ -190,7 +190,7 @@ def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
 
 
 def sum_of_ranks_ref(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -> Tensor:
-    """Torch twin of `sum_of_ranks`."""
+    """Torch reference for `sum_of_ranks`."""
     dtype = compute_dtype(parts)
     total = torch.zeros(num_tokens, parts.shape[2], dtype=dtype, device=parts.device)
     for part in parts:

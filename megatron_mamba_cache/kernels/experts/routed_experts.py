@@ -1,4 +1,4 @@
-"""The routed experts of a layer, from the choice of experts to the weighted sum."""
+"""Compute the routed experts of a layer, from the chosen expert ids to the weighted sum."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,16 +19,16 @@ _MOST_SHARED_TOKENS = 2
 
 
 class SharedExpert(NamedTuple):
-    """Weights of the shared expert: [inner, inputs], or [2 * inner, inputs] with gates first, and [outputs, inner]."""
+    """Weights of the shared expert: [inner, inputs], or [2 * inner, inputs] with gates first; then [outputs, inner]."""
 
     first: Tensor
     second: Tensor
 
 
 def takes_shared_expert(x: Tensor) -> bool:
-    """Return True if `routed_experts` should compute the shared expert too: for very few tokens.
+    """Return True if `routed_experts` should also compute the shared expert, as is faster for one or two tokens.
 
-    It reads the shared weights once per token; a GEMM of its own reads them once.
+    `routed_experts` reads the shared weights once per token; a separate GEMM reads them once.
     """
     return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 
@@ -47,35 +47,38 @@ def routed_experts(
     shared: SharedExpert | None = None,
     overlapped: OverlappedExpert | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts on this rank.
+    """Return the weighted sum over each token's experts on this rank.
 
-    Long because of its contract.
+    Long because all arguments are documented.
 
     Args:
         x: [tokens, inputs].
-        ids: [tokens, top_k] int32: each token's experts; -1 for none.
-        weights: [tokens, top_k] float32: weight of each expert; or [tokens, top_k + 1], with the shared expert's last,
-            for `shared` or `addend`.
-        first: [experts, inner, inputs]; [experts, 2 * inner, inputs] for gated activations, as in `grouped_gemm`.
+        ids: [tokens, top_k] int32: the experts of each token; -1: no expert.
+        weights: [tokens, top_k] float32: weight of each expert; or [tokens, top_k + 1], whose last column weighs the
+            output of `shared`, or `addend` without `shared`.
+        first: [experts, inner, inputs]; for gated activations [experts, 2 * inner, inputs], as in `grouped_gemm`.
         second: [experts, outputs, inner].
-        activation: Fused into the first GEMM.
-        apart: An activation that is not fused, applied to the first GEMM's result; None for none.
-        first_expert: Number of the first expert of this rank.
-        addend: Returns [tokens, outputs] to add to the sum; called after all independent work is launched, so it may
-            wait for another stream. None for none.
-        shared: The shared expert's weights, to add its output; only if `takes_shared_expert`, and without `apart`.
-        overlapped: Launched in between, where it takes least time; None for nothing. Its result is not added.
+        activation: Activation that is fused into the first GEMM.
+        apart: Activation that is applied to the first GEMM's result by a separate function; None: no such activation.
+        first_expert: Global index of the first expert on this rank.
+        addend: Function that returns [tokens, outputs] to add to the sum. It is called after all independent work has
+            been launched, so it may wait for another stream. None: nothing to add.
+        shared: Weights of the shared expert, whose output is added; only if `takes_shared_expert`, without `apart`.
+        overlapped: Shared expert to launch at the point where it costs least; its output is not added. None: nothing.
 
     Returns:
-        [tokens, outputs] in x's dtype.
+        [tokens, outputs] in the dtype of `x`.
 
     Raises:
-        ValueError: If a shared expert is given that the launches do not compute.
+        ValueError: If `shared` is given together with `apart` or with too many tokens.
 
     CUDA-graph safe: no host sync; two launches for few tokens, four to eight for more.
     """
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
-        raise ValueError(f"the shared expert of {len(x)} tokens is a separate GEMM; pass its result as addend")
+        raise ValueError(
+            f"shared needs at most {_MOST_SHARED_TOKENS} tokens in fp32 or a 16-bit dtype and no apart, found {len(x)} "
+            f"tokens in {x.dtype}; compute the shared expert separately and pass its output as addend"
+        )
     is_gated = activation == "gated_silu"
     fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True, is_gated=is_gated)
     comes_last = fills_card and len(x) > MOST_TOKENS_OVERLAPPING_ROUTING
@@ -97,7 +100,7 @@ def routed_experts(
         )
     order = order_by_expert(ids, len(first), first_expert)
     if overlapped is not None and comes_last:
-        order.tiles  # noqa: B018 (its launch comes first)
+        order.tiles  # noqa: B018 (launches the tiling kernel before the shared expert)
         overlapped.launch(after_queued=True)
     inner = grouped_gemm(x, first, order, top_k=ids.shape[1], activation=activation)
     follows_first = fills_card and apart is None

@@ -1,10 +1,10 @@
-"""Router logits: the router's weights times the tokens, in fp32.
+"""Router logits: multiply tokens with the router's weights, in fp32.
 
-Up to 2,048 tokens (4,096 with up to 128 experts) would keep few multiprocessors busy, so their inputs are split, and
-routing adds the partial logits in a fixed order. One 16-bit token is multiplied as by any linear layer.
+Up to 2,048 tokens (4,096 with at most 128 experts) would use few multiprocessors. So their inputs are split into parts,
+and the routing kernel adds the partial logits in a fixed order. A single 16-bit token uses `multiply_one_token`.
 
-Graph safe. A token's logits depend on that token alone, to the bit, within each of these ranges: one token, up to 256,
-up to 2,048, up to 4,096, or more.
+Safe in CUDA graphs. A token's logits are bit-identical for all batch sizes within each of these ranges: 1 token, up to
+256, up to 2,048, up to 4,096, and more.
 """
 
 import torch
@@ -21,7 +21,7 @@ _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 _FEW_TOKENS = 256
 _EXPERTS = 64
 _DEPTH = 64
-"""Experts and inputs of a tile."""
+"""Number of experts and number of inputs per tile."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -30,7 +30,7 @@ def _logits_kernel(
     INPUTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
     EXPERTS: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of tokens with the weights of a tile of experts, over one part of the inputs."""
+    """Compute one part of the logits for a tile of tokens and a tile of experts."""
     await_inputs(OVERLAPS)
     part = tl.program_id(2)
     token, element = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DEPTH)
@@ -44,7 +44,7 @@ def _logits_kernel(
         is_input = begin + element < INPUTS
         weight = tl.load(weights + begin, mask=is_expert[:, None] & is_input[None, :], other=0)
         given = tl.load(tokens + begin, mask=is_token[None, :] & is_input[:, None], other=0)
-        if _IS_INTERPRETED:  # the interpreter would multiply the bits of bf16 instead of its values
+        if _IS_INTERPRETED:  # the interpreter would multiply bf16 bit patterns as integers
             weight, given = weight.to(tl.float32), given.to(tl.float32)
         total = tl.dot(weight, given, total, input_precision=PRECISION)
     row = part.to(tl.int64) * num_tokens + token
@@ -53,14 +53,14 @@ def _logits_kernel(
 
 
 def router_logits(x: Tensor, gate: Tensor) -> Tensor:
-    """Return partial router logits, for `route`.
+    """Return partial router logits, which `route` sums.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
-        gate: [experts, inputs], contiguous, of the tokens' dtype.
+        gate: [experts, inputs], contiguous, in the dtype of `x`.
 
     Returns:
-        [parts, tokens, experts] float32: their sum over parts of the inputs is the logits.
+        [parts, tokens, experts] float32; the logits are the sum over parts.
 
     Raises:
         ValueError: If shapes, strides, dtypes or devices disagree.
@@ -101,14 +101,17 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
 def _parts_of_inputs(num_tokens: int, num_experts: int) -> int:
     if num_tokens <= 2048:
         return 8
-    # With more experts there are enough programs; splitting would only add logits to write and read.
+    # With more experts there are enough programs; splitting would only add memory traffic.
     return 4 if num_tokens <= 4096 and num_experts <= 2 * _EXPERTS else 1
 
 
 def _check_products(x: Tensor, gate: Tensor) -> None:
     if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1]:
-        raise ValueError(f"need x [tokens, inputs] and gate [experts, inputs], found {x.shape} and {gate.shape}")
+        raise ValueError(
+            f"need x [tokens, inputs] and gate [experts, inputs], found x {tuple(x.shape)} and gate {tuple(gate.shape)}"
+        )
     if x.dtype != gate.dtype or x.device != gate.device:
-        raise ValueError(f"need one dtype and device, found {x.dtype} on {x.device}, {gate.dtype} on {gate.device}")
+        found = f"x {x.dtype} on {x.device}, gate {gate.dtype} on {gate.device}"
+        raise ValueError(f"x and gate must have one dtype and device, found {found}")
     if not gate.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(f"need contiguous inputs, found strides {x.stride()} and {gate.stride()}")
+        raise ValueError(f"inputs must be contiguous, found strides x {x.stride()}, gate {gate.stride()}")

@@ -1,8 +1,9 @@
-"""Routing: each token's experts and their weights.
+"""Routing: choose the experts of each token and compute their weights.
 
-One program per token, with its experts in registers as [groups, experts of a group], both padded to powers of 2. The
-best expert is found `top_k` times: the largest key, an integer in the order of the scores, and the lowest number among
-equal keys. If the shared expert has a gate, the program computes its weight too. All arithmetic is fp32. Graph safe.
+Grid: one program per token, which holds the scores in registers as [groups, group size], both padded to powers of 2. It
+maps scores to integer keys of the same order, and selects the largest key `top_k` times; among equal keys, the lowest
+index wins. If the shared expert has a gate, the program also computes its weight. Arithmetic is in fp32. Safe in CUDA
+graphs.
 """
 
 import torch
@@ -17,27 +18,27 @@ from .routing_rule import RoutingRule, SharedGate
 
 _LOWEST = tl.constexpr(-(2**31))
 _GATE_WIDTH = 1024
-"""Inputs of the shared expert's gate that a program multiplies at once."""
+"""Number of inputs of the shared expert's gate that one loop iteration multiplies."""
 
 
 @triton.jit
 def _ordered(score):
-    """Return int32 keys in the order of the scores, all above _LOWEST."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement instead of a sign bit
+    """Map fp32 scores to int32 keys of the same order, all above _LOWEST."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # adding 0 turns -0 into 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # converts sign and magnitude to two's complement
     return tl.maximum(ordered, _LOWEST + 1)
 
 
 @triton.jit
 def _first_best(key, number, axis: tl.constexpr):
-    """Return the lowest number with the largest key of an axis; a warp finds either by one instruction."""
+    """Return the lowest number among those with the largest key along an axis; both are single warp instructions."""
     best = tl.max(key, axis=axis, keep_dims=True)
     return tl.min(tl.where(key == best, number, 0x7FFFFFFF), axis=axis, keep_dims=True)
 
 
 @triton.jit
 def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Return which groups have the best experts, [GROUPS, 1]."""
+    """Return the mask [GROUPS, 1] of the groups whose best experts have the highest total score."""
     member = tl.arange(0, key.shape[1])[None, :]
     total = tl.max(choice, axis=1, keep_dims=True)
     for _ in tl.static_range(1, NUM_SCORING):
@@ -55,7 +56,7 @@ def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.c
 
 @triton.jit
 def _sum_slices(pointers, part_stride, exists, PARTS: tl.constexpr):
-    """Sum partial logits; minus infinity where there are none."""
+    """Sum partial logits over parts; return minus infinity for padding experts."""
     logit = tl.load(pointers, mask=exists, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         logit += tl.load(pointers + part * part_stride, mask=exists, other=0).to(tl.float32)
@@ -64,7 +65,7 @@ def _sum_slices(pointers, part_stride, exists, PARTS: tl.constexpr):
 
 @triton.jit
 def _shared_weight(x, gate, INPUTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the sigmoid of a token's product with the shared expert's gate, both rounded to the token's dtype."""
+    """Return sigmoid(x @ gate), the weight of the shared expert; logit and result are rounded to the dtype of `x`."""
     element = tl.arange(0, WIDTH)
     products = tl.zeros([WIDTH], tl.float32)
     for begin in tl.static_range(0, INPUTS, WIDTH):
@@ -83,7 +84,7 @@ def _route_kernel(
     IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PADDING: tl.constexpr, NORMALIZES: tl.constexpr,
     GATE_INPUTS: tl.constexpr, GATE_WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of a token. Long because of its arguments."""
+    """Choose the experts of one token and compute their weights. Long because it has many arguments."""
     await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -136,23 +137,23 @@ def route(
     is_real: Tensor | None = None,
     shared: SharedGate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's experts, best first, and their weights.
+    """Return the experts of each token, best first, and their weights.
 
-    Among experts with equal scores the lowest number is chosen. The reference computes float64 logits. Long because of
-    its contract.
+    Among experts with equal scores, the lowest index is chosen. For float64 logits, the reference runs. Long because
+    all arguments are documented.
 
     Args:
         logits: [parts, tokens, experts], summed over parts; experts contiguous.
-        bias: [experts], added to the scores for the choice only; None for none.
-        is_real: [tokens] int32, 0 for padding tokens, which get expert -1; None if all are real.
-        shared: The gate of the shared expert; None without it.
+        bias: [experts], added to the scores for the selection but not for the weights; None: no bias.
+        is_real: [tokens] int32, 0 for padding tokens, which get expert -1; None: there is no padding.
+        shared: Gate of the shared expert; None: the shared expert has no gate.
 
     Returns:
-        Experts [tokens, top_k] int32, and weights [tokens, top_k] float32; with a gate [tokens, top_k + 1], the shared
-        expert's last.
+        Experts [tokens, top_k] int32 and weights [tokens, top_k] float32. With `shared`, weights are
+        [tokens, top_k + 1], and the last column is for the shared expert.
 
     Raises:
-        ValueError: If shapes, strides or devices disagree, or the rule does not fit the number of experts.
+        ValueError: If shapes, strides or devices disagree, or the rule does not match the number of experts.
 
     Reference: `route_ref`. CUDA-graph safe: no host sync, one launch.
     """
@@ -206,26 +207,29 @@ def _check(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> None:
     if logits.dim() != 3 or (bias is not None and bias.shape != logits.shape[2:]):
         found = "none" if bias is None else tuple(bias.shape)
         raise ValueError(
-            f"need logits [parts, tokens, experts] and bias [experts], found {tuple(logits.shape)} and {found}"
+            f"need logits [parts, tokens, experts] and bias [experts] or None, found logits {tuple(logits.shape)} and "
+            f"bias {found}"
         )
     rule.check(logits.shape[2])
     if logits.shape[2] > 1 and (logits.stride(2) != 1 or (bias is not None and bias.stride(0) != 1)):
-        raise ValueError(f"need contiguous experts, found strides {logits.stride()}")
+        raise ValueError(f"logits and bias need contiguous experts, found logits strides {logits.stride()}")
     if bias is not None and bias.device != logits.device:
-        raise ValueError(f"need logits and bias on one device, found {logits.device} and {bias.device}")
+        devices = f"logits on {logits.device} and bias on {bias.device}"
+        raise ValueError(f"logits and bias must be on one device, found {devices}")
 
 
 def _check_gate(shared: SharedGate, logits: Tensor) -> None:
     x, weight = shared
     if x.dim() != 2 or len(x) != logits.shape[1] or weight.shape != (1, x.shape[1]):
         raise ValueError(
-            f"need tokens [{logits.shape[1]}, inputs] and a gate [1, inputs] of the shared expert, found "
-            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+            f"the shared expert's gate needs x [{logits.shape[1]}, inputs] and weight [1, inputs], found x "
+            f"{tuple(x.shape)} and weight {tuple(weight.shape)}"
         )
     if x.dtype != weight.dtype or not x.device == weight.device == logits.device:
         raise ValueError(
-            f"need tokens and gate of one dtype on {logits.device}, found {x.dtype} on {x.device} and {weight.dtype} "
-            f"on {weight.device}"
+            f"the shared expert's gate needs x and weight with one dtype on {logits.device}, found x {x.dtype} on "
+            f"{x.device} and weight {weight.dtype} on {weight.device}"
         )
     if x.shape[1] > 1 and not x.stride(1) == weight.stride(1) == 1:
-        raise ValueError(f"need contiguous inputs, found strides {x.stride()} and {weight.stride()}")
+        strides = f"x {x.stride()}, weight {weight.stride()}"
+        raise ValueError(f"inputs of the shared expert's gate must be contiguous, found strides {strides}")

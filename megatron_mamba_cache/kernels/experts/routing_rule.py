@@ -1,4 +1,4 @@
-"""Routing rules: top-k choice of experts, and the gate of the shared expert."""
+"""Settings for routing: the top-k rule for experts, and the gate of the shared expert."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class SharedGate(NamedTuple):
-    """Gate of the shared expert: sigmoid(x @ weight.T), both rounded to x's dtype.
+    """Gate of the shared expert: sigmoid(x @ weight.T), where logit and result are rounded to the dtype of `x`.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
-        weight: [1, inputs], contiguous, of x's dtype.
+        weight: [1, inputs], contiguous, in the dtype of `x`.
     """
 
     x: Tensor
@@ -20,19 +20,19 @@ class SharedGate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """The rule by which router logits select experts and weigh them.
+    """Rule that selects experts from router logits and computes their weights.
 
     Args:
-        top_k: Experts of a token.
+        top_k: Number of experts per token.
         score: `sigmoid` of each logit, or `softmax` over all experts.
-        num_groups: Groups of consecutive experts, all of one size; 1 for none.
-        top_groups: Groups that a token's experts may be in: those whose best experts have the highest total score.
-        num_scoring: How many of a group's best experts count for its score.
-        normalizes: True to divide a token's weights by their sum.
-        scale: Factor on all weights.
+        num_groups: Number of equal groups of consecutive experts; 1: no groups.
+        top_groups: Number of groups from which a token may choose; groups with the highest scores are taken.
+        num_scoring: Number of best experts in a group whose scores are added to give the group's score.
+        normalizes: If True, divide the weights of a token by their sum.
+        scale: Factor for all weights.
 
     Raises:
-        ValueError: If the numbers do not fit each other.
+        ValueError: If `score` is unknown or a number is out of range.
     """
 
     top_k: int
@@ -45,17 +45,18 @@ class RoutingRule:
 
     def __post_init__(self) -> None:
         if self.score not in ("sigmoid", "softmax"):
-            raise ValueError(f"score is {self.score!r}; 'sigmoid' and 'softmax' are supported")
+            raise ValueError(f"score must be 'sigmoid' or 'softmax', found {self.score!r}")
         if min(self.top_k, self.num_scoring) < 1 or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
-                f"top_k is {self.top_k}, num_scoring {self.num_scoring}, top_groups {self.top_groups} of "
-                f"{self.num_groups} groups; need top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups"
+                "need top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups, found "
+                f"top_k {self.top_k}, num_scoring {self.num_scoring}, top_groups {self.top_groups}, "
+                f"num_groups {self.num_groups}"
             )
 
     def check(self, num_experts: int) -> None:
-        """Raise `ValueError` unless the rule fits this many experts."""
+        """Raise `ValueError` if the rule cannot be applied to this number of experts."""
         if num_experts % self.num_groups:
-            raise ValueError(f"{num_experts} experts cannot be divided into {self.num_groups} groups of one size")
+            raise ValueError(f"{num_experts} experts cannot be split into {self.num_groups} equal groups")
         in_reach = num_experts // self.num_groups * self.top_groups
         if self.top_k > in_reach:
-            raise ValueError(f"top_k is {self.top_k}, and a token can choose from {in_reach} experts")
+            raise ValueError(f"top_k is {self.top_k}, but a token can choose from {in_reach} experts only")

@@ -1,7 +1,7 @@
-"""Second GEMM of a few tokens, summed: each token's experts by their weights, and the shared expert.
+"""Second GEMM of an MoE layer for a few tokens, fused with the weighted sum over experts and the shared expert.
 
-Grid: tokens times tiles of outputs; a program processes the token's experts in order, then the shared one. A token's
-bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host sync, no atomics.
+Grid: one program per token and output tile; it processes the token's experts in order, then the shared expert. A
+token's result does not depend on other tokens. Accumulation is in fp32. Safe in CUDA graphs: no host sync, no atomics.
 """
 
 import torch
@@ -16,16 +16,16 @@ from .pair_gemms import check_few, tile_width
 from .reference_experts import check_weights, summed_gemm_ref
 
 _ROWS = 2
-"""Outputs of a program: with four, a little more than one wave of programs would leave a long tail."""
+"""Number of outputs per program; with four, slightly more than one wave of programs would leave a long tail."""
 _AHEAD = 1
-"""Experts of a token whose weights are loaded before the first GEMM is awaited."""
+"""Number of experts per token whose weights are loaded before the kernel waits for the first GEMM."""
 _MOST_UNROLLED = 10
-"""Most experts of a token for an unrolled loop."""
+"""Maximum number of experts per token for which the loop over experts is unrolled."""
 
 
 @triton.jit
 def _multiply(vector, weights, is_here, INPUTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return [ROWS, WIDTH] partial products of a vector with rows of weights; zeros unless `is_here`."""
+    """Multiply ROWS rows of weights with a vector; return partial sums [ROWS, WIDTH], zeros unless `is_here`."""
     element = tl.arange(0, WIDTH)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for begin in tl.static_range(0, INPUTS, WIDTH):
@@ -38,7 +38,7 @@ def _multiply(vector, weights, is_here, INPUTS: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS: tl.constexpr, SIZE: tl.constexpr):
-    """Return a pointer to the weights of a pair's expert, and True if it is on this rank."""
+    """Return a pointer to the weights of a pair's expert, and True if the expert is on this rank."""
     expert = tl.load(ids + pair).to(tl.int64) - first_expert
     return weight + expert * SIZE, (expert >= 0) & (expert < NUM_EXPERTS)
 
@@ -48,7 +48,7 @@ def _of_expert(
     rows, weight, ids, share, pair, own, first_expert,
     NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return a pair's weighted partial products [ROWS, WIDTH]."""
+    """Return the partial sums [ROWS, WIDTH] for one (token, expert) pair, times the expert's weight."""
     weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
     products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
     return tl.load(share) * products
@@ -61,16 +61,16 @@ def _sum_kernel(
     NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
     UNROLLS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ROWS outputs of a token over its experts, and the shared one. Long because of its arguments."""
+    """Sum ROWS outputs of a token over its experts and the shared one. Long because it has many arguments."""
     if FOLLOWS_PAIRS:
-        release(OVERLAPS)  # the choice of experts was written before the first GEMM began
+        release(OVERLAPS)  # the expert ids were complete before the first GEMM started
     else:
         await_inputs(OVERLAPS)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     own, element = tl.minimum(row, OUTPUTS - 1).to(tl.int64)[:, None], tl.arange(0, WIDTH)
     inside, ahead = element < INPUTS, ()
-    for slot in tl.static_range(AHEAD):  # before the wait
+    for slot in tl.static_range(AHEAD):  # these loads overlap with the wait for the first GEMM
         weights, is_here = _expert_of(weight, ids, token * TOP_K + slot, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
         loaded = tl.load(weights + own * INPUTS + element[None, :], mask=only_if(is_here, inside)[None, :], other=0)
         ahead = appended(ahead, loaded)
@@ -125,25 +125,25 @@ def summed_gemm(
     first_expert: int = 0,
     follows_pairs: bool = False,
 ) -> Tensor:
-    """Return each token's weighted sum of its rows' products with their experts' weights.
+    """Multiply the rows of each token with their experts' weights, and return the weighted sum over experts.
 
-    Long because of its contract.
+    Long because all arguments are documented.
 
     Args:
-        rows: [tokens * top_k, inputs], contiguous; those of other ranks' experts are not read.
+        rows: [tokens * top_k, inputs], contiguous; rows for experts on other ranks are not read.
         weight: [experts, outputs, inputs], contiguous.
-        ids: [tokens, top_k] int32, contiguous: each token's experts.
-        shares: [tokens, top_k] float32, contiguous: weight of each expert; or [tokens, top_k + 1], with the shared
-            expert's last: of `shared_rows`, or of the addend, whose product is rounded first.
-        addend: [tokens, outputs], contiguous, added to the sum; None for none.
-        shared_rows: [tokens, shared inputs], contiguous, whose products with the shared expert's weights are added.
-        shared_weight: [outputs, shared inputs], contiguous; None for no shared expert.
-        first_expert: Number of the first expert of this rank.
-        follows_pairs: True if `pair_gemm` with these `ids` is the last launch on this stream, and the kernel waits for
-            no other stream after it: then experts' weights may be read before it has ended.
+        ids: [tokens, top_k] int32, contiguous: the experts of each token.
+        shares: [tokens, top_k] float32, contiguous: weight of each expert; or [tokens, top_k + 1], whose last column
+            weighs the shared expert's output, or the addend if there is none. A weighted addend is rounded first.
+        addend: [tokens, outputs], contiguous, added to the sum; None: nothing to add.
+        shared_rows: [tokens, shared inputs], contiguous: inputs of the shared expert's second GEMM.
+        shared_weight: [outputs, shared inputs], contiguous; None: no shared expert.
+        first_expert: Global index of the first expert on this rank.
+        follows_pairs: True if the previous launch on this stream is `pair_gemm` with the same `ids`, and no event of
+            another stream is awaited in between. The kernel then reads weights before `pair_gemm` ends.
 
     Returns:
-        [tokens, outputs] in the rows' dtype; products are not rounded before they are summed.
+        [tokens, outputs] in the dtype of `rows`; products are summed before they are rounded.
 
     Raises:
         ValueError: If shapes, dtypes or strides disagree.

@@ -1,8 +1,7 @@
-"""The weighted sum of a token's experts.
+"""Weighted sum over the experts of each token, and sum over ranks.
 
-Layout: rows in the order of experts, one for each (token, expert) pair. Grid: a program for each token and WIDTH of its
-outputs, which reads the token's rows in the order of its slots: always the same sum. Graph safe: no host sync, no
-atomics.
+Layout: one row per (token, expert) pair, sorted by expert. Grid: one program per token and WIDTH outputs; it adds the
+token's rows in slot order, so the result is deterministic. Safe in CUDA graphs: no host sync, no atomics.
 """
 
 import torch
@@ -33,15 +32,15 @@ def _sum_of_ranks_kernel(
 
 
 def sum_of_ranks(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -> Tensor:
-    """Return the sum over ranks of the first rows of each part.
+    """Return the sum over ranks for the first `num_tokens` rows.
 
     Args:
         parts: [ranks, rows, outputs], contiguous.
-        num_tokens: At most the number of rows.
-        addend: [tokens, outputs], contiguous, added to the sum; None for none.
+        num_tokens: Number of rows to sum; at most `rows`.
+        addend: [tokens, outputs], contiguous, added to the sum; None: nothing to add.
 
     Returns:
-        [tokens, outputs] in the parts' dtype; summed in fp32.
+        [tokens, outputs] in the dtype of `parts`; summed in fp32.
 
     Reference: `sum_of_ranks_ref`. CUDA-graph safe: no host sync, one launch.
     """
@@ -80,10 +79,10 @@ def _weighted_sum_kernel(
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < OUTPUTS
     total = tl.zeros([WIDTH], tl.float32)
-    for slot in tl.static_range(TOP_K):  # unrolled without branches, so that all loads are in flight at once
+    for slot in tl.static_range(TOP_K):  # unrolled without branches, so that all loads are issued together
         position = tl.load(positions + token * TOP_K + slot).to(tl.int64)
         weight = tl.where(position >= 0, tl.load(weights + token * NUM_WEIGHTS + slot), 0)
-        is_there = tl.where(inside, position, -1) >= 0  # the interpreter makes no mask of `inside & (position >= 0)`
+        is_there = tl.where(inside, position, -1) >= 0  # for the interpreter, `inside & (position >= 0)` is not a mask
         row = tl.load(rows + tl.maximum(position, 0) * OUTPUTS + column, mask=is_there, other=0)
         total += weight * row.to(tl.float32)
     if HAS_ADDEND:
@@ -95,20 +94,20 @@ def _weighted_sum_kernel(
 
 
 def weighted_sum(rows: Tensor, positions: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Return for each token the sum of its experts' rows times their weights, in the order of its slots.
+    """Return the weighted sum over the experts of each token, added in slot order.
 
     Args:
         rows: [pairs, outputs], contiguous.
-        positions: [tokens, top_k] int32: row of each slot; -1 for none.
-        weights: [tokens, top_k] float32, contiguous; or [tokens, top_k + 1], with the addend's last.
-        addend: [tokens, outputs], contiguous, added to the sum; its product with a weight is rounded first. None for
-            none.
+        positions: [tokens, top_k] int32: row of each slot; -1: no row.
+        weights: [tokens, top_k] float32, contiguous; or [tokens, top_k + 1], whose last column weighs the addend.
+        addend: [tokens, outputs], contiguous, added to the sum; rounded after its weight is applied. None: nothing to
+            add.
 
     Returns:
-        [tokens, outputs] in the rows' dtype; summed in fp32.
+        [tokens, outputs] in the dtype of `rows`; summed in fp32.
 
     Raises:
-        ValueError: If there are other weights.
+        ValueError: If `weights` has another shape or is not contiguous.
 
     Reference: `weighted_sum_ref`. CUDA-graph safe: no host sync, one launch.
     """

@@ -1,33 +1,34 @@
-"""wgmma of weights with any multiple of 16 rows by four warps on a Hopper GPU: PTX in Gluon.
+"""wgmma on Hopper for 64 rows of weights and any multiple of 16 token rows, on four warps; PTX in Gluon.
 
-Gluon's own mma has a power of two of rows: 112 would take three, each of which reads the weights from shared memory
-again. Here the sums of 64 weights are a tuple of tensors [64, 16], whose registers in turn are those of one wgmma.
+Gluon's own mma needs a power of two as the number of token rows: 112 rows would take three calls, each of which reads
+the weights from shared memory again. Here the sums for 64 weights are a tuple of tensors [64, 16]; concatenated, their
+registers are the accumulator of one wgmma.
 
-Gluon gives no address of its allocations, and puts larger ones first: the rows of the pipeline, then its weights.
-`check_addresses` stops a kernel with another layout.
+Gluon does not expose the addresses of its allocations, but puts larger ones first: here the rows of the pipeline,
+then its weights. `check_addresses` traps if the layout differs.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 ROW_STEP = gl.constexpr(16)
-"""Rows of a tensor of sums."""
+"""Number of token rows per tensor of sums."""
 LINE = gl.constexpr(128)
-"""Bytes of a line of shared memory: 64 inputs of a weight or of a row, swizzled by 128 bytes."""
+"""Size in bytes of a line in shared memory, which holds 64 bf16 inputs with 128-byte swizzling."""
 _STEP_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 _REGISTERS = gl.constexpr(8)
-"""Of a thread for a tensor of sums."""
+"""Number of registers per thread for one tensor of sums."""
 
 
 @gluon.constexpr_function
 def _mma_text(OWN, SHARED):
-    """Return the PTX of the wgmma of 64 inputs; the addresses are described at its call."""
+    """Return the PTX of the wgmma over 64 inputs; `begin_mma` describes its operands."""
     register = 2 * (OWN + SHARED) * _REGISTERS.value
     text, first = "{\n.reg .b32 address;\n", 0
     products = []
     for name, steps in (("own", OWN), ("shared", SHARED)):
         if steps:
-            # A matrix descriptor: the address / 16, the 1,024 bytes / 16 of eight lines, and how they are swizzled.
+            # A matrix descriptor: address / 16, the stride of eight lines (1,024 bytes / 16), and the swizzle mode.
             for matrix in (f"{name}_weights", f"{name}_rows"):
                 text += f"""
         .reg .b64 {matrix};
@@ -48,7 +49,7 @@ def _mma_text(OWN, SHARED):
 
 @gluon.constexpr_function
 def _constraints(COUNT, NUM_ADDRESSES):
-    """Return the constraints of COUNT tensors of sums, each kept in its registers, and of as many addresses."""
+    """Return the asm constraints for COUNT tensors of sums, updated in place, and for NUM_ADDRESSES addresses."""
     registers, of_addresses = COUNT * _REGISTERS.value, NUM_ADDRESSES * _REGISTERS.value
     return ",".join(["=f"] * registers + [str(i) for i in range(registers)] + ["r"] * of_addresses)
 
@@ -60,18 +61,19 @@ def _types(COUNT):
 
 @gluon.jit
 def no_sums(COUNT: gl.constexpr):
-    """Return zeros: COUNT tensors [64, 16]."""
+    """Return COUNT zero tensors [64, 16]."""
     return (gl.zeros([64, ROW_STEP], gl.float32, layout=_STEP_LAYOUT),) * COUNT
 
 
 @gluon.jit
 def begin_mma(sums, own_weights, own_rows, shared_weights, shared_rows, OWN: gl.constexpr, SHARED: gl.constexpr):
-    """Begin to add one or two matmuls of 64 inputs to sums, which are undefined before `await_mma`.
+    """Start one or two asynchronous matmuls over 64 inputs that are added to `sums`; call `await_mma` to use them.
 
     Args:
-        sums: OWN tensors of 64 weights and 16 * OWN rows, then SHARED tensors of other weights and 16 * SHARED rows.
-        own_weights, own_rows, shared_weights, shared_rows: Byte offsets from the first allocation to the first line of
-            each; multiples of 1,024. Those of a matmul without tensors are ignored.
+        sums: OWN tensors for the group's own 64 weights and 16 * OWN rows, then SHARED tensors for the shared 64
+            weights and 16 * SHARED rows.
+        own_weights, own_rows, shared_weights, shared_rows: Byte offsets of the operands from the first allocation;
+            multiples of 1,024. If OWN or SHARED is 0, its offsets are ignored.
     """
     COUNT: gl.constexpr = OWN + SHARED
     given = sums + (own_weights, own_rows, shared_weights, shared_rows)  # noqa: RUF005 (Gluon unpacks nothing)
@@ -82,7 +84,7 @@ def begin_mma(sums, own_weights, own_rows, shared_weights, shared_rows, OWN: gl.
 
 @gluon.jit
 def await_mma(sums, LEFT: gl.constexpr, COUNT: gl.constexpr):
-    """Return COUNT sums once all of this group's wgmma have ended but those begun by its last LEFT calls."""
+    """Wait until at most the last LEFT `begin_mma` calls of this warp group are pending; return the COUNT sums."""
     return gl.inline_asm_elementwise(
         f"wgmma.wait_group.sync.aligned {LEFT};", _constraints(COUNT, 0), sums, _types(COUNT), False, _REGISTERS
     )
@@ -90,9 +92,9 @@ def await_mma(sums, LEFT: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def check_addresses(rows, weights, WEIGHTS_BEGIN: gl.constexpr):
-    """Stop the kernel unless these allocations [lines, 64] bf16 begin where `begin_mma` expects them.
+    """Trap unless the allocations [lines, 64] bf16 start at the addresses that `begin_mma` assumes.
 
-    Overwrites them. The thread that checks either's first entry has written it.
+    It overwrites both. No barrier is needed, because the checking thread has written both first entries itself.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     rows.store(gl.full(rows.shape, 1, gl.bfloat16, layout=LAYOUT))

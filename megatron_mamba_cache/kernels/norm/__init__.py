@@ -1,1 +1,1 @@
-"""Gated and plain RMS norms by group."""
+"""RMS norms, with or without a gate, over all channels or over groups of channels."""

@@ -1,9 +1,10 @@
-"""Group RMS norm, gated or not, in one pass.
+"""Group RMS norm with or without a gate, in one pass.
 
-RMSNorm(y * silu(z)) over groups of channels ends a Mamba2 mixer, RMSNorm(y) over all of them begins a layer.
+RMSNorm(y * silu(z)) over groups of channels is the last norm of a Mamba2 mixer; RMSNorm(y) over all channels is the
+first op of a layer.
 
-Layout: tokens of any stride, channels contiguous. Grid: a program holds one whole group of a token, or several small
-ones, in registers; sharing a program does not change a group's bits. All arithmetic is fp32. Graph safe.
+Layout: tokens may be strided, channels are contiguous. Grid: a program holds one large group or several small groups in
+registers; results do not depend on how many groups share a program. Arithmetic is in fp32. Safe in CUDA graphs.
 """
 
 import torch
@@ -16,7 +17,7 @@ from ..overlap import await_inputs, overlapping
 from .reference_norm import gated_group_norm_ref
 
 _TILE_LEN = 1024
-"""The fewest elements of a program; smaller groups share one."""
+"""Minimum number of elements per program; smaller groups share a program."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -47,14 +48,13 @@ def gated_group_norm(
 ) -> Tensor:
     """Return RMSNorm(y * silu(z)) over groups of channels, times `weight` + `offset`; RMSNorm(y) without `z`.
 
-    A token's result depends on that token alone, to the bit. The reference computes in float64 and where a
-    gradient is needed.
+    Results are bit-identical for any batch size. The reference runs for float64 inputs and if a gradient is needed.
 
     Args:
         y, z: [tokens, channels]; channels contiguous.
         weight: [channels].
-        group_size: Channels that are normalized together, a divisor of the channels.
-        offset: Added to the weights in fp32; 1 for those of a zero-centred norm.
+        group_size: Number of channels per group; must divide the number of channels.
+        offset: Added to the weights in fp32; 1 for a zero-centered norm.
 
     Returns:
         [tokens, channels], contiguous, in y's dtype.
@@ -98,12 +98,14 @@ def _check(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> None
     z = y if z is None else z
     if y.dim() != 2 or y.shape != z.shape or weight.shape != y.shape[1:]:
         raise ValueError(
-            "need y, z if there is one, [tokens, channels] and weight [channels], "
-            f"found {tuple(y.shape)}, {tuple(z.shape)} and {tuple(weight.shape)}"
+            "y and z (if given) must have shape [tokens, channels] and weight [channels]; "
+            f"found y {tuple(y.shape)}, z {tuple(z.shape)}, weight {tuple(weight.shape)}"
         )
     if group_size < 1 or y.shape[1] % group_size:
-        raise ValueError(f"need a group_size that divides {y.shape[1]} channels, found {group_size}")
+        raise ValueError(f"group_size must divide the {y.shape[1]} channels, found {group_size}")
     if y.shape[1] > 1 and not y.stride(1) == z.stride(1) == weight.stride(0) == 1:
-        raise ValueError(f"need contiguous channels, found strides {y.stride()}, {z.stride()} and {weight.stride()}")
+        strides = f"y {y.stride()}, z {z.stride()}, weight {weight.stride()}"
+        raise ValueError(f"channels must be contiguous, found strides {strides}")
     if not y.device == z.device == weight.device:
-        raise ValueError(f"need y, z and weight on one device, found {y.device}, {z.device} and {weight.device}")
+        devices = f"y on {y.device}, z on {z.device}, weight on {weight.device}"
+        raise ValueError(f"y, z and weight must be on one device, found {devices}")

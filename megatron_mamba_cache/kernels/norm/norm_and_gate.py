@@ -1,8 +1,9 @@
-"""RMS norm by head, then the gate, in one pass: RMSNorm(y) * weight * silu(z), at the end of a Gated DeltaNet mixer.
+"""Per-head RMS norm followed by a gate, in one pass: RMSNorm(y) * weight * silu(z), as in a Gated DeltaNet mixer.
 
-All heads share one weight vector. Layout: tokens of any stride, channels contiguous. Grid: a program holds several
-heads in registers, which need not be of one token; sharing a program does not change a head's bits. Arithmetic is fp32;
-the normalized values, and their products with the weights, are cast to y's dtype first. Graph safe.
+All heads share one weight vector. Layout: tokens may be strided, channels are contiguous. Grid: a program holds several
+heads, possibly from different tokens, in registers; results do not depend on how many heads share a program. Arithmetic
+is in fp32, but the normalized values, and their products with the weights, are rounded to the dtype of `y`. Safe in
+CUDA graphs.
 """
 
 import torch
@@ -15,7 +16,7 @@ from ..overlap import await_inputs, overlapping
 from .reference_norm import norm_and_gate_ref
 
 _TILE_LEN = 1024
-"""The fewest elements of a program; smaller heads share one."""
+"""Minimum number of elements per program; smaller heads share a program."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -40,14 +41,13 @@ def _norm_and_gate_kernel(
 
 
 def norm_and_gate(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm(y) by head, times `weight` and silu(z).
+    """Return the RMS norm of each head of `y`, times `weight` and silu(z).
 
-    A token's result depends on that token alone, to the bit. The reference computes in float64 and where a
-    gradient is needed.
+    Results are bit-identical for any batch size. The reference runs for float64 inputs and if a gradient is needed.
 
     Args:
         y, z: [tokens, heads * head_dim]; channels contiguous.
-        weight: [head_dim], of all heads.
+        weight: [head_dim], shared by all heads.
 
     Returns:
         [tokens, heads * head_dim], contiguous, in y's dtype.
@@ -90,12 +90,15 @@ def norm_and_gate(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _check(y: Tensor, z: Tensor, weight: Tensor) -> None:
     if y.dim() != 2 or y.shape != z.shape or weight.dim() != 1 or not len(weight) or y.shape[1] % len(weight):
         raise ValueError(
-            "need y and z [tokens, heads * head_dim] and weight [head_dim], "
-            f"found {tuple(y.shape)}, {tuple(z.shape)} and {tuple(weight.shape)}"
+            "y and z must have shape [tokens, heads * head_dim] and weight [head_dim]; "
+            f"found y {tuple(y.shape)}, z {tuple(z.shape)}, weight {tuple(weight.shape)}"
         )
     if not y.dtype == z.dtype == weight.dtype:
-        raise ValueError(f"need y, z and weight of one dtype, found {y.dtype}, {z.dtype} and {weight.dtype}")
+        dtypes = f"y {y.dtype}, z {z.dtype}, weight {weight.dtype}"
+        raise ValueError(f"y, z and weight must have one dtype, found {dtypes}")
     if y.shape[1] > 1 and not (y.stride(1) == z.stride(1) == 1 and weight.is_contiguous()):
-        raise ValueError(f"need contiguous channels, found strides {y.stride()}, {z.stride()} and {weight.stride()}")
+        strides = f"y {y.stride()}, z {z.stride()}, weight {weight.stride()}"
+        raise ValueError(f"channels must be contiguous, found strides {strides}")
     if not y.device == z.device == weight.device:
-        raise ValueError(f"need y, z and weight on one device, found {y.device}, {z.device} and {weight.device}")
+        devices = f"y on {y.device}, z on {z.device}, weight on {weight.device}"
+        raise ValueError(f"y, z and weight must be on one device, found {devices}")

@@ -1,7 +1,8 @@
 """Fused residual add and RMS norm, between two layers.
 
-Layout: tokens contiguous. Grid: a program for each token, with its channels in registers. The sum is rounded before it
-is normed, so both have the bits of two passes. All arithmetic is fp32. Graph safe: no host sync.
+Layout: contiguous tokens. Grid: one program per token, which holds its channels in registers. The sum is rounded before
+it is normalized, so both results are bit-identical to separate passes. Arithmetic is in fp32. Safe in CUDA graphs: no
+host sync.
 """
 
 import torch
@@ -38,14 +39,14 @@ def _add_and_norm_kernel(
 def add_and_norm(
     output: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return residual + multiplier * output, and RMSNorm of it times `weight` + `offset`.
+    """Return the sum residual + multiplier * output, and its RMS norm times (weight + offset).
 
-    A token's results depend on that token alone, to the bit.
+    Results are bit-identical for any batch size.
 
     Args:
         output, residual: [..., channels], contiguous.
-        weight: [channels]; must not be written by kernels that may still run.
-        offset: Added to the weights in fp32; 1 for those of a zero-centred norm.
+        weight: [channels]; no kernel that may still be running may write it.
+        offset: Added to the weights in fp32; 1 for a zero-centered norm.
 
     Returns:
         Both [..., channels], contiguous, in the residual's dtype.
@@ -83,12 +84,13 @@ def add_and_norm(
 def _check(output: Tensor, residual: Tensor, weight: Tensor) -> None:
     if output.shape != residual.shape or output.dtype != residual.dtype or weight.shape != residual.shape[-1:]:
         raise ValueError(
-            "need output and residual [..., channels] of one dtype and weight [channels], found "
-            f"{tuple(output.shape)} {output.dtype}, {tuple(residual.shape)} {residual.dtype} and {tuple(weight.shape)}"
+            "output and residual must have one dtype and shape [..., channels], and weight [channels]; found output "
+            f"{tuple(output.shape)} {output.dtype}, residual {tuple(residual.shape)} {residual.dtype}, "
+            f"weight {tuple(weight.shape)}"
         )
     if not (output.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
-        raise ValueError(
-            f"need contiguous tensors, found strides {output.stride()}, {residual.stride()} and {weight.stride()}"
-        )
+        strides = f"output {output.stride()}, residual {residual.stride()}, weight {weight.stride()}"
+        raise ValueError(f"tensors must be contiguous, found strides {strides}")
     if not output.device == residual.device == weight.device:
-        raise ValueError(f"need one device, found {output.device}, {residual.device} and {weight.device}")
+        devices = f"output on {output.device}, residual on {residual.device}, weight on {weight.device}"
+        raise ValueError(f"tensors must be on one device, found {devices}")

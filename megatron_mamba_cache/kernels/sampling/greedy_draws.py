@@ -48,9 +48,7 @@ def _best_of_row_kernel(peaks, ids, tokens, num_tiles, TILES: tl.constexpr, OVER
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Return the most probable token of each row of `logits` [rows, vocab] as [rows] int64, ties to the lower id.
 
-    NaN is less probable than any number. The result of a row depends on that row alone.
-
-    Reference: `greedy_tokens_ref`. CUDA-graph safe: no host sync, two launches.
+    NaN is less probable than any number. Reference: `greedy_tokens_ref`. CUDA-graph safe: no host sync, two launches.
     """
     if not launches_kernel(logits) or not is_computed_in_fp32(logits) or logits.stride(1) != 1:
         return greedy_tokens_ref(logits)
@@ -96,6 +94,6 @@ def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
 
 
 def greedy_tokens_ref(logits: Tensor) -> Tensor:
-    """Torch twin of `greedy_tokens`."""
+    """Torch reference for `greedy_tokens`."""
     found, largest = (logits.float(), LARGEST) if is_computed_in_fp32(logits) else (logits, None)
     return found.nan_to_num(nan=float("-inf"), posinf=largest, neginf=float("-inf")).argmax(dim=-1)

@@ -102,7 +102,7 @@ def penalise(logits: Tensor, rows: PenalisedRows) -> None:
 
 
 def penalise_ref(logits: Tensor, rows: PenalisedRows) -> None:
-    """Torch twin of `penalise`, without a host sync."""
+    """Torch reference for `penalise`, without a host sync."""
     rows_of_logits, texts = rows.logits_rows.to(torch.int64), rows.texts.to(torch.int64)
     counts = rows.counts.index_select(0, texts)
     owners = torch.searchsorted(rows.cu_drafts[1:], torch.arange(len(rows.drafts), device=logits.device), right=True)
@@ -161,7 +161,7 @@ def mask_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
 
 
 def mask_tokens_ref(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
-    """Torch twin of `mask_tokens`."""
+    """Torch reference for `mask_tokens`."""
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     is_allowed = ((masks[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
     rows_of_logits = rows.to(torch.int64)

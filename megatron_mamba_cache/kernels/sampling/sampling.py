@@ -105,10 +105,9 @@ def _pick_kernel(
 
 
 def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tensor:
-    """Sample [rows] int64 tokens, some token for a row of NaN; arguments as in `sample_tokens`.
+    """Sample [rows] int64 tokens as `sample_tokens` does, with rows on a GPU, or Triton interpreted.
 
-    Rows must be on a GPU, or Triton interpreted. CUDA-graph safe: no host sync, three launches, and five if rows may be
-    cut.
+    CUDA-graph safe: no host sync, three launches, and five if rows may be cut.
     """
     logits = rows.logits
     (num_rows, vocab_size), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
@@ -174,7 +173,7 @@ def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True)
 
 
 def sample_tokens_ref(rows: SamplingRows, uniforms: Tensor) -> Tensor:
-    """Torch twin of `sample_tokens`, in float64."""
+    """Torch reference for `sample_tokens`, in float64."""
     return sample_weighted(_kept_weights(rows), uniforms)
 
 

@@ -60,7 +60,7 @@ class RatioUniforms:
 
 
 def accept_matching_ref(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Torch twin of `accept_matching`."""
+    """Torch reference for `accept_matching`."""
     if tokens.shape[0] == 0:
         nothing = tokens.new_zeros(len(rows.cu_logits) - 1, 2 + rows.max_drafts)
         nothing[:, :1] = 1

@@ -32,8 +32,8 @@ class HeldRequest:
     def branch(self, drafts: Sequence[int]) -> RunningRequest:
         """Return a request that computes the last of `drafts`, for one forward; it owns nothing.
 
-        It starts from the live state, or from the branch before it, and writes only to the draft slot; its KV follows
-        that of the text, which later overwrites it.
+        It starts from the live state, or from the branch before it, and writes only to the draft slot. Later text
+        overwrites its KV.
         """
         running, at = self.running, self.running.length + len(drafts)
         self.text[at - 1] = drafts[-1]

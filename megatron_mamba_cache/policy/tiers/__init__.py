@@ -1,1 +1,1 @@
-"""Bookkeeping of the tiers below the device and of copies between them; no torch, no files."""
+"""Bookkeeping of the lower tiers and of the copies between tiers, without torch or file access."""

@@ -1,4 +1,4 @@
-"""Room in a tier for a boundary that is being copied there: reserved, then published or cancelled."""
+"""Reserve room in a tier for a boundary that is being copied there; then publish or cancel it."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,13 +11,13 @@ from ..slot_owners import SlotOwner
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A boundary that a tier expects: neither findable nor evictable until it is published.
+    """Boundary that is being copied to a tier; it can be neither found nor evicted until it is published.
 
     Args:
-        keys: Of all blocks from the start of the text to the boundary.
-        known: The leading blocks, which the tier has already; held.
-        new: Room for the others.
-        slot: Room for the state.
+        keys: Keys of all blocks from the start of the text to the boundary.
+        known: Leading blocks that the tier has already, which are held.
+        new: Blocks reserved for the rest.
+        slot: Slot reserved for the state.
     """
 
     keys: tuple[BlockKey, ...]
@@ -27,16 +27,16 @@ class Arrival:
 
 
 def has_state(pools: CachePools, key: BlockKey | None) -> bool:
-    """Return whether a tier has the state at the end of a block."""
+    """Return whether a tier has the state at the end of the block with this key."""
     block = None if key is None else pools.kv.find(key)
     return block is not None and pools.slots.slot_of(block) is not None
 
 
 def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
-    """Reserve room for the boundary at the end of a text's blocks, evicting states of least priority.
+    """Reserve room for the boundary at the end of a text's blocks; evict states of lowest priority if needed.
 
     Raises:
-        CacheCapacityError: If there is no room; nothing but evictions has happened then.
+        CacheCapacityError: If there is no room; states may have been evicted then.
     """
     known = pools.kv.longest_match(keys)
     with ExitStack() as undo:
@@ -50,9 +50,9 @@ def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
 
 
 def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockId]:
-    """Make a boundary findable whose bytes have arrived; return its blocks from the start of the text, all held.
+    """Make a boundary findable after its bytes have arrived; return its blocks from the start of the text, all held.
 
-    What became known meanwhile replaces what has arrived. If this raises, the room is released.
+    Blocks registered meanwhile replace the copied ones. If this raises, the room is released.
     """
     held, kv, slots = list(arrival.known), pools.kv, pools.slots
     try:

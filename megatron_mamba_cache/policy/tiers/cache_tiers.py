@@ -1,4 +1,4 @@
-"""The tiers below the device, as the prefix cache and the step see them."""
+"""The lower tiers (host memory and disk), as the prefix cache and the step use them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,14 +20,14 @@ PREFETCH_WINDOW = 16
 
 
 class RestoredBlocks(NamedTuple):
-    """Blocks that came back to the device for a request, by where they had been."""
+    """Number of blocks restored to the device for a request, by the tier from which they came."""
 
     host: int = 0
     disk: int = 0
 
 
 class Tiers:
-    """The tiers below the device. In this class there are none."""
+    """Interface of the lower tiers. This base class has no tier."""
 
     @property
     def takes_room(self) -> bool:
@@ -35,50 +35,50 @@ class Tiers:
         return False
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
-        """Keep the last boundaries of a request that has ended."""
+        """Write the last boundaries of a request that has ended to the host."""
 
     def prefetch(self, waiting: Iterable[WaitingPrompt]) -> None:
-        """Begin to restore what the next requests of the queue start from, as far as there is room for all of them."""
+        """Start to restore the prefixes of the next queued requests, as far as there is room."""
 
     def awaits(self, request_id: int) -> bool:
-        """Return whether the request's prefill has to wait for a copy."""
+        """Return whether the request must wait for a copy before its prefill."""
         return False
 
     def claim(self, request_id: int) -> RestoredBlocks:
-        """Note that a request has been admitted; return the blocks that were restored for it and are skipped now."""
+        """Note that a request has been admitted; return how many blocks were restored for it and are skipped."""
         return RestoredBlocks()
 
     def forget(self, request_id: int) -> None:
         """Note that a request has left the queue."""
 
     def make_room(self, request_id: int | None = None) -> bool:
-        """Release what waiting requests hold, except one if others hold any; return whether any did."""
+        """Release what waiting requests hold, if possible not `request_id`'s; return whether any was released."""
         return False
 
     def flushed(self) -> None:
-        """Note that everything cached has become unreachable."""
+        """Note that everything cached has been flushed."""
 
     def blocks_held(self) -> Counter[BlockId]:
-        """Return the references that are held on blocks of the device."""
+        """Return the device blocks on which the tiers hold references."""
         return Counter()
 
     def slots_reserved(self) -> list[SlotId]:
-        """Return the slots of the device that copies under way will fill."""
+        """Return how many device slots are reserved for running copies."""
         return []
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless the tiers and the copies under way agree."""
+        """Raise `CacheIntegrityError` unless the tiers agree with the running copies."""
 
 
 class HostTier(Tiers):
-    """The host's memory below the device, perhaps a disk below that, and the copies between them.
+    """Host memory as a tier below the device, optionally a disk below it, and the copies between them.
 
     Args:
-        host: Pools over the host's memory; they may hold boundaries already.
-        disk: Index of the entries on disk; None: there is no disk tier.
-        agree: Takes the least of each number over the ranks of the model.
+        host: Pools over host memory; they may contain boundaries already.
+        disk: Index of the entries on disk; None: no disk tier.
+        agree: Returns the minimum of each number over the ranks of the model.
         measure: As in `AgreedTimes`.
-        prepare: Called before copies start, to clear the device memory that they write to.
+        prepare: Called before copies start, to clear the device memory to which they write.
     """
 
     def __init__(
@@ -111,24 +111,24 @@ class HostTier(Tiers):
 
     @property
     def has_copies(self) -> bool:
-        """True if copies are under way or ordered."""
+        """True if copies are running or queued."""
         return bool(len(self._ledger))
 
     @property
     def num_disk_writes(self) -> int:
-        """Boundaries on their way to the disk."""
+        """Number of boundaries being written to disk."""
         return sum(order.lane is Lane.TO_DISK and bool(order.states) for order in self._ledger.orders.values())
 
     # Between steps.
 
     def start(self) -> None:
-        """Start the copies that were ordered."""
+        """Start the queued copies."""
         if new := self._ledger.take_new():
             self._prepare()
             self._copies.start(new)
 
     def land(self, *, wait: bool = False) -> int:
-        """End the copies that have ended on every rank; return how many. `wait` waits for one that a request awaits."""
+        """Complete the copies that have ended on every rank; return how many. `wait` waits for a needed copy."""
         self._restores.release_unawaited()
         if not len(self._ledger):
             return 0
@@ -139,14 +139,14 @@ class HostTier(Tiers):
         return self._ledger.land(self._copies, self._agree)
 
     def close(self) -> None:
-        """Release everything on the device, whose memory is about to be freed; drop what is not on its way to disk."""
+        """Release everything on the device before its memory is freed; drop what is not being written to disk."""
         self._restores.flushed()
         if self._disk is not None:
             self._disk.drop_waiting()
         self.drain()
 
     def drain(self) -> None:
-        """Start the ordered copies, and wait for them and for those that they lead to."""
+        """Start the queued copies, and wait for them and for the copies that they trigger."""
         while len(self._ledger):
             self.start()
             self._copies.wait(list(self._ledger.orders))
@@ -188,7 +188,7 @@ class HostTier(Tiers):
     def make_room(self, request_id: int | None = None) -> bool:
         if not self._restores.takes_room:
             return False
-        self.start()  # a copy that waits to be started never ends
+        self.start()  # a copy that is not started never ends
         if self._restores.give_up(() if request_id is None else (request_id,)):
             return True
         if self._restores.numbers_under_way():

@@ -1,4 +1,4 @@
-"""Copies between tiers: ordered here, made elsewhere, and ended once all ranks of the model agree on their status."""
+"""Copies between tiers: queued here, executed elsewhere, and completed when all ranks of the model agree."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..pools import CachePools
 
 
 class Lane(Enum):
-    """Direction of a copy. Copies of one lane run one after another, those of different lanes concurrently."""
+    """Direction of a copy. Copies in one lane run one after another; different lanes run concurrently."""
 
     TO_HOST = "device to host"
     TO_DEVICE = "host to device"
@@ -19,7 +19,7 @@ class Lane(Enum):
 
 
 class CopyStatus(IntEnum):
-    """Progress of a copy; over several ranks, the least status counts."""
+    """Progress of a copy; with several ranks, the lowest status counts."""
 
     UNDER_WAY = 0
     FAILED = 1
@@ -32,7 +32,7 @@ IndexPairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class CopyOrder:
-    """KV blocks and states to copy, by their numbers on both sides.
+    """KV blocks and states to copy, as pairs of source and destination indices.
 
     Args:
         blocks: Between memory and files: numbers in the text, and in memory.
@@ -50,13 +50,13 @@ class CopyOrder:
 
 @dataclass(frozen=True, slots=True)
 class EntryName:
-    """A resumable boundary below the device: a state, and the KV between it and the boundary before.
+    """Resumable boundary in a lower tier: a state, and the KV since the previous boundary.
 
     Args:
-        key: Key of the block that the boundary ends.
-        anchor: The key at the boundary before; 0 for the start of the text.
-        depth: Blocks from the start of the text to the boundary.
-        num_blocks: Blocks since the boundary before.
+        key: Key of the block that ends at the boundary.
+        anchor: Key at the previous boundary; 0 at the start of the text.
+        depth: Number of blocks from the start of the text to the boundary.
+        num_blocks: Number of blocks since the previous boundary.
     """
 
     key: int
@@ -66,19 +66,19 @@ class EntryName:
 
 
 class Copies(Protocol):
-    """One rank's copying: orders are started in order, and end by themselves."""
+    """Copy engine of one rank. Copies are started in order and run asynchronously."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """Start copies, in stream order after launched work; their bytes may not be used until they end.
+        """Start copies after the launched work in stream order; their bytes must not be used until the copies end.
 
-        A copy that cannot even be started ends as failed.
+        A copy that cannot be started ends as failed.
         """
 
     def status(self, number: int) -> CopyStatus:
         """Return the status of a copy."""
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Wait until none of these copies is under way."""
+        """Wait until these copies have ended."""
 
     def forget(self, number: int) -> None:
         """Forget a copy that has ended."""
@@ -92,7 +92,7 @@ End = Callable[[bool], None]
 
 
 class CopyLedger:
-    """The copies under way, the same on every rank.
+    """The running copies, identical on every rank.
 
     A cancelled copy still runs to its end, because its memory is in use until then, but ends as failed.
     """
@@ -109,13 +109,13 @@ class CopyLedger:
         return len(self.orders)
 
     def count(self, lane: Lane) -> int:
-        """Return how many copies of a lane have not ended."""
+        """Return how many copies in a lane have not ended."""
         return sum(order.lane is lane for order in self.orders.values())
 
     def begin(
         self, lane: Lane, blocks: IndexPairs, states: IndexPairs, end: End, files: tuple[EntryName, ...] = ()
     ) -> CopyOrder:
-        """Order a copy; `end` is called once, when it has ended everywhere."""
+        """Queue a copy; `end` is called once, when the copy has ended on all ranks."""
         order = CopyOrder(self._next, lane, blocks, states, files)
         self._next += 1
         self._new.append(order)
@@ -123,23 +123,23 @@ class CopyLedger:
         return order
 
     def take_new(self) -> list[CopyOrder]:
-        """Return the copies ordered since the last call, to be started."""
+        """Return the copies queued since the last call; the caller starts them."""
         new, self._new = self._new, []
         return new
 
     def cancel(self, number: int) -> None:
-        """Let a copy end as failed."""
+        """Cancel a copy, so that it ends as failed."""
         if number in self.orders:
             self._cancelled.add(number)
 
     def cancel_all(self) -> None:
-        """Let every copy end as failed."""
+        """Cancel all copies, so that they end as failed."""
         self._cancelled |= self.orders.keys()
 
     def land(self, copies: Copies, agree: Agree) -> int:
-        """End the copies that are no longer under way on any rank, oldest first; return how many.
+        """Complete the copies that have ended on every rank, oldest first; return how many.
 
-        If none is under way, the ranks exchange nothing.
+        Without running copies, the ranks do not communicate.
         """
         unstarted = {order.number for order in self._new}
         started = [number for number in self.orders if number not in unstarted]
@@ -158,10 +158,10 @@ class CopyLedger:
 
 @dataclass(frozen=True, slots=True)
 class TierPair:
-    """The device, and the host's memory below it.
+    """Pools of the device and of host memory.
 
     Args:
-        block_size: Tokens of a KV block.
+        block_size: Number of tokens in a KV block.
     """
 
     device: CachePools
@@ -172,12 +172,12 @@ class TierPair:
 
 
 class CopyTimes(NamedTuple):
-    """Nanoseconds.
+    """Measured times in nanoseconds.
 
     Args:
-        block, state: To copy one from the host to the device.
-        token: To compute one token of a prompt.
-        disk_block, disk_state: To read one from the disk.
+        block, state: Time to copy one block or state from the host to the device.
+        token: Time to prefill one token.
+        disk_block, disk_state: Time to read one block or state from disk.
     """
 
     block: int
@@ -192,10 +192,10 @@ COPIES_TAKE_NOTHING = CopyTimes(block=0, state=0, token=1)
 
 
 class AgreedTimes:
-    """Times that all ranks agree on once each has measured them: the slowest copies, and the fastest prefill.
+    """Times on which all ranks agree after measuring: the slowest copies and the fastest prefill of any rank.
 
     Args:
-        measure: Returns what this rank has measured; None while any time is missing.
+        measure: Returns the times that this rank has measured; None while a time is missing.
     """
 
     def __init__(self, measure: Callable[[], CopyTimes | None], agree: Agree) -> None:

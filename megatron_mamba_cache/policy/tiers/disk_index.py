@@ -1,4 +1,4 @@
-"""Index of the resumable boundaries on disk, in the order of their eviction."""
+"""Index of the resumable boundaries on disk, in eviction order."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
@@ -9,10 +9,10 @@ from .copies import EntryName
 
 
 class DiskIndex:
-    """Entries by key, in the order of their last use. The least recently used one that no other follows leaves first.
+    """Entries by key, ordered by last use. The least recently used entry without successors is evicted first.
 
     Args:
-        block_bytes, entry_bytes: What a KV block takes in a file, and what an entry takes besides its blocks.
+        block_bytes, entry_bytes: Bytes of one KV block in a file, and bytes of an entry without its blocks.
         limit: Bytes of all entries.
     """
 
@@ -37,11 +37,11 @@ class DiskIndex:
         return max(self._limit - self.num_bytes, 0)
 
     def bytes_of(self, name: EntryName) -> int:
-        """Return what an entry takes."""
+        """Return the bytes of an entry."""
         return self._entry_bytes + name.num_blocks * self._block_bytes
 
     def add(self, name: EntryName) -> None:
-        """Note that an entry is on disk; one that is known already counts as used."""
+        """Note that an entry is on disk; a known entry counts as used."""
         if name.key in self._entries:
             self.use([name])
             return
@@ -50,7 +50,7 @@ class DiskIndex:
         self._num_after[name.anchor] = self._num_after.get(name.anchor, 0) + 1
 
     def remove(self, name: EntryName) -> None:
-        """Note that an entry is gone; nothing happens if it is not known."""
+        """Note that an entry is gone; do nothing if it is unknown."""
         if self._entries.get(name.key) != name:
             return
         del self._entries[name.key]
@@ -66,10 +66,10 @@ class DiskIndex:
                 self._entries.move_to_end(name.key)
 
     def make_room(self, name: EntryName, kept: Iterable[int]) -> list[EntryName] | None:
-        """Remove entries until one more fits; return them, or None, with nothing changed, if it never will.
+        """Remove entries until `name` fits and return them; return None and change nothing if it cannot fit.
 
         Args:
-            kept: Keys of entries that stay.
+            kept: Keys of entries that must not be removed.
         """
         most, stay = self._limit - self.bytes_of(name), set(kept)
         leaving: list[EntryName] = []
@@ -89,11 +89,11 @@ class DiskIndex:
         return next((depth for depth in range(len(keys) - 1, 0, -1) if keys[depth - 1] in self._entries), 0)
 
     def chain(self, keys: Sequence[BlockKey], num_known: int) -> list[EntryName]:
-        """Return the entries, in order, that lead to the deepest boundary of a text that can be read; none if none can.
+        """Return the entries, in order, that lead to the deepest readable boundary of a text; empty if there is none.
 
         Args:
-            keys: Of the text's blocks.
-            num_known: Leading blocks that need not be read.
+            keys: Keys of the text's blocks.
+            num_known: Number of leading blocks that need not be read.
         """
         for depth in range(len(keys), 0, -1):
             if keys[depth - 1] in self._entries and (found := self._chain_to(keys, depth, num_known)):
@@ -101,7 +101,7 @@ class DiskIndex:
         return []
 
     def trim(self) -> list[EntryName]:
-        """Remove entries until the limit holds; return them."""
+        """Remove entries until the total is below the limit; return them."""
         leaving = []
         while self.num_bytes > self._limit and (found := self._first_that_may_leave(())) is not None:
             self.remove(found)
@@ -120,7 +120,7 @@ class DiskIndex:
         self.num_bytes = 0
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless counts agree with the entries. O(n)."""
+        """Raise `CacheIntegrityError` unless the counts match the entries. O(n)."""
         num_bytes = sum(map(self.bytes_of, self._entries.values()))
         num_after: dict[int, int] = {}
         for name in self._entries.values():

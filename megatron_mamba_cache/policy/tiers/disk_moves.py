@@ -1,4 +1,4 @@
-"""Transfers between host and disk."""
+"""Transfers between host memory and disk."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _MOST_WAITING = 4096
 
 
 class DiskMoves:
-    """Writes boundaries from the host to disk, and reads what waiting requests find deeper on disk."""
+    """Write boundaries from the host to disk, and read boundaries that waiting requests find only on disk."""
 
     def __init__(self, pair: TierPair, index: DiskIndex, times: AgreedTimes) -> None:
         self.index = index
@@ -25,31 +25,31 @@ class DiskMoves:
         self._host = pair.host
         self._times = times
         self._stores: dict[int, tuple[EntryName, list[BlockId]]] = {}
-        self._waiting: deque[list[BlockKey]] = deque(maxlen=_MOST_WAITING)  # keys of boundaries that are to be written
+        self._waiting: deque[list[BlockKey]] = deque(maxlen=_MOST_WAITING)  # boundaries to be written
         self._loads: dict[int, tuple[tuple[EntryName, ...], Arrival]] = {}
-        self._of_request: dict[int, int] = {}  # the load that a waiting request waits for
+        self._of_request: dict[int, int] = {}  # by waiting request: the number of the read for which it waits
         self._tried: set[int] = set()
-        self._read: dict[int, int] = {}  # by waiting request: blocks that came from the disk
+        self._read: dict[int, int] = {}  # by waiting request: number of blocks read from disk
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Room on the host for what is being read."""
+        """Room on the host for boundaries that are being read."""
         return [arrival for _, arrival in self._loads.values()]
 
     @property
     def sources(self) -> list[list[BlockId]]:
-        """Blocks of the host that are being written; the last is pinned."""
+        """Host blocks that are being written; the state of the last is pinned."""
         return [blocks for _, blocks in self._stores.values()]
 
     def awaits(self, request_id: int) -> bool:
-        """Return whether what the request starts from is being read."""
+        """Return whether the request's prefix is being read."""
         return request_id in self._of_request
 
     def store(self, held: Sequence[BlockId]) -> None:
-        """Begin to write a boundary that has come to the host.
+        """Start to write a boundary that has arrived on the host.
 
         Args:
-            held: Its blocks from the start of the text, the last of which has a state.
+            held: Blocks from the start of the text; the last block has a state.
         """
         found = [self._host.kv.key_of(block) for block in held]
         keys = [key for key in found if key is not None]
@@ -81,10 +81,10 @@ class DiskMoves:
         self._stores[number] = name, list(held)
 
     def load(self, prompt: WaitingPrompt, here: Sequence[BlockId]) -> bool:
-        """Begin to read what a waiting request finds deeper on disk than above; return whether a read was ordered.
+        """Start to read the part of a waiting request's prefix that is only on disk; return whether a read was queued.
 
         Args:
-            here: The prompt's leading blocks that the device has.
+            here: Leading blocks of the prompt that are on the device.
         """
         if prompt.request_id in self._tried:
             return False
@@ -115,21 +115,21 @@ class DiskMoves:
         return True
 
     def forget(self, request_id: int) -> int:
-        """Note that a request has left the queue; return the blocks that were read for it. A read under way goes on."""
+        """Note that a request has left the queue; return how many blocks were read for it. A running read continues."""
         self._tried.discard(request_id)
         self._of_request.pop(request_id, None)
         return self._read.pop(request_id, 0)
 
     def numbers_under_way(self) -> list[int]:
-        """Return the numbers of the reads that requests wait for."""
+        """Return the numbers of the reads for which requests wait."""
         return list(self._of_request.values())
 
     def drop_waiting(self) -> None:
-        """Write nothing more than what is under way."""
+        """Drop the queued writes; running writes continue."""
         self._waiting.clear()
 
     def flushed(self) -> None:
-        """Forget all entries: none can be found any more."""
+        """Forget all entries, because none can be found any more."""
         self.index.clear()
         self._waiting.clear()
         self._tried.clear()
@@ -158,7 +158,7 @@ class DiskMoves:
             del self._of_request[request_id]
         if not is_there:
             cancel(arrival, self._host)
-            # All of it: entries after a missing one could never be read, and more would be written after them.
+            # Clear everything: entries after a missing entry could never be read, and more would be written after them.
             self._remove([name for name in names if name.key in self.index])
             for name in names:
                 self.index.remove(name)

@@ -1,4 +1,4 @@
-"""Writes of boundaries from the device to the host: a request's last ones, and those about to be evicted."""
+"""Copy boundaries from the device to the host: the last ones of a request, and those about to be evicted."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,28 +16,28 @@ LIKELY = 0.05
 
 
 class HostWrites(StateSaver):
-    """Copies boundaries from the device to the host while they stay findable on the device.
+    """Copy boundaries from the device to the host while they stay cached on the device.
 
-    A write takes nothing from the device: if its state is evicted before it ends, it is cancelled.
+    A write does not pin its source: if the state is evicted before the write ends, the write is cancelled.
 
     Args:
-        on_written: Called with the blocks of each boundary that has come to the host, while they are held.
+        on_written: Called with the held host blocks of each boundary that has been written.
     """
 
     def __init__(self, pair: TierPair, on_written: Callable[[Sequence[BlockId]], None]) -> None:
         self._pair = pair
         self._device, self._host = pair.device, pair.host
         self._on_written = on_written
-        self._under_way: dict[BlockId, int] = {}  # by the block that the boundary ends: the copy's number
+        self._under_way: dict[BlockId, int] = {}  # number of the copy, by the last block of its boundary
         self._arrivals: dict[int, Arrival] = {}
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Room on the host of the writes that have not ended, cancelled ones included."""
+        """Room on the host for writes that have not ended, including cancelled ones."""
         return list(self._arrivals.values())
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
-        """Write the last boundary of a text that has a state on the device, and that of its prompt if hits are likely.
+        """Write the last boundary of a text with a state on the device, and of its prompt if a hit is likely.
 
         Args:
             blocks: Blocks of a request that has ended; those that are no longer findable are ignored.
@@ -60,7 +60,7 @@ class HostWrites(StateSaver):
             return False
         host = self._host.slots
         if not host.num_free and self._device.slots.priority_of(block) <= host.min_priority():
-            return False  # the host would evict a state of higher priority
+            return False  # the host would have to evict a state of higher priority
         return self._write(self._path_to(block))
 
     def dropped(self, block: BlockId) -> None:
@@ -72,10 +72,10 @@ class HostWrites(StateSaver):
         self._under_way.clear()
 
     def _write(self, path: Sequence[BlockId], prompt_len: int | None = None, then: Sequence[BlockKey] = ()) -> bool:
-        """Begin to write the boundary at the end of a path of the device; return whether a copy was ordered.
+        """Start to write the boundary at the end of a path of device blocks; return whether a copy was queued.
 
         Args:
-            prompt_len: Tokens of the newest prompt that the text began with; None if unknown.
+            prompt_len: Number of tokens of the newest prompt at the start of the text; None if unknown.
             then: Keys of a longer text, whose last boundary is written next, without the part that both have in common.
         """
         end, keys = path[-1], self._keys_of(path)

@@ -1,4 +1,4 @@
-"""Restores of boundaries to the device for waiting requests, held there until these are admitted."""
+"""Restore boundaries to the device for waiting requests, and hold them until the requests are admitted."""
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from .copies import AgreedTimes, Lane, TierPair
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
-    """A request in the queue.
+    """Waiting request.
 
     Args:
         keys: Keys of the blocks that it may skip: all complete ones, except one that ends its prompt.
@@ -26,10 +26,10 @@ class WaitingPrompt:
 
 @dataclass(slots=True)
 class _Restore:
-    """A restore of a request; once it has landed, `held` has its blocks, the last of which has a pinned state."""
+    """Restore for a request. After it has landed, `held` are its blocks; the last one has a pinned state."""
 
     depth: int
-    num_blocks_before: int  # blocks of the deepest state that the device had
+    num_blocks_before: int  # number of blocks up to the deepest state on the device before the restore
     number: int
     host_blocks: list[BlockId]
     arrival: Arrival | None
@@ -39,43 +39,43 @@ class _Restore:
 
 
 class Restores:
-    """Copies boundaries from the host to the device, at most once for each request, even if the copy failed."""
+    """Copy boundaries from the host to the device, at most once per request, even if the copy fails."""
 
     def __init__(self, pair: TierPair, times: AgreedTimes) -> None:
         self._pair = pair
         self._device, self._host = pair.device, pair.host
         self._times = times
         self._of_request: dict[int, _Restore] = {}
-        self._unclaimed: list[_Restore] = []  # of requests that have left; released once they have landed
+        self._unclaimed: list[_Restore] = []  # restores for requests that have left; released when they land
         self._tried: set[int] = set()
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Room on the device of the restores under way."""
+        """Room on the device for running restores."""
         return [restore.arrival for restore in self._all() if restore.arrival is not None]
 
     @property
     def held(self) -> list[list[BlockId]]:
-        """Blocks that landed restores hold on the device until their requests are admitted."""
+        """Device blocks that landed restores hold until their requests are admitted."""
         return [restore.held for restore in self._all()]
 
     @property
     def sources(self) -> list[list[BlockId]]:
-        """Blocks of the host that restores under way read; the last is pinned."""
+        """Host blocks that running restores read; the state of the last is pinned."""
         return [restore.host_blocks for restore in self._all() if restore.host_blocks]
 
     @property
     def takes_room(self) -> bool:
-        """True when requests that wait hold memory of the device."""
+        """True if waiting requests hold device memory."""
         return bool(self._of_request or self._unclaimed)
 
     def awaits(self, request_id: int) -> bool:
-        """Return whether a restore for the request is under way."""
+        """Return whether a restore for the request is running."""
         restore = self._of_request.get(request_id)
         return restore is not None and restore.arrival is not None
 
     def begin(self, prompt: WaitingPrompt, here: Sequence[BlockId]) -> bool:
-        """Begin to restore what pays for a waiting request; return whether a copy was ordered.
+        """Start a restore for a waiting request if it saves time; return whether a copy was queued.
 
         Args:
             here: The prompt's leading blocks that the device has.
@@ -94,7 +94,7 @@ class Restores:
         with ExitStack() as undo:
             self._host.kv.acquire(host_blocks)
             undo.callback(self._host.kv.release, host_blocks)
-            self._host.slots.pin(end)  # before room is made on the device: what leaves there may be written to the host
+            self._host.slots.pin(end)  # before making room: evicted states may be written to the host
             undo.callback(self._host.slots.unpin, end)
             try:
                 arrival = expect(self._device, keys)
@@ -112,7 +112,7 @@ class Restores:
         return True
 
     def claim(self, request_id: int) -> int:
-        """Release the restore of an admitted request; return the blocks that it skips."""
+        """Release the restore of an admitted request; return how many blocks it skips."""
         self._tried.discard(request_id)
         restore = self._of_request.get(request_id)
         self._give_up([request_id])
@@ -124,27 +124,27 @@ class Restores:
         self._give_up([request_id])
 
     def give_up(self, keep: Collection[int] = ()) -> bool:
-        """Release what was restored for waiting requests, except for those in `keep`; return whether there was any."""
+        """Release the restores of waiting requests, except for those in `keep`; return whether there were any."""
         landed = [number for number, restore in self._of_request.items() if restore.held and number not in keep]
         self._give_up(landed)
         return bool(landed)
 
     def flushed(self) -> None:
-        """Release everything: none of it can be found any more."""
+        """Release all restores, because nothing restored can be found any more."""
         self._give_up(list(self._of_request))
         self._tried.clear()
 
     def numbers_under_way(self) -> list[int]:
-        """Return the numbers of the copies of restores that have not ended."""
+        """Return the numbers of the copies that have not ended."""
         return [restore.number for restore in self._all() if restore.arrival is not None]
 
     def _best_depth(self, num_blocks: int, below: Sequence[BlockId], num_here: int, depth_here: int) -> int:
-        """Return how many blocks to have after a restore, so that copying them and computing the rest ends soonest.
+        """Return how many blocks to restore so that copying them and computing the rest takes the least time.
 
         Args:
-            num_blocks: Blocks that the prompt may skip.
-            below: Its leading blocks on the host.
-            num_here, depth_here: Its leading blocks on the device, and those up to its deepest state there.
+            num_blocks: Number of blocks that the prompt may skip.
+            below: Leading blocks of the prompt on the host.
+            num_here, depth_here: Number of leading blocks on the device, and of blocks up to the deepest state there.
         """
         slot_of = self._host.slots.slot_of
         deeper = [depth for depth in range(depth_here + 1, len(below) + 1) if slot_of(below[depth - 1]) is not None]
@@ -175,7 +175,7 @@ class Restores:
         self.release_unawaited()
 
     def release_unawaited(self) -> None:
-        """Release restores that no request awaits. Safe to retry."""
+        """Release restores for which no request waits. Safe to retry."""
         while landed := [restore for restore in self._unclaimed if restore.arrival is None]:
             restore = landed[0]
             if restore.is_pinned:

@@ -12,7 +12,7 @@ from ..slot_copies import load_slots, store_slots
 def causal_conv_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillBatch, ends: Tensor | None = None
 ) -> Tensor:
-    """Torch twin of `causal_conv`; initial windows are read before any write."""
+    """Torch reference for `causal_conv`; initial windows are read before any write."""
     num_tokens, num_rows, d_conv = x.shape[0], rows.initial_slots.shape[0], weight.shape[1]
     if num_rows == 0:
         return torch.zeros_like(x)
@@ -40,7 +40,7 @@ def conv_verify_ref(
     *,
     drafts: DraftInputs | None = None,
 ) -> Tensor:
-    """Torch twin of `conv_verify`."""
+    """Torch reference for `conv_verify`."""
     window_len, dtype = weight.shape[1] - 1, compute_dtype(x)
     tokens = PackedTokens(rows)
     inputs = tokens.gather(x).to(dtype)  # [requests, max_len, conv_dim]
@@ -75,9 +75,7 @@ class _RawInputs:
         self._row_starts = rows.cu_seqlens[:-1].to(torch.int64)
 
     def at(self, positions: Tensor, owner: Tensor) -> Tensor:
-        """Return inputs [n, conv_dim] of requests `owner` [n] at packed `positions` [n], at most a window before the
-        start.
-        """
+        """Return inputs [n, conv_dim] of requests `owner` [n] at packed `positions` [n], windows included."""
         tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
         if self._window_len == 0:
             return tokens

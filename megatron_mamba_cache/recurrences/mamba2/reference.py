@@ -23,10 +23,9 @@ def ssd_scan_ref(
     chunk_size: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Torch twin of `ssd_scan`, by the block decomposition of section 6.
+    """Torch reference for `ssd_scan`, by the block decomposition of section 6.
 
-    Every chunk is padded to `chunk_size`, so its bits depend on its tokens and incoming state alone: a request resumed
-    at a chunk's end, in any packing, continues bit-equal.
+    Every chunk is padded to `chunk_size`, so its bits depend on its tokens and incoming state alone.
     """
     x = tokens.x
     num_tokens, num_chunks = x.shape[0], rows.chunk_requests.shape[0]
@@ -55,7 +54,7 @@ def ssd_scan_ref(
 
 
 def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeBatch) -> Tensor:
-    """Torch twin of `state_verify`: between tokens states have the pool's dtype."""
+    """Torch reference for `state_verify`: between tokens states have the pool's dtype."""
     dtype, heads = compute_dtype(tokens.x), tokens.x.shape[1]
     A, D = weights.decay(dtype), weights.D.to(dtype)
     packed = PackedTokens(rows)
@@ -115,8 +114,7 @@ def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: Quan
 class _ChunkScan:
     """The state-independent terms of a scan's chunks; heads and groups come before tokens.
 
-    Each matmul is of one chunk, on memory of its own: on a CPU its rounding depends on the number of matrices and on
-    their addresses.
+    Each matmul has its own chunk and memory: on a CPU its rounding depends on their number and on addresses.
     """
 
     B: Tensor  # [chunks, groups, chunk_size, d_state], as C

@@ -111,7 +111,7 @@ def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gramma
     for part in parts:
         for word in ("minLength", "maxLength"):
             if word in part and (type(part[word]) is not int or part[word] < 0):
-                raise GrammarError(f"{word} has to be an integer of 0 or more, not {part[word]!r:.50}")
+                raise GrammarError(f"{word} must be an integer of 0 or more, not {part[word]!r:.50}")
         if not all(name is None or name in TYPES for name in _named_types(part)):
             raise GrammarError(f"{part['type']!r:.50} is not a type of JSON Schema; use one of {', '.join(TYPES)}")
     lists = [part.get("enum", [part["const"]] if "const" in part else None) for part in parts]

@@ -14,9 +14,9 @@ from megatron_mamba_cache.server.parsers.call_grammars import calls_grammar
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
 from megatron_mamba_cache.server.parsers.parts import assembled
 from megatron_mamba_cache.server.parsers.xml_call_grammars import CallableTool
+from tests.grammars.client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 from tests.grammars.piece_tokenizer import PieceTokenizer
 from tests.grammars.random_replies import random_reply
-from tests.grammars.test_client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 
 TOKENIZER = PieceTokenizer()
 FAMILIES = ("hermes", "qwen3_coder")
@@ -126,7 +126,7 @@ DEAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
     "no value": ({**TEXT, "enum": ["a", "b"], "pattern": "^c"}, "no value is allowed: no enum value is left"),
     "end of a value": ({**TEXT, "const": "a\n</parameter>\n<parameter=b>\nc"}, "no value is allowed"),
     "no type": ({"type": {"a": 1}, "enum": ["a"]}, "is not a type of JSON Schema"),
-    "word for a length": ({**TEXT, "minLength": "3"}, "minLength has to be an integer of 0 or more"),
+    "word for a length": ({**TEXT, "minLength": "3"}, "minLength must be an integer of 0 or more"),
     "end inside": ({**TEXT, "pattern": "x(a|^b)"}, "`^` or `$` inside"),
 }
 

@@ -77,7 +77,7 @@ def as_right(tile, OPERAND: gl.constexpr):
 
 @gluon.jit
 def as_right_rows(tile, OPERAND: gl.constexpr):
-    """Return a tile [depth, columns], loaded in `left_layout`, as a right operand [depth, columns]; no data moves.
+    """Return a tile [depth, columns], loaded in `left_layout`, as a right operand; no data moves.
 
     With l a lane's three highest bits, column (l, tile) is number (tile, l).
     """
