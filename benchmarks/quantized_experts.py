@@ -38,8 +38,8 @@ TOKENS = (1, 8, 64, 256)
 COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache
 MOST_BATCHES = 32
 BLOCK = 128
-FORMS = {"nano": ("row",), "qwen36-35b": ("block", "row")}
-"""How the experts of a shape are published: a scale per tensor or row, or per block of 128 x 128."""
+FORMS = {"nano": ("row", "nvfp4"), "qwen36-35b": ("block", "row", "nvfp4")}
+"""How experts are published: FP8 with a scale per tensor or row, or per block of 128 x 128; NVFP4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,11 @@ class Bench:
 
     def _random(self, rows: int, columns: int) -> QuantizedMatrix:
         shape: LayerShape = self.shape
+        if self.form == "nvfp4":
+            codes = torch.randint(16, (shape.num_experts, rows, columns), dtype=torch.uint8, device="cuda")
+            scales = torch.rand(shape.num_experts, rows, columns // 16, device="cuda").mul_(400)
+            factors = torch.full((shape.num_experts, rows), 1 / (600 * columns**0.5), device="cuda")
+            return QuantizedMatrix(packed(codes, 4), 4, scales.to(torch.float8_e4m3fn), factors, 1, 16)
         codes = torch.randn(shape.num_experts, rows, columns, device="cuda").mul_(64).to(torch.float8_e4m3fn)
         words, size = packed(codes.view(torch.uint8), 8), 1 / (64 * columns**0.5)
         if self.form == "row":

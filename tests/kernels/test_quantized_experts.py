@@ -18,7 +18,7 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, packed
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.test_grouped_gemm import choice
-from tests.kernels.test_quantized_gemm import ROUNDING
+from tests.kernels.test_quantized_gemm import ROUNDING, fp4_matrix
 
 BLOCKS = pytest.mark.parametrize("blocks", [None, (64, 64)], ids=str)
 
@@ -45,6 +45,18 @@ def test_product_equals_the_reference(
     num_tokens: int, activation: Activation, blocks: tuple[int, int] | None, device: str
 ) -> None:
     weight, x = fp8_experts(3, 128, 96, blocks, device), tokens(num_tokens, 96, device)
+    order = order_by_expert(choice(num_tokens, 2, 3, "random").to(device), 3)
+    with launches_expected(quantized_experts, "_quantized_experts_kernel", of_kernel=True, device=device):
+        found = quantized_grouped_gemm(x, weight, order, top_k=2, activation=activation)
+    expected = grouped_gemm_ref(x.double(), weight.dequantized(torch.float64), order, top_k=2, activation=activation)
+    assert (found.double() - expected).abs().max() <= 2 * ROUNDING * expected.abs().max()
+
+
+@pytest.mark.parametrize("activation", ["none", "gated_silu"])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_product_with_nvfp4_equals_the_reference(num_tokens: int, activation: Activation, device: str) -> None:
+    weight, x = fp4_matrix((3,), 128, 192, 16, device), tokens(num_tokens, 192, device)
+    weight.scales.view(torch.uint8)[:, ::7] = 3  # a subnormal number
     order = order_by_expert(choice(num_tokens, 2, 3, "random").to(device), 3)
     with launches_expected(quantized_experts, "_quantized_experts_kernel", of_kernel=True, device=device):
         found = quantized_grouped_gemm(x, weight, order, top_k=2, activation=activation)

@@ -77,6 +77,17 @@ def test_product_equals_the_reference(
     assert ((found.double() - expected).abs() <= ROUNDING * expected.abs() + 1e-6 * magnitude).all()
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_product_with_nvfp4_equals_the_reference(num_tokens: int, parts: int, device: str) -> None:
+    weight, x = fp4_matrix((), 100, 576, 16, device), tokens(num_tokens, 576, device)
+    tiles = FewTokenTiles(16 if num_tokens == 1 else 32, 64, 64, parts)
+    with launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=True, device=device):
+        found = multiply_few_tokens(x, weight, counters(weight), tiles=tiles)
+    expected = multiply_ref(x.double(), weight)
+    assert (found.double() - expected).abs().max() <= 2 * ROUNDING * expected.abs().max()
+
+
 def _rest(weight: QuantizedMatrix) -> tuple[Tensor | None, Tensor | None, int, int]:
     return weight.scales, weight.factors, weight.block_rows, weight.block_columns
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..activations import Activation
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
-from ..quantized.code_tiles import sum_inputs
-from ..quantized.few_token_gemm import MOST_WORDS, has_kernel
+from ..quantized.code_tiles import sum_inputs, sum_nvfp4_inputs
+from ..quantized.few_token_gemm import has_kernel, scales_of_kernel, words_of_tile
 from ..quantized.quantized_matrix import RUN, QuantizedMatrix
 from .expert_order import order_by_expert
 from .grouped_gemm import tile_of
@@ -26,6 +26,9 @@ from .weighted_sum import weighted_sum
 
 _MOST_MEAN_ROWS = 64
 """Of an expert; with more, dequantizing all weights before a GEMM of many rows takes less time."""
+
+_FEW_PROGRAMS = 4 * 132
+"""Up to which each needs more codes in flight to keep an H200's memory busy."""
 
 
 @triton.jit
@@ -40,6 +43,7 @@ def _quantized_experts_kernel(
     x_stride,
     DIVISOR: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    BITS: tl.constexpr,
     LENGTH: tl.constexpr,
     GRID_COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -58,35 +62,36 @@ def _quantized_experts_kernel(
     await_inputs(OVERLAPS)
     IS_GATED: tl.constexpr = ACTIVATION == "gated_silu"
     OF_EXPERT: tl.constexpr = (2 if IS_GATED else 1) * OUTPUTS
-    ROWS: tl.constexpr = NUM_EXPERTS * OF_EXPERT
+    NUM_OUTPUTS: tl.constexpr = WIDTH // 2 if IS_GATED else WIDTH  # of a tile, which has their gates too
     expert, first, last = tile_of(starts, tl.program_id(1), NUM_EXPERTS, EXPERTS, TILE)
     if first >= last:
         return
-    row, column = first + tl.arange(0, TILE), tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    row, first_output = first + tl.arange(0, TILE), tl.program_id(0) * NUM_OUTPUTS
     is_row = row < last
     # Rows of x are tokens, or pairs in the order of experts.
     source = tl.load(pairs + row, mask=is_row, other=0) // DIVISOR if DIVISOR > 0 else tl.where(is_row, row, first)
-    weights = expert * OF_EXPERT + tl.program_id(0) * WIDTH
-    total = sum_inputs(
-        x, words, scales, weights, source, x_stride, 0, LENGTH,
-        ROWS, LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, RUN, TILE, WIDTH, DEPTH, False,
-    )  # fmt: skip
-    own = expert * OF_EXPERT + tl.minimum(column, OUTPUTS - 1)
+    weight = tl.arange(0, WIDTH)
+    weight = weight // NUM_OUTPUTS * OUTPUTS + tl.minimum(first_output + weight % NUM_OUTPUTS, OUTPUTS - 1)
+    weight += expert * OF_EXPERT
+    IS_UNIFORM: tl.constexpr = not IS_GATED and BLOCK_ROWS % WIDTH == 0
+    if BITS == 4:
+        total = sum_nvfp4_inputs(x, words, scales, weight, source, x_stride, 0, LENGTH, LENGTH, RUN, TILE, WIDTH, DEPTH)
+    else:
+        total = sum_inputs(
+            x, words, scales, weight, expert * OF_EXPERT + first_output if IS_UNIFORM else weight, source, x_stride,
+            0, LENGTH, LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, RUN, TILE, WIDTH, DEPTH, False,
+        )  # fmt: skip
     if HAS_FACTORS:
-        total *= tl.load(factors + own)[:, None]
+        total *= tl.load(factors + weight)[:, None]
     if ACTIVATION == "squared_relu":
         total = tl.maximum(total, 0, propagate_nan=tl.PropagateNan.ALL)
         total = total * total
     if IS_GATED:
-        others = sum_inputs(
-            x, words, scales, weights + OUTPUTS, source, x_stride, 0, LENGTH,
-            ROWS, LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, RUN, TILE, WIDTH, DEPTH, False,
-        )  # fmt: skip
-        if HAS_FACTORS:
-            others *= tl.load(factors + OUTPUTS + own)[:, None]
-        total = total / (1 + tl.exp(-total)) * others
-    pointers = out + row.to(tl.int64)[None, :] * OUTPUTS + column[:, None]
-    tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[None, :] & (column < OUTPUTS)[:, None])
+        gate, other = tl.split(tl.permute(tl.reshape(total, [2, NUM_OUTPUTS, TILE]), [1, 2, 0]))
+        total = gate / (1 + tl.exp(-gate)) * other
+    output = first_output + tl.arange(0, NUM_OUTPUTS)
+    pointers = out + row.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[None, :] & (output < OUTPUTS)[:, None])
 
 
 def can_multiply_quantized(x: Tensor, num_pairs: int, *weights: QuantizedMatrix | Tensor) -> bool:
@@ -126,11 +131,11 @@ def quantized_grouped_gemm(
     if out.numel() == 0:
         return out
     tile, width, words = _tile_sizes(weight, num_rows / num_experts)
-    most_tiles = min(num_rows, num_experts + num_rows // tile)
-    _quantized_experts_kernel[(triton.cdiv(outputs, width), most_tiles)](
+    num_tiles, most_tiles = triton.cdiv(rows, width), min(num_rows, num_experts + num_rows // tile)
+    _quantized_experts_kernel[(num_tiles, most_tiles)](
         x=x,
         words=weight.words,
-        scales=x if weight.scales is None else weight.scales,
+        scales=x if weight.scales is None else scales_of_kernel(weight),
         factors=x if weight.factors is None else weight.factors,
         pairs=order.pairs,
         starts=order.starts,
@@ -138,7 +143,8 @@ def quantized_grouped_gemm(
         x_stride=x.stride(0),
         DIVISOR=top_k or 0,
         OUTPUTS=outputs,
-        LENGTH=columns // 2,
+        BITS=weight.code_bits,
+        LENGTH=weight.words.shape[2],
         GRID_COLUMNS=0 if weight.scales is None else weight.scales.shape[2],
         BLOCK_ROWS=weight.block_rows,
         BLOCK_COLUMNS=weight.block_columns,
@@ -151,7 +157,7 @@ def quantized_grouped_gemm(
         WIDTH=width,
         DEPTH=words,
         num_warps=4,
-        num_stages=4,
+        num_stages=8 if tile == 16 and num_tiles * most_tiles < _FEW_PROGRAMS else 4,
         enable_fp_fusion=True,
         **overlapping(x.device),
     )
@@ -160,7 +166,7 @@ def quantized_grouped_gemm(
 
 def _tile_sizes(weight: QuantizedMatrix, mean_rows: float) -> tuple[int, int, int]:
     """Return rows, outputs and words of a tile."""
-    words = MOST_WORDS if weight.scales is None else min(MOST_WORDS, weight.block_columns // 2)
+    words = words_of_tile(weight)
     return (16, 64, words) if mean_rows <= 16 else (32, 128, words) if mean_rows <= 32 else (64, 128, words)
 
 

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from ..reference import compute_dtype
-from .code_tiles import sum_inputs
+from .code_tiles import sum_inputs, sum_nvfp4_inputs
 from .quantized_matrix import RUN, QuantizedMatrix
 
 MOST_TOKENS = 64
@@ -40,6 +40,7 @@ def _few_tokens_kernel(
     out_stride,
     num_tokens,
     ROWS: tl.constexpr,
+    BITS: tl.constexpr,
     LENGTH: tl.constexpr,
     GRID_COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -60,14 +61,19 @@ def _few_tokens_kernel(
     first, column = tile * WIDTH, tile * WIDTH + tl.arange(0, WIDTH)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     begin, end = part * STEPS // PARTS * DEPTH, (part + 1) * STEPS // PARTS * DEPTH
-    total = sum_inputs(
-        x, words, scales, first, tl.minimum(token, num_tokens - 1), x_stride, begin, end,
-        ROWS, LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, RUN, TILE, WIDTH, DEPTH, BOXES,
+    row, source = tl.minimum(column, ROWS - 1), tl.minimum(token, num_tokens - 1)
+    if BITS == 4:
+        total = sum_nvfp4_inputs(x, words, scales, row, source, x_stride, begin, end, LENGTH, RUN, TILE, WIDTH, DEPTH)
+    else:
+        total = sum_inputs(
+            x, words, scales, first if BOXES else row, first if BLOCK_ROWS % WIDTH == 0 else row,
+            source, x_stride, begin, end,
+            LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, RUN, TILE, WIDTH, DEPTH, BOXES,
     )  # fmt: skip
     is_stored = (column < ROWS)[:, None] & (token < num_tokens)[None, :]
     pointers = out + token.to(tl.int64)[None, :] * out_stride + column[:, None]
     if HAS_FACTORS:
-        factor = tl.load(factors + tl.minimum(column, ROWS - 1))
+        factor = tl.load(factors + row)
     if PARTS == 1:
         if HAS_FACTORS:
             total *= factor[:, None]
@@ -112,9 +118,21 @@ def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> FewTokenTiles:
     """Return the tiles for a number of tokens; the same up to 16, up to 32 and up to 64 of them."""
     rows, columns = weight.shape
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    words = MOST_WORDS if weight.scales is None else min(MOST_WORDS, weight.block_columns // 2)
-    outputs = 64 if tokens == 16 else 128
-    return FewTokenTiles(tokens, outputs, words, _parts(-(-rows // outputs), -(-columns // (2 * words))))
+    words, outputs = words_of_tile(weight), 64 if tokens == 16 else 128
+    num_steps = -(-columns * weight.code_bits // (16 * words))
+    return FewTokenTiles(tokens, outputs, words, _parts(-(-rows // outputs), num_steps))
+
+
+def words_of_tile(weight: QuantizedMatrix) -> int:
+    """Return how many words of each row a tile has: of one block, if FP8 has blocks."""
+    has_blocks = weight.code_bits == 8 and weight.scales is not None
+    return min(MOST_WORDS, weight.block_columns // 2) if has_blocks else MOST_WORDS
+
+
+def scales_of_kernel(weight: QuantizedMatrix) -> Tensor:
+    """Return the scales as kernels read them: the four of a run of FP4 codes as an integer."""
+    assert weight.scales is not None
+    return weight.scales.view(torch.int32) if weight.code_bits == 4 else weight.scales
 
 
 _PROGRAMS = 4 * 132
@@ -143,13 +161,15 @@ def can_multiply_few_tokens(x: Tensor, weight: QuantizedMatrix) -> bool:
 
 
 def has_kernel(weight: QuantizedMatrix) -> bool:
-    """Return True if kernels read a weight as FP8 codes, and a tile of words has one scale for each row."""
-    if weight.code_bits != 8 or not weight.words.is_contiguous():
+    """Return True if kernels read a weight as codes: NVFP4, and FP8 if a tile of words has one scale for each row."""
+    if not weight.words.is_contiguous() or (weight.scales is not None and not weight.scales.is_contiguous()):
         return False
+    if weight.code_bits == 4:
+        return weight.scales is not None and weight.scales.dtype is torch.float8_e4m3fn
     if weight.scales is None:
         return True
     is_divided = weight.block_columns % (2 * MOST_WORDS) == 0 or weight.block_columns in (2 * RUN, 4 * RUN)
-    return is_divided and weight.scales.dtype is torch.float32 and weight.scales.is_contiguous()
+    return is_divided and weight.scales.dtype is torch.float32
 
 
 def num_counters(weight: QuantizedMatrix) -> int:
@@ -189,18 +209,18 @@ def multiply_few_tokens(
         return multiply_ref(x, weight) if out is None else out.copy_(multiply_ref(x, weight))
     if not can_multiply_few_tokens(x, weight) or x.stride(1) != 1 or len(counters) < num_counters(weight):
         raise ValueError(
-            f"need 1 to {MOST_TOKENS} bf16 tokens, an FP8 weight with fp32 scales and {num_counters(weight)} counters, "
+            f"need 1 to {MOST_TOKENS} bf16 tokens, an FP8 or NVFP4 weight and {num_counters(weight)} counters, "
             f"found {tuple(x.shape)} {x.dtype}, {weight.code_bits}-bit codes and {len(counters)}"
         )
     tiles = tiles or choose_tiles(weight, len(x))
-    (rows, columns), num_tokens = weight.shape, len(x)
+    rows, num_tokens = weight.shape[0], len(x)
     out = torch.empty(num_tokens, rows, dtype=x.dtype, device=x.device) if out is None else out
     of_parts = (tiles.parts, num_tokens, rows) if tiles.parts > 1 else (1,)
     box, num_tiles = [tiles.outputs, tiles.words], triton.cdiv(rows, tiles.outputs)
     _few_tokens_kernel[(num_tiles * tiles.parts, triton.cdiv(num_tokens, tiles.tokens))](
         x=x,
         words=TensorDescriptor.from_tensor(weight.words, box) if tiles.loads_boxes else weight.words,
-        scales=x if weight.scales is None else weight.scales,
+        scales=x if weight.scales is None else scales_of_kernel(weight),
         factors=x if weight.factors is None else weight.factors,
         out=out,
         parts=torch.empty(of_parts, dtype=torch.float32, device=x.device),
@@ -209,7 +229,8 @@ def multiply_few_tokens(
         out_stride=out.stride(0),
         num_tokens=num_tokens,
         ROWS=rows,
-        LENGTH=columns // 2,
+        BITS=weight.code_bits,
+        LENGTH=weight.words.shape[1],
         GRID_COLUMNS=0 if weight.scales is None else weight.scales.shape[1],
         BLOCK_ROWS=weight.block_rows,
         BLOCK_COLUMNS=weight.block_columns,
