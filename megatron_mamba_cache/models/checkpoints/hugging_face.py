@@ -118,12 +118,14 @@ class LoadedModel:
 
     Args:
         quantized: What was quantized in the files, for a line at start-up; empty if nothing was.
+        num_kept: Tensors of those that stay quantized in memory.
     """
 
     model: MambaModel
     architecture: HybridArchitecture
     directory: Path
     quantized: str = ""
+    num_kept: int = 0
 
 
 def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
@@ -172,7 +174,7 @@ def load_hugging_face(
     filling.fill()
     if unfilled := filling.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
-    return LoadedModel(filling.model, architecture, directory, files.quantized_summary(placements))
+    return LoadedModel(filling.model, architecture, directory, files.quantized_summary(placements), filling.num_kept)
 
 
 def _directory_of(source: str | Path) -> Path:

@@ -23,6 +23,7 @@ class ModelFilling:
 
     Attributes:
         model: Undefined until `fill` has returned.
+        num_kept: Quantized tensors of the files that stay quantized.
 
     Raises:
         ValueError: As `build_hybrid_model`.
@@ -55,6 +56,7 @@ class ModelFilling:
         kept = {name for name in placements if self._quantized is not None and self._quantized.takes(name)}
         others = {name: placed for name, placed in placements.items() if name not in kept}
         self._others = ModelFiller(self.model, others, tensor_ranks.rank, tensor_ranks.size, local_name)
+        self.num_kept = sum(name in formats for name in kept)
         self._kept, self._wanted = kept, kept | {name for name in others if self._others.wants(name)}
 
     def fill(self) -> None:
