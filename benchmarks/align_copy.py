@@ -1,4 +1,4 @@
-"""How close does the align copy come to a plain copy of the same bytes, and what does it cost when nothing moves?
+"""Compare the align copy with a plain copy of the same bytes, and measure its cost if nothing moves.
 
     PYTHONPATH=. python3 benchmarks/align_copy.py [--json FILE] [--sweep]
 
@@ -101,7 +101,7 @@ class Bench:
                 raise RuntimeError(f"{self.model.name}: slot {target} is not a copy of slot {source}")
 
     def _step(self, num_rows: int, num_copying: int, first: int) -> AlignBatch:
-        """Return rows of which every n-th reaches a boundary with its first draft; the others stop short of one."""
+        """Return requests of which every n-th reaches a boundary with its first draft; the others stop short of one."""
         row = torch.arange(num_rows, dtype=torch.int32, device="cuda")
         period = num_rows // num_copying if num_copying else num_rows + 1
         copies = (row % period == 0) & (row // period < num_copying) if num_copying else torch.zeros_like(row).bool()

@@ -1,4 +1,4 @@
-"""How fast are the attention backends, the KV append and a layer's norms, compared to the card's limits?
+"""Compare attention backends, the KV append and a layer's norms with the GPU's limits.
 
     PYTHONPATH=. python3 benchmarks/attention.py [--shape NAME] [--json FILE]
 
@@ -6,7 +6,7 @@ Each figure is the median time of a launch inside a CUDA graph of many, bf16. By
 and write, and a memcpy reads and writes as many in total, measured up to 384 MiB read and scaled by bytes beyond that.
 FLOPs are those of the scores inside the causal mask. The host's plan of a step is timed separately, for all layers.
 Of Qwen's shapes, whose heads are normed and rotated and have gates, the launch that does so is compared with the plain
-append of the same heads, and both it and that of the gate with their twins.
+append of the same heads, and both it and that of the gate with their references.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm, gated
 BLOCK_SIZE = 256
 TOKENS = (64, 320, 4096)
 HEADS = {"8b": (32, 8, 128), "qwen36-27b": (24, 4, 256), "qwen36-35b": (16, 2, 256)}
-"""Heads of queries and of keys, and channels of a head; Qwen3-Next's are those of the 35B."""
+"""Heads of queries and of keys, and channels of a head; Qwen3-Next's are those of the 35B model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def attention_flops(case: Case, shape: AttentionShape) -> float:
 
 
 def rows_of(case: Case, device: str) -> AttentionRows:
-    """Return the rows of a case over blocks in random order."""
+    """Return the requests of a case over blocks in random order."""
     num_blocks = -(-case.kv_len // BLOCK_SIZE)
     table = torch.randperm(case.num_rows * num_blocks).to(torch.int32).view(case.num_rows, num_blocks)
     lengths = [case.query_len] * case.num_rows
@@ -122,7 +122,7 @@ def rows_of(case: Case, device: str) -> AttentionRows:
 
 
 def shape_of(name: str, device: torch.device) -> AttentionShape:
-    """Return the shape of some `HEADS` in bf16."""
+    """Return the shape of an entry of `HEADS` in bf16."""
     num_heads, num_kv_heads, head_dim = HEADS[name]
     return AttentionShape(num_heads, num_kv_heads, head_dim, BLOCK_SIZE, head_dim**-0.5, torch.bfloat16, device)
 
@@ -176,7 +176,7 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def measure_token_kernels(tokens: Sequence[int] = TOKENS) -> list[Figure]:
-    """Measure the KV append and the norms, and their twins; inputs rotate through copies, so that none are in L2."""
+    """Measure the KV append, the norms, and their references; inputs rotate through copies, so that none are in L2."""
     figures = []
     for num_tokens in tokens:
         figures += _measure_gated_norm("8B", num_tokens, channels=8192, group_size=1024)
@@ -250,7 +250,7 @@ def measure_gated_heads(shape: AttentionShape, tokens: Sequence[int] = (1, *TOKE
 
 
 class GatedHeads:
-    """Joint projections [q | gate | k | v] by KV head, and what norms and rotates them."""
+    """Joint projections [q | gate | k | v] by KV head, and their norms and rotation."""
 
     def __init__(self, shape: AttentionShape, num_tokens: int) -> None:
         device, dim = shape.device, shape.head_dim

@@ -1,4 +1,4 @@
-"""A Gluon kernel with only two groups of warps: what compute-sanitizer reports about it is due to Triton.
+"""A Gluon kernel with only two groups of warps, to show that compute-sanitizer's reports about it are due to Triton.
 
     compute-sanitizer --tool racecheck python3 benchmarks/bare_warp_groups.py [--waits]
 
@@ -42,7 +42,7 @@ def write_in_two_groups(num_programs: int, rounds: int) -> Tensor:
 
 
 def main() -> None:
-    """Run it and check what it wrote."""
+    """Run it and check its output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--waits", action="store_true", help="let the warps of a group wait for each other")
     out = write_in_two_groups(64, ROUNDS if parser.parse_args().waits else 0).cpu()

@@ -34,7 +34,7 @@ PROMPT_TOKENS = 131_072
 CHAIN_DEPTH = 32
 BLOCK_SIZE = 256
 BLOCKS_PER_SLAB = 24
-"""Of an 8B hybrid: a slab holds as many blocks, or a state."""
+"""Of an 8B hybrid: a slab holds this many blocks, or one state."""
 STATE_LEN = 6_287.0
 SPACES = ("split", "slabs")
 NUM_ROUNDS = 3
@@ -80,7 +80,7 @@ class Setting:
         return ("" if self.rule == "lru" else f", {self.rule}-aware") + ("" if self.space == "split" else ", slabs")
 
     def room_for(self, num_blocks: int, num_states: int) -> CacheSpace:
-        """Return a space that as many blocks and states fill."""
+        """Return a space that this many blocks and states fill."""
         if self.space == "split":
             return SplitSpace(num_blocks, num_states)
         return SlabSpace(-(-num_blocks // BLOCKS_PER_SLAB) + num_states, BLOCKS_PER_SLAB, 1)
@@ -191,7 +191,7 @@ def hit_round_trip(num_blocks: int, setting: Setting) -> Figure:
 
 
 def whole_life(num_blocks: int, setting: Setting, depth: int) -> Figure:
-    """Time all calls for a request with a text of its own, in full pools of such texts, last used in random order."""
+    """Time all calls for a request with its own text, in full pools of such texts, last used in random order."""
     pools, _ = _full_pools(num_blocks, depth, setting)
     samples, stamps = [], count(10**9)
     for number in range(max(4_000 // depth, 300)):
@@ -208,7 +208,7 @@ def whole_life(num_blocks: int, setting: Setting, depth: int) -> Figure:
 
 
 def evicting_take_live(num_slots: int, setting: Setting) -> Figure:
-    """Time take_live when every slot holds a cached state, last used in random order, each after a block of its own."""
+    """Time take_live when every slot holds a cached state, last used in random order, each after its own block."""
     pools, _ = _full_pools(num_slots, 1, setting)
     stamps, samples = count(10**9), []
     for number in range(4_000):
@@ -279,7 +279,7 @@ def _row(figure: Figure, before: Mapping[tuple[str, int], float]) -> str:
 
 
 def _cost_before(figure: Figure, before: Mapping[tuple[str, int], float]) -> float | None:
-    """Return what the same took before: of an eviction, that of a block and of its share of a state."""
+    """Return the earlier cost of the same: of an eviction, that of a block and of its share of a state."""
     name, size = figure.operation.removesuffix(", slabs"), figure.size
     suffix = ", cost-aware" if name.endswith(", cost-aware") else ""
     state = before.get((f"take_live, evicting{suffix}", size))
@@ -371,7 +371,7 @@ def _register(pool: KVBlockPool, blocks: list[BlockId], keys: list[BlockKey]) ->
 
 
 def _tokens(number: int, depth: int) -> int:
-    """Return the tokens up to a chain's state; states after one block have various numbers of them."""
+    """Return the tokens up to a chain's state; states after one block have different numbers of them."""
     return BLOCK_SIZE * (depth if depth > 1 else 1 + number % 16)
 
 

@@ -135,7 +135,7 @@ def measure(sides: Sequence[Side], case: Case) -> dict[tuple[str, str], float]:
 
 
 def serve(side: Side, keys: Sequence[Any], num_tokens: int) -> tuple[list[int], int, int]:
-    """Serve a request with a text of its own; return its blocks and the nanoseconds of take and keep."""
+    """Serve a request with its own text; return its blocks and the nanoseconds of take and keep."""
     kv, slots, parent = side.kv, side.slots, None
     start = perf_counter_ns()
     blocks = kv.allocate(len(keys))
@@ -152,7 +152,7 @@ def serve(side: Side, keys: Sequence[Any], num_tokens: int) -> tuple[list[int], 
 
 
 def hit(side: Side, blocks: Sequence[int]) -> int:
-    """Serve a request whose text is cached, but for its slot and new blocks; return the nanoseconds."""
+    """Serve a request whose text is cached, except for its slot and new blocks; return the nanoseconds."""
     kv, slots = side.kv, side.slots
     start = perf_counter_ns()
     kv.acquire(blocks)
@@ -186,12 +186,12 @@ def _meaning() -> str:
 
 
 def _num_tokens(number: int, case: Case) -> int:
-    """Return the tokens up to a text's state; those of one block have various numbers of them."""
+    """Return the tokens up to a text's state; texts of one block have different numbers of them."""
     return BLOCK_SIZE * (case.text_len if case.text_len > 1 else 1 + number % 16)
 
 
 def _module_of(tree: Path, name: str) -> ModuleType:
-    """Import a module of the policy in a tree, and leave this one's where they are."""
+    """Import a module of the policy in a tree, next to our own."""
     ours = {loaded: sys.modules.pop(loaded) for loaded in list(sys.modules) if loaded.split(".")[0] == PACKAGE}
     sys.path.insert(0, str(tree))
     try:

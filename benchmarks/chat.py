@@ -61,7 +61,7 @@ class StepsOfAKind:
 
     @staticmethod
     def of(steps: Sequence[tuple[int, float]]) -> "StepsOfAKind":
-        """Summarise steps, each its tokens and seconds."""
+        """Summarize steps, each given by its tokens and seconds."""
         if not steps:
             return StepsOfAKind(0, 0.0, 0.0)
         return StepsOfAKind(len(steps), mean(tokens for tokens, _ in steps), 1e3 * mean(s for _, s in steps))
@@ -83,7 +83,7 @@ class ChatFigures:
 
 
 class WatchedEngine:
-    """An engine that notes each step's kind, tokens and seconds."""
+    """An engine that records each step's kind, tokens and seconds."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -119,7 +119,7 @@ def conversations_of(chat: Chat, vocab_size: int, seed: int) -> list[Conversatio
 
 
 def serve(model: Any, shape: ServedShape, chat: Chat, graph_tokens: int, max_tokens: int) -> ChatFigures:
-    """Serve the load with one engine, after a load of other tokens."""
+    """Serve the load with one engine, after a warmup load of other tokens."""
     shape = replace(shape, max_tokens=max_tokens, prefill_graph_tokens=graph_tokens)
     with serving_engine(model, shape, MODES["full"]) as engine:
         OpenLoop(engine, conversations_of(replace(chat, turns=1), shape.vocab_size, seed=1)).run()
@@ -141,7 +141,7 @@ def _first_token_s(turns: Sequence[ServedTurn]) -> list[float]:
 
 
 def table(found: Sequence[ChatFigures]) -> str:
-    """Return the figures as Markdown: a line an engine."""
+    """Return the figures as Markdown: a line per engine."""
     lines = [
         "| prompt tokens of a graph | tokens of a step | ms a token | ms to first token | from the second turn on "
         "| seconds in all | decode steps: number, ms | mixed in graphs: number, tokens, ms | mixed, eager |",

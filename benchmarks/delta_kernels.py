@@ -1,4 +1,4 @@
-"""How fast and how exact are the kernels of Gated DeltaNet, compared with fla-core and FlashInfer?
+"""Compare the speed and accuracy of Gated DeltaNet's kernels with fla-core and FlashInfer.
 
     PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only SECTION ...] [--layers NAME ...] [--sweep]
 
@@ -6,7 +6,7 @@ bf16 tokens, float32 states. Each time is the median of a launch inside a CUDA g
 are larger than the L2 cache, and successive decode steps use different slots, a GiB in total. Prompts: our op with its
 two kernels, and each alone; peers are given gates and write strengths that are computed already. Decode: the ratio is
 the time of a plain copy that reads and writes the states' bytes, over the kernel's. Errors are relative to the largest
-output of the twin in float64, over 4,096 tokens.
+output of the reference in float64, over 4,096 tokens.
 """
 
 import argparse
@@ -74,7 +74,7 @@ SWEPT_PROMPTS, SWEPT_DECODES = ("1 x 4k", "8 x 4k", "1 x 32k"), ((1, 0), (1, 3),
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured case: microseconds, or a relative error; the copy's microseconds where one is compared."""
+    """One measured case: microseconds, or a relative error; the copy's microseconds if one is compared."""
 
     layer: str
     case: str
@@ -84,7 +84,7 @@ class Figure:
 
 
 def random_tokens(heads: tuple[int, int], num_tokens: int, device: str = "cuda") -> DeltaTokens:
-    """Return bf16 tokens that are slices of a convolution's output, and gates of a projection's."""
+    """Return bf16 tokens that are slices of a convolution's output, and gates that are slices of a projection's."""
     key_heads, value_heads = heads
     of_keys = key_heads * DIM
     qkv = torch.empty(num_tokens, 2 * of_keys + value_heads * DIM, device=device, dtype=torch.bfloat16).normal_()
@@ -94,7 +94,7 @@ def random_tokens(heads: tuple[int, int], num_tokens: int, device: str = "cuda")
 
 
 def random_gates(heads: tuple[int, int], device: str = "cuda") -> GateWeights:
-    """Return gates as models are initialized: A from 0 to 16, time steps from 0.001 to 0.1."""
+    """Return gates of a newly initialized model: A from 0 to 16, time steps from 0.001 to 0.1."""
     A_log = torch.log(16 * torch.rand(heads[1], device=device) + 1e-3)
     return GateWeights(A_log, torch.log(torch.expm1(10 ** (-3 + 2 * torch.rand(heads[1], device=device)))))
 
@@ -144,7 +144,7 @@ def peer_prompts(peer: Peer, tokens: DeltaTokens, gates: GateWeights, lengths: S
 
 
 def measured(layer: str, case: str, form: str, launches: Sequence[Launch], guess_us: float) -> Iterator[Figure]:
-    """Yield the time of a launch; print why there is none if it fails."""
+    """Yield the time of a launch; print the reason if it fails."""
     try:
         yield Figure(layer, case, form, launch_us(launches, guess_us))
     except Exception as error:  # a peer that does not run here is no reason to stop
@@ -180,7 +180,7 @@ def measure_prompts(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fi
 
 
 def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda") -> DecodeBatch:
-    """Return rows of 1 + `num_drafts` tokens with slots unique to step `number`."""
+    """Return requests of 1 + `num_drafts` tokens with slots unique to step `number`."""
     num_columns = 1 + num_drafts
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
@@ -189,7 +189,7 @@ def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda
 
 
 class DecodeBench:
-    """One layer's states, in slots of their own for each of many steps, and the tokens of a step."""
+    """One layer's states, in separate slots for each of many steps, and the tokens of a step."""
 
     def __init__(self, layer: str, requests: int, num_drafts: int, device: str = "cuda") -> None:
         state_bytes = LAYERS[layer][1] * DIM * DIM * 4
@@ -261,7 +261,7 @@ def _named(tiling: ScanTiling | VerifyTiling) -> str:
 
 
 def scanned(tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the last state of one row whose tokens are cast to a dtype."""
+    """Return the outputs and the last state of one request whose tokens are cast to a dtype."""
     # b keeps its dtype, to which its sigmoid is rounded.
     cast = replace(tokens, **{name: getattr(tokens, name).to(dtype) for name in ("q", "k", "v", "a")})
     of_states = torch.float64 if dtype == torch.float64 else torch.float32
@@ -293,7 +293,7 @@ def measure_errors(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fig
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown, a line a layer and case."""
+    """Return the figures as Markdown, a line per layer and case."""
     forms = list(dict.fromkeys(figure.form for figure in figures))
     found = {(figure.layer, figure.case, figure.form): figure for figure in figures}
     lines = [f"| layer | case | {' | '.join(forms)} |", "|---|---|" + "---:|" * len(forms)]

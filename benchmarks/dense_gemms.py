@@ -1,4 +1,4 @@
-"""How long do the dense matrix products of a model take, by the number of tokens of a step?
+"""Measure the dense GEMMs of a model by the number of tokens of a step.
 
     PYTHONPATH=. python3 benchmarks/dense_gemms.py [--shape NAME] [--json FILE]
 
@@ -29,7 +29,7 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """All dense products of a number of tokens, and their FLOPs."""
+    """All dense GEMMs of a number of tokens, and their FLOPs."""
 
     num_tokens: int
     us: float
@@ -42,7 +42,7 @@ class Products:
 
 
 class DenseGemms:
-    """The products of some tokens with weights [outputs, inputs], into memory of its own.
+    """The GEMMs of some tokens with weights [outputs, inputs], into their own memory.
 
     Attributes:
         inputs, outputs: [tokens, width] by width.
@@ -70,7 +70,7 @@ def dense_weights(model: Any) -> list[Tensor]:
 
 
 def measure(weights: Sequence[Tensor], counts: Sequence[int]) -> list[Products]:
-    """Measure the products of each number of tokens, in turn, so that drift affects all."""
+    """Measure the GEMMs of each number of tokens, in turn, so that drift affects all."""
     num_weights = sum(weight.numel() for weight in weights)
     variants = [[DenseGemms(weights, count)] for count in counts]
     times = interleaved_us(variants, sum(weight.nbytes for weight in weights) / 3e6, NUM_ROUNDS)

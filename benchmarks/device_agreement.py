@@ -1,4 +1,4 @@
-"""Does the example write the same tokens on a GPU as on a CPU?
+"""Check that the example writes the same tokens on a GPU as on a CPU.
 
 Runs examples/generate.py in fp32 once on each device, greedily, with the random model, the model that ships, and the
 latter with drafts, and compares the tokens of every request. Where two differ, a float64 model that shares no code with
@@ -51,7 +51,7 @@ def run_example(device: str, own_flags: list[str]) -> dict[str, Any]:
 
 
 def compare(cpu: dict[str, Any], cuda: dict[str, Any], *, is_random: bool) -> dict[str, Any]:
-    """Return what was compared and which requests differ by more than the margin explains."""
+    """Return the comparison, and the requests that differ by more than the margin explains."""
     pairs = list(zip(cpu["requests"], cuda["requests"], strict=True))
     unequal = [pair for pair in pairs if pair[0]["generated_tokens"] != pair[1]["generated_tokens"]]
     oracle = _oracle(is_random=is_random) if unequal else None

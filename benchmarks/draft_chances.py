@@ -37,7 +37,7 @@ RUN_LENGTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ChanceSpeeds:
-    """How fast some rows decode with drafts that are right with some chance."""
+    """Decoding speed of some requests with drafts of a given accuracy."""
 
     num_rows: int
     chance: float
@@ -49,7 +49,7 @@ class ChanceSpeeds:
 def chance_speeds(
     model: Any, shape: ServedShape, row_counts: Sequence[int], chances: Sequence[float]
 ) -> Iterator[ChanceSpeeds]:
-    """Measure a model, which gets `make_sure` weights, with each number of rows, and yield what was found so far."""
+    """Measure a model with `make_sure` weights with each number of requests, and yield the results so far."""
     make_sure(model)
     for rows in row_counts:
         yield from _speeds(model, shape, rows, chances)

@@ -34,7 +34,7 @@ DRAFT_MEMORY = {"state_gb": 2.0, "kv_gb": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class RowSpeeds:
-    """How fast some rows decode with each drafter, by its name."""
+    """Decoding speed of some requests with each drafter, by its name."""
 
     num_rows: int
     speeds: dict[str, DraftSpeed]

@@ -1,4 +1,4 @@
-"""Do an engine's cached and uncached logits agree as well as those of two uncached runs, and how fast is it?
+"""Compare cached and uncached logits of an engine with those of two uncached runs, and measure its speed.
 
     PYTHONPATH=. python3 benchmarks/engine_8b.py [--shape NAME] [--json FILE]
 
@@ -44,12 +44,12 @@ from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 
 SLACK = 1.1
-"""By which what is compared with a few random differences may exceed the largest of them."""
+"""Factor by which a value may exceed the largest of a few random differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A bf16 model, what the fp32 one's configuration says of its layers, and the requests of both."""
+    """A bf16 model, the fp32 one's layers, and the requests of both."""
 
     shape: Shape
     fp32_layers: dict[str, Any]
@@ -152,7 +152,7 @@ def config_of(scale: Scale, *, prefix_caching: bool, max_tokens: int = 8192, kv_
 
 
 def compare_logits(scale: Scale, model: Any) -> dict[str, Any]:
-    """Serve the requests in every way; return the differences and whether the cached ones are no larger."""
+    """Serve the requests in every way; return the differences, and True if the cached ones are no larger."""
     with_cache, without = config_of(scale, prefix_caching=True), config_of(scale, prefix_caching=False)
     small_steps = config_of(scale, prefix_caching=False, max_tokens=scale.workload.small_step)
     cached, prompts = serve_cached(model, with_cache, scale.workload)
@@ -185,7 +185,7 @@ def compare_logits(scale: Scale, model: Any) -> dict[str, Any]:
 
 
 def are_no_larger(cached: Sequence[Difference], uncached: Sequence[Difference]) -> bool:
-    """Return whether cached runs' median and largest differences are at most SLACK times those of uncached runs."""
+    """Return True if cached runs' median and largest differences are at most SLACK times those of uncached runs."""
     return all(
         max(getattr(pair, name) for pair in cached) <= SLACK * max(getattr(pair, name) for pair in uncached)
         for name in ("median", "largest")
@@ -248,7 +248,7 @@ def measure_speed(scale: Scale, model: Any) -> dict[str, Any]:
 
 
 def prefill_floor(scale: Scale, model: Any) -> dict[str, float]:
-    """Return how long the products of the cold prompts take at the rate of a large one; nothing on a CPU."""
+    """Return the time of the cold prompts' GEMMs at the rate of a large one; nothing on a CPU."""
     if not torch.cuda.is_available():
         return {}
     num_flops = scale.workload.num_long * prompt_flops(model, scale.workload.long)

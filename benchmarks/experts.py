@@ -1,4 +1,4 @@
-"""How close does a layer of experts come to the card's limits, from the router to the weighted sum?
+"""Compare a layer of experts with the GPU's limits, from the router to the weighted sum.
 
     PYTHONPATH=. python3 benchmarks/experts.py [--shapes NAME ...] [--tokens N ...] [--json FILE]
 
@@ -47,7 +47,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of a layer of experts; `hidden` is what they read and write, `inner` what is between their products.
+    """Sizes of a layer of experts; `hidden` is their input and output, `inner` is between their GEMMs.
 
     Args:
         shared_inner: The same of the shared expert; 0 for none.
@@ -116,7 +116,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tokens, their shared expert, and what the parts make of them; `of_pairs` is `inner` in the order of tokens."""
+    """Tokens, their shared expert, and the outputs of the parts; `of_pairs` is `inner` in the order of tokens."""
 
     x: Tensor
     shared: SharedExpert | None
@@ -143,7 +143,7 @@ class Bench:
         self.shared_gate = self._random(1, shape.hidden) if shape.has_gate else None
 
     def _shared_expert(self) -> SharedExpert | None:
-        """Return a shared expert with weights of its own, so that a graph's are not in the L2 cache."""
+        """Return a shared expert with its own weights, so that a graph's are not in the L2 cache."""
         shape = self.shape
         width = shape.shared_inner * (2 if shape.activation == "gated_silu" else 1)
         if not width:
@@ -212,7 +212,7 @@ class Bench:
         return Inputs(x, self._shared_expert(), logits, ids, weights, inner, rows, of_pairs)
 
     def _layer(self, batch: Inputs) -> Tensor:
-        """Compute the layer as the engine does."""
+        """Compute the layer like the engine."""
         x, shared, experts = batch.x, batch.shared, (self.first, self.second, self.shape.activation)
         takes_along = shared is not None and takes_shared_expert(x)
         overlapped = None

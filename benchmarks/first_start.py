@@ -1,4 +1,4 @@
-"""How long does a start take that finds nothing compiled, where does its time go, and how long do later starts take?
+"""Measure a start without compiled kernels by phase, and later starts.
 
     PYTHONPATH=. python3 benchmarks/first_start.py [--shape NAME] [--starts N] [--json FILE]
 
@@ -81,7 +81,7 @@ def start(shape: ServedShape) -> Start:
 
 
 def starts(arguments: Sequence[str], count: int) -> list[Start]:
-    """Start in processes that share what they compile, with these arguments of this script.
+    """Start in processes that share compiled kernels, with these arguments of this script.
 
     Raises:
         RuntimeError: If the tokens of two starts differ.

@@ -1,4 +1,4 @@
-"""How many prompt tokens does the cache save under each eviction rule, for each load and memory size?
+"""Measure the prompt tokens that the cache saves under each eviction rule, for each load and memory size.
 
     PYTHONPATH=. python benchmarks/hit_rates.py [--output FILE.md] [--plot FILE.png] [--json] [--cache-gb G ...]
 
@@ -62,7 +62,7 @@ coding sessions in 20 GB of Nano's sizes unless another load is named. No script
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One load, given by name, made from one seed."""
+    """One load, given by name, generated from one seed."""
 
     load: str
     seed: int
@@ -157,7 +157,7 @@ def make_cache(space: CacheSpace, rule: str) -> PrefixCache:
 
 
 def document(figures: Sequence[Figure]) -> dict[str, object]:
-    """Return the figures with the Python that made them."""
+    """Return the figures with the Python version of the run."""
     return {"python": platform.python_version(), "figures": [asdict(figure) for figure in figures]}
 
 

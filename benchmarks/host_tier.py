@@ -86,7 +86,7 @@ LIMITS = {
 
 @dataclass
 class Returns:
-    """Milliseconds to the first token of turns, by where their session was, and what a plain copy of it takes."""
+    """Milliseconds to the first token of turns, by the location of their session, and of a plain copy of it."""
 
     num_bytes: int
     copy_ms: float | None
@@ -110,7 +110,7 @@ class Slowdown:
 
     @property
     def ratio(self) -> float:
-        """Of the mean steps."""
+        """Ratio of the mean steps."""
         return fmean(self.under_way) / fmean(self.undisturbed)
 
 
@@ -123,7 +123,7 @@ class Sessions:
         self.texts = [some_tokens(rng, shape, scale.length) for _ in range(NUM_SESSIONS)]
 
     def turn(self, number: int) -> tuple[float, int]:
-        """Run a turn; return its seconds to the first token, and the tokens that came back from the host."""
+        """Run a turn; return its seconds to the first token, and its restored tokens."""
         self._next_id += 1
         seconds, _ = first_token(self._engine, self._next_id, self.continued(number))
         from_host = self._engine.tier_tokens(self._next_id).from_host
@@ -131,7 +131,7 @@ class Sessions:
         return seconds, from_host
 
     def continued(self, number: int) -> list[int]:
-        """Return the prompt of a session's next turn: too short for a boundary of its own, so that turns are alike."""
+        """Return the prompt of a session's next turn, too short for a new boundary, so that turns are alike."""
         return self.texts[number] + some_tokens(self._rng, self._shape, self._shape.block_size * 3 // 4)
 
 
@@ -156,7 +156,7 @@ def returns(engine: Any, sessions: Sessions, rounds: int) -> Returns:
 
 
 def plain_copy_ms(num_bytes: int) -> float | None:
-    """Return what a copy of as many bytes from pinned memory takes; None without a GPU."""
+    """Return the milliseconds of a copy of this many bytes from pinned memory; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     pinned, target = torch.empty(num_bytes, dtype=torch.uint8).pin_memory(), torch.empty(num_bytes, dtype=torch.uint8)
@@ -183,7 +183,7 @@ def steps_during_restores(engine: Any, sessions: Sessions, rounds: int) -> Slowd
 
 
 def timed_while(engine: Any, is_under_way: Callable[[], bool]) -> list[float]:
-    """Return the seconds of steps until something has ended; the last one, in which it did, is left out."""
+    """Return the seconds of steps until something has ended, without the last one."""
     steps: list[float] = []
     while is_under_way():
         steps.append(timed_step(engine))
@@ -191,12 +191,12 @@ def timed_while(engine: Any, is_under_way: Callable[[], bool]) -> list[float]:
 
 
 def are_under_way(engine: Any) -> bool:
-    """Return whether copies between tiers are."""
+    """Return True if copies between tiers are in flight."""
     return any(engine.context.memory.below.usage().get("tier_copies", {}).values())
 
 
 def settle(engine: Any) -> None:
-    """Step until no copy is under way, and a few times more."""
+    """Step until no copy is in flight, and a few times more."""
     while are_under_way(engine):
         engine.step_modern()
     for _ in range(NUM_WARMING):

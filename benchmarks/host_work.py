@@ -44,7 +44,7 @@ NUM_COUNTED = 256
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """The host's work in a decode step of some rows."""
+    """The host's work in a decode step of some requests."""
 
     num_rows: int
     calls: float
@@ -63,12 +63,12 @@ class LeavesReplaysOut:
         """Do nothing."""
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
-        """Return copies of the results, and a replay in which the host prepares, and nothing is computed."""
+        """Return copies of the results, and a replay in which the host prepares and nothing is computed."""
         return tuple(result.clone() for result in compute()), Replay(nothing, prepare)
 
 
 def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0) -> HostWork:
-    """Measure steps of some rows, whose prompts have up to `spread` tokens more than the shortest one.
+    """Measure steps of some requests, whose prompts exceed the shortest by up to `spread` tokens.
 
     Args:
         num_waiting: Requests that wait for one of them to end.
@@ -94,7 +94,7 @@ def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0) 
 
 
 def _num_calls(engine: Any) -> int:
-    """Run steps until one is as described; return its calls."""
+    """Run steps until two consecutive ones overlap; return the calls of the second."""
     while engine.has_unfinished_requests():
         profile, was_early = cProfile.Profile(), _is_ahead(engine)
         profile.enable()
@@ -106,7 +106,7 @@ def _num_calls(engine: Any) -> int:
 
 
 def _seconds(engine: Any) -> float:
-    """Run steps until one is as described; return its seconds."""
+    """Run steps until two consecutive ones overlap; return the seconds of the second."""
     while engine.has_unfinished_requests():
         was_early, began = _is_ahead(engine), time.perf_counter()
         engine.step_modern()
@@ -117,7 +117,7 @@ def _seconds(engine: Any) -> float:
 
 
 def _overlaps(engine: Any) -> bool:
-    """Run a step; return whether it had been launched early."""
+    """Run a step; return True if it had been launched early."""
     was_early = _is_ahead(engine)
     engine.step_modern()
     return was_early

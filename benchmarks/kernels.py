@@ -1,4 +1,4 @@
-"""Each kernel, its floor, and its peers in the same run.
+"""Measure each kernel with its floor and its peers in the same run.
 
     PYTHONPATH=. python3 benchmarks/kernels.py [--json FILE] [--quick] [--only SECTION ...]
 
@@ -101,7 +101,7 @@ class Report:
         return bool(self._document["failed"])
 
     def add(self, title: str, section: Callable[[], tuple[str, object]]) -> None:
-        """Run a section, which returns Markdown and a value for JSON; a failure is reported and stops no other."""
+        """Run a section, which returns Markdown and a value for JSON; report a failure and continue."""
         began = time.perf_counter()
         print(f"\n## {title}\n", flush=True)
         try:
@@ -117,7 +117,7 @@ class Report:
             self._file.write_text(json.dumps(self._document, indent=2) + "\n")
 
     def seconds(self) -> str:
-        """Return how long each section took."""
+        """Return the time of each section."""
         seconds = self._document["seconds"]
         each = ", ".join(f"{name} {taken:.0f}" for name, taken in seconds.items())
         return f"Seconds: {each}; {sum(seconds.values()):.0f} in all."
@@ -145,7 +145,7 @@ def reported(figures: Iterable[Figure]) -> tuple[str, object]:
 
 
 def ceilings() -> tuple[str, object]:
-    """Measure both ceilings, and name the peers that are missing."""
+    """Measure both ceilings, and name missing peers."""
     missing = [
         reason for reason in (missing_peer(), None if peer_conv() else "causal-conv1d is not installed") if reason
     ]
@@ -172,7 +172,7 @@ def scan(selection: Selection) -> tuple[str, object]:
 
 
 def growth(figures: Iterable[Figure], model: str) -> dict[str, Any]:
-    """Return the scan's time per token of each case, and how that of single rows grows with their length."""
+    """Return the scan's time per token of each case, and its growth with the length of single prompts."""
     us = {figure.case: figure.us for figure in figures if (figure.kernel, figure.shape) == ("ssd_scan", model)}
     ns = {case: taken * 1000 / sum(ssd_scan.CASES[case]) for case, taken in us.items()}
     long_rows = [ns[case] for case in GROWTH_CASES if case in ns]
@@ -181,7 +181,7 @@ def growth(figures: Iterable[Figure], model: str) -> dict[str, Any]:
 
 
 def boundaries(selection: Selection) -> tuple[str, object]:
-    """Measure what states at boundaries of 4k prompts add to the scan."""
+    """Measure the cost of boundary states of 4k prompts in the scan."""
     return boundary_table(list(ssd_scan.measure_boundaries(selection.models, selection.boundary_rows)))
 
 

@@ -1,4 +1,4 @@
-"""How long does a model of 8B or with experts take to load, in how much memory, and does it generate from prefixes?
+"""Measure the time and memory to load a model of 8B or with experts, and check its use of prefixes.
 
     PYTHONPATH=. python3 benchmarks/load_8b.py [--shape 8b|experts|tiny] [--fp8] [--json]
 
@@ -180,7 +180,7 @@ class HostMemory:
         self._before = _status_bytes("VmRSS")
 
     def peak_growth(self) -> int:
-        """Return the most bytes by which it grew."""
+        """Return the largest growth in bytes."""
         return _status_bytes("VmHWM") - self._before
 
 

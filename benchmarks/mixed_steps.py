@@ -49,7 +49,7 @@ class MixedSteps:
 def mixed_steps(
     model: Any, shape: ServedShape, rows: int, most_rows: int, prompts: int, lengths: Sequence[int]
 ) -> tuple[float, list[MixedSteps]]:
-    """Return the median milliseconds of a step of the rows alone, and the steps with prompts, by length.
+    """Return the median milliseconds of a decode step alone, and the steps with prompts, by length.
 
     Args:
         prompts: How many of a length come at once.
@@ -86,7 +86,7 @@ def mixed_steps(
 
 
 def prompt_step(engine: Any) -> tuple[float, bool]:
-    """Step until prompts are computed; return the seconds of that step, and whether it was a graph."""
+    """Step until prompts are computed; return the seconds of that step, and True if it was a graph."""
     counters = engine.context.counters
     before = counters.prefill_tokens_computed
     while True:  # a step that was launched ahead comes first

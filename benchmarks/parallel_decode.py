@@ -1,14 +1,14 @@
-"""How many tokens per second do decoding rows get from 1, 2 or more cards that share a model?
+"""Measure the decoding speed of requests on 1, 2 or more GPUs that share a model.
 
     PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape NAME] [--ranks 1 2 4]
         [--share tensors experts both] [--prompt-blocks 1 16] [--json FILE]
 
-Cards share all tensors, and decode all rows together; or they share the experts, and each decodes its part of the rows;
-or both: pairs of cards share tensors and decode a part of the rows, and all pairs share the experts.
-Starts a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number
-of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the
-median after some warm-up steps, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no
-block ends in these steps. Processes beyond the measured number of ranks wait. Without CUDA devices for all, ranks are
+Cards share all tensors, and decode all requests together; or they share the experts, and each decodes some of the
+requests; or both: pairs of cards share tensors and decode some of the requests, and all pairs share the experts. Starts
+a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number of ranks
+is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the median
+after some warm-up steps, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no block
+ends in these steps. Processes beyond the measured number of ranks wait. Without CUDA devices for all, ranks are
 processes on the CPU, whose figures only show that it runs.
 """
 
@@ -55,7 +55,7 @@ class DecodeSpeed:
 def measure(
     num_ranks: int, shared: str, shape: ServedShape, num_rows: int, prompt_lens: Sequence[int]
 ) -> list[DecodeSpeed]:
-    """Return what the first ranks measure for each prompt length; all processes call it, the others get nothing."""
+    """Return the first ranks' measurements for each prompt length; all processes call it, the others get nothing."""
     num_tensor_ranks = {"tensors": num_ranks, "experts": 1, "both": min(2, num_ranks)}[shared]
     num_expert_ranks = num_ranks // num_tensor_ranks
     if num_expert_ranks * num_tensor_ranks != num_ranks:
@@ -79,7 +79,7 @@ def measure(
 
 
 def decode_step(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> tuple[float, float]:
-    """Return the milliseconds of a decode step of an engine's rows, and the share of such steps that are graphs."""
+    """Return the milliseconds of an engine's decode step, and the share of such steps that are graphs."""
     rng = random.Random(1000 * num_rows + parallel_state.get_data_parallel_rank())
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
     for index in range(num_rows):
@@ -114,7 +114,7 @@ def table(speeds: Sequence[DecodeSpeed]) -> str:
 
 
 def start_ranks(num_ranks: int) -> int:
-    """Run this script once for each rank, as torchrun would; return the first nonzero exit status."""
+    """Run this script once per rank, like torchrun; return the first nonzero exit status."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

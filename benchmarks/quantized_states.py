@@ -63,7 +63,7 @@ class Sizes:
 
     @staticmethod
     def of(shape: str) -> "Sizes":
-        """Return those of a model of `SHAPES`, whose conv windows are bf16."""
+        """Return the sizes of a model of `SHAPES`, whose conv windows are bf16."""
         layers, conv_dim, ssm, token_bytes = SHAPES[shape]
 
         def groups_of(dtype: torch.dtype) -> list[StateGroup]:
@@ -146,7 +146,7 @@ class ScoringEngine:
         scores.best += logits.argmax(-1).tolist()
 
     def _serve(self, prompt: Sequence[int]) -> tuple[list[int], int]:
-        """Return the greedy reply, and how many tokens of the prompt were cached."""
+        """Return the greedy reply, and the number of the prompt's cached tokens."""
         self._logits.clear()
         request_id = self._num_requests
         self._num_requests += 1
@@ -163,7 +163,7 @@ class ScoringEngine:
 
 
 def main() -> None:
-    """Read the texts with both engines, and print what they say."""
+    """Read the texts with both engines, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit-bytes", type=int, default=60_000, help="whole files until there are so many")
     parser.add_argument("--turn", type=int, default=2 * BLOCK, help=f"tokens of a turn, a multiple of {BLOCK}")
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def read_texts(limit_bytes: int, turn: int) -> tuple[list[list[int]], int]:
-    """Return held-out files as tokens of whole turns, and the bytes of those that a turn precedes."""
+    """Return held-out files as tokens of whole turns, and their bytes after a first turn."""
     tokenizer = load_tokenizer(SHIPPED_MODEL, 2048)
     assert tokenizer is not None
     texts, num_bytes = [], 0
@@ -203,7 +203,7 @@ def read_texts(limit_bytes: int, turn: int) -> tuple[list[list[int]], int]:
 
 
 def compared(exact: Scores, quantized: Scores, num_bytes: int) -> dict[str, float]:
-    """Return the figures of both, and how often they chose differently."""
+    """Return the figures of both, and how often their choices differ."""
     assert exact.num_hits == quantized.num_hits
     same = [common(*pair) for pair in zip(exact.replies, quantized.replies, strict=True)]
     num_changed = sum(mine != other for mine, other in zip(exact.best, quantized.best, strict=True))
@@ -221,7 +221,7 @@ def compared(exact: Scores, quantized: Scores, num_bytes: int) -> dict[str, floa
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two replies begin with in common."""
+    """Return the length of the common prefix of two replies."""
     return next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 

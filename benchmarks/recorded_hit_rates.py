@@ -1,4 +1,4 @@
-"""How many prompt tokens of recorded loads does one budget of memory save, and how many could it save at best?
+"""Measure the prompt tokens of recorded loads that a memory budget saves, and the most it could save.
 
     PYTHONPATH=. python benchmarks/recorded_hit_rates.py --trace FILE ... [--models NAME ...] [--cache-gb G ...]
 
@@ -89,13 +89,13 @@ class Figure:
 
     @property
     def way(self) -> float | None:
-        """How far cost is on the way from the best split to the bound; None where there is no way to go."""
+        """Position of the cost rule between the best split and the bound; None if they are equal."""
         if self.bound is None or self.bound <= self.best_split:
             return None
         return (self.cost - self.best_split) / (self.bound - self.best_split)
 
     def as_json(self) -> dict[str, object]:
-        """Return all that it consists of, and the way."""
+        """Return all fields, and the position."""
         return {**asdict(self), "way": self.way}
 
 
@@ -250,7 +250,7 @@ def _row(figure: Figure, *, has_before: bool) -> str:
 
 
 def _unusable(figures: Sequence[Figure]) -> str:
-    """Say how much of the budget is of no use at most."""
+    """Describe the largest share of the budget that is wasted."""
     paddings = {model: MODELS[model].padding for model in dict.fromkeys(figure.model for figure in figures)}
     padded = max(paddings, key=paddings.__getitem__)
     freest = max(figures, key=lambda figure: figure.free)

@@ -1,4 +1,4 @@
-"""Do the turns of conversations reach the replica that has their prefix, and is the load still even?
+"""Check that the turns of conversations reach the replica with their prefix under an even load.
 
     PYTHONPATH=. python3 benchmarks/routing.py [--json FILE] [--conversations N] [--at-once N]
 

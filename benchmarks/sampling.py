@@ -3,8 +3,8 @@
     PYTHONPATH=. python3 benchmarks/sampling.py [--rows N ...] [--vocabularies N ...] [--json FILE]
 
 Times are medians of a launch in a CUDA graph, on normal logits in fp32: flat rows, of which top-p keeps most tokens.
-Next to them, argmax, which greedy rows take, and the torch twin, which sorts each row. Tokens are compared with the
-twin's.
+Next to them, argmax, which greedy rows take, and the torch reference, which sorts each row. Tokens are compared with
+the reference's.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Times:
 
     Args:
         drawn_us: By settings.
-        num_other: Rows, of all settings, whose token is not the twin's.
+        num_other: Rows, of all settings, whose token differs from the reference's.
     """
 
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Do the sizes that `serve` chooses by default fit the card, and how fast is it with them?
+"""Check that `serve`'s default sizes fit the GPU, and measure its speed with them.
 
     PYTHONPATH=. python3 benchmarks/server_defaults.py [--shape 9b|tiny] [--flags "..." ...] [--card-gib G ...]
 
@@ -51,7 +51,7 @@ MODELS = {
     },
     "tiny": SHAPES["tiny"].fields,
 }
-"""The sizes of NVIDIA-Nemotron-Nano-9B-v2, and small ones for a try on a CPU."""
+"""The sizes of NVIDIA-Nemotron-Nano-9B-v2, and small ones for a trial run on a CPU."""
 
 _GENERATED = 128
 _PROMPT = 1024
@@ -94,7 +94,7 @@ class CardMemory:
         self._thread.start()
 
     def take(self) -> float:
-        """Return the most GiB since the last call."""
+        """Return the peak in GiB since the last call."""
         most, self._most = self._most, 0.0
         return most
 
@@ -124,7 +124,7 @@ def card_of(gib: float) -> Iterator[None]:
 
 @contextmanager
 def serving(directory: Path, more: list[str]) -> Iterator[tuple[str, list[str], float]]:
-    """Yield the URL of a server, the lines that it printed, and the seconds that it took to start."""
+    """Yield the URL of a server, its printed lines, and its start time in seconds."""
     began = time.monotonic()
     command = [sys.executable, "-m", "megatron_mamba_cache", "serve", "--port", "0", "--access-log", "off"]
     command += ["--hf-model", str(directory)]

@@ -14,8 +14,8 @@ recorded after that one came. Where there are more sessions than the file has, i
 their own. Requests of Mooncake's traces come when they were recorded. With `--replies left-out`, prompts have as many
 other tokens instead of the replies before them, as where reasoning is left out.
 
-The caches: the card's memory alone; with so many GB of the host's below it; and unlimited, a card that evicts nothing.
-Columns:
+The caches: the card's memory alone; with a number of GB of the host below it; and unlimited, a card that evicts
+nothing. Columns:
 
 - skipped: share of the prompt tokens; of unlimited: that divided by what an unlimited cache skips;
 - mean, p50, p99: seconds from a request's arrival to its first token; of card: the mean divided by that of the card
@@ -190,7 +190,7 @@ def simulate(case: Case) -> Figure:
 
 @cache
 def load_of(trace: Path, num_sessions: int, repeats_replies: bool) -> list[TimedRequest]:
-    """Return the requests of a file: in a closed loop where sessions are recorded."""
+    """Return the requests of a file: in a closed loop if sessions are recorded."""
     load = read_load(trace)
     if len({request.session for request in load.requests}) == len(load.requests):
         requests = open_loop(load, BLOCK_SIZE)
@@ -203,14 +203,14 @@ def load_of(trace: Path, num_sessions: int, repeats_replies: bool) -> list[Timed
 
 
 def settings_of(model: ModelSizes, cache_gb: float) -> ServerSettings:
-    """Return what `serve` takes for a model on a card with so much memory for its cache."""
+    """Return the defaults of `serve` for a model on a GPU with this much memory for its cache."""
     request_bytes = model.state_bytes + TOKENS_A_REQUEST * model.token_bytes
     fitting = min(MOST_REQUESTS, cache_gb * GB / 2 // request_bytes)
     return ServerSettings(max(int(fitting), 1), MAX_TOKENS, DECODING_REQUESTS, DECODE_STEPS_S, PROMPT_TOKEN_S)
 
 
 def copy_times(sizes: CacheSizes) -> CopyTimes:
-    """Return what an engine would agree on at its start, in nanoseconds."""
+    """Return the times that an engine would agree on at its start, in nanoseconds."""
     block, state = (round(num_bytes / RATES.alone * 1e9) for num_bytes in (sizes.unit.block, sizes.unit.state))
     return CopyTimes(block, state, round(PROMPT_TOKEN_S * 1e9))
 

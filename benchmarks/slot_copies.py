@@ -1,4 +1,4 @@
-"""How close do whole-slot copies come to plain copies of the same bytes, and what do loops over slots cost?
+"""Compare whole-slot copies with plain copies of the same bytes and with loops over slots.
 
     PYTHONPATH=. python3 benchmarks/slot_copies.py [--json FILE] [--sweep]
 

@@ -1,4 +1,4 @@
-"""How many tokens does a decode step yield with drafts, what does a token cost, and what do useless drafts cost?
+"""Measure tokens per decode step with drafts, the cost of a token, and the cost of useless drafts.
 
     PYTHONPATH=. python benchmarks/speculation.py [--device cpu|cuda] [--json] [--output FILE.md]
 

@@ -1,4 +1,4 @@
-"""How fast is the prefill scan compared to mamba-ssm's, and what do states stored at boundaries cost?
+"""Compare the prefill scan with mamba-ssm's, and measure the cost of boundary states.
 
     PYTHONPATH=. python3 benchmarks/ssd_scan.py [--json FILE] [--sweep]
 
@@ -80,12 +80,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
+        """Tokens of all requests."""
         return sum(self.lengths)
 
 
 def make_batch(num_heads: int, lengths: tuple[int, ...], device: str = "cuda") -> Batch:
-    """Return rows of these lengths, each with its own float32 slot for the final state."""
+    """Return requests of these lengths, each with its own float32 slot for the final state."""
     num_tokens = sum(lengths)
 
     def randn(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -148,12 +148,12 @@ def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) ->
 
 
 def scan_launch(batch: Batch) -> Launch:
-    """Return our scan, in the form it chooses."""
+    """Return our scan, in its chosen variant."""
     return lambda: ssd_scan(batch.tokens, batch.weights, batch.pool, batch.rows, CHUNK)
 
 
 def form_launch(batch: Batch, tiling: HopperTiling | None) -> Launch:
-    """Return our scan in one form."""
+    """Return our scan in one variant."""
     shape = tile_shape(CHUNK, batch.tokens.x.dtype)
     assert shape is not None
     return lambda: scan_tiles(batch.tokens, batch.weights, batch.pool, batch.rows, shape, tiling)
@@ -224,7 +224,7 @@ def measure_boundaries(
 
 
 def sweep() -> Iterator[Figure]:
-    """Yield every form of our scan."""
+    """Yield every variant of our scan."""
     for model, num_heads in HEADS.items():
         for case in SWEPT_CASES:
             batch = make_batch(num_heads, CASES[case])

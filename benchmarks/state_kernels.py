@@ -1,4 +1,4 @@
-"""How close do the kernels of decode states and convolutions come to a plain copy of the same number of bytes?
+"""Compare the kernels of decode states and convolutions with a plain copy of the same number of bytes.
 
     PYTHONPATH=. python3 benchmarks/state_kernels.py [--json FILE] [--sweep]
 
@@ -154,7 +154,7 @@ def num_rotations(num_bytes: int) -> int:
 
 
 def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) -> DecodeBatch:
-    """Return rows of 1 + `num_drafts` tokens with slots unique to step `number`, over all accepted counts."""
+    """Return requests of 1 + `num_drafts` tokens with slots unique to step `number`, over all accepted counts."""
     num_columns = 1 + num_drafts
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
@@ -198,7 +198,7 @@ class StateBench:
         ]
 
     def check(self, tiling: VerifyTiling) -> None:
-        """Compare one step with the twin.
+        """Compare one step with the reference.
 
         Raises:
             RuntimeError: If the update is wrong.
@@ -267,7 +267,7 @@ class ConvBench:
         return 2 * num_rows * D_CONV * self.layer.conv_dim * 2
 
     def decodes(self, num_rows: int, tiling: ConvVerifyTiling) -> list[Launch]:
-        """Return steps of one token per row, each with its own slots and inputs."""
+        """Return steps of one token per request, each with its own slots and inputs."""
         layer, count = self.layer, num_rotations(self.decode_bytes(num_rows))
         pool = torch.randn(count * num_rows, D_CONV - 1, layer.conv_dim, device=self.device).bfloat16()
         wide = torch.randn(count, num_rows, layer.projected, device=self.device).bfloat16()
@@ -311,14 +311,14 @@ def measure_states(
 
 
 def kept_counts(num_drafts: int) -> list[int]:
-    """Return the tokens that a step keeps if none, half or all of its drafts are right."""
+    """Return the kept tokens of a step if none, half or all of its drafts are right."""
     return sorted({1, 1 + num_drafts // 2, 1 + num_drafts})
 
 
 def measure_replays(
     layer: Layer, cases: Sequence[tuple[int, int]], tilings: Sequence[ReplayTiling | None]
 ) -> Iterator[Figure]:
-    """Measure replayed states in every case (rows, drafts): the mean over a ring's period, folds among them.
+    """Measure replayed states in every case (requests, drafts): the mean over a ring's period, including folds.
 
     A tiling of None is the one that the op chooses. The bytes are those of states read, and of those written by folds.
     """

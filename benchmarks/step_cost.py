@@ -48,7 +48,7 @@ from megatron_mamba_cache.step.logits import Draws
 
 ROWS = (1, 8, 64, 128, 256)
 PERIOD = 16
-"""Steps after which replayed rows have all folded once: the default ring."""
+"""Steps after which all replayed requests have folded once: the default ring."""
 NUM_STEPS = 3 * PERIOD
 NUM_WARMING = 5
 DRAFT_ROWS = 8
@@ -64,12 +64,12 @@ LIMITS = {
     "qwen3-next": {"state_gb": 8.0, "kv_gb": 4.0},
     "small": {"state_gb": 0.5},
 }
-"""Live states take the memory; what is cached is not looked for."""
+"""Live states take the memory; cached ones are not looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A decode step of some rows, in milliseconds; only wall time is set on a CPU, no `replay_ms` without graphs."""
+    """A decode step of some requests, in milliseconds; a CPU has only wall time, and no `replay_ms` without graphs."""
 
     num_rows: int
     wall_ms: float
@@ -142,7 +142,7 @@ def step_cost(
     spread: int | None = None,
     num_waiting: int = 0,
 ) -> StepCost:
-    """Measure decode steps of some rows, whose prompts share no prefix and differ by up to `spread` tokens."""
+    """Measure decode steps of some requests, whose prompts share no prefix and differ by up to `spread` tokens."""
     rng = random.Random(num_rows)
     # The first rows decode while the others are prefilled in what they leave of a step.
     longest = num_prompt + (PERIOD if spread is None else spread)
@@ -177,7 +177,7 @@ def mean_of_periods(seconds: Sequence[float]) -> float:
 
 
 def gpu_times(engine: Any) -> dict[str, float | None]:
-    """Return the GPU's times of a step of the decoding rows; their tokens are meaningless afterwards."""
+    """Return the GPU's times of a decode step; its tokens are meaningless afterwards."""
     timer = gpu_timer(NUM_STEPS)
     timer.start()
     while not timer.add_step(timed_step(engine)):
@@ -257,7 +257,7 @@ def _merged(record: Any) -> Any:
 
 
 def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
-    """Return the figures as Markdown; columns that this machine lacks and drafts not measured are left out."""
+    """Return the figures as Markdown, without columns that this machine lacks and drafts that were not measured."""
     heads = ["rows", "a step, ms"]
     has_gpu = costs[0].kernels_ms is not None
     if has_gpu:
@@ -291,7 +291,7 @@ def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
 
 
 def lines_of(costs: Sequence[StepCost]) -> dict[str, Line]:
-    """Return how wall time and the host's work grow with rows, in milliseconds; empty for a single number of rows."""
+    """Return the growth of wall time and the host's work with requests, in milliseconds; empty for a single number."""
     rows = [cost.num_rows for cost in costs]
     grown = {"A step": [cost.wall_ms for cost in costs]}
     if costs[0].host_ms is not None:
@@ -343,7 +343,7 @@ def main() -> None:
 
 
 def figures_of(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> dict[str, Any]:
-    """Return what was measured of one form, for JSON."""
+    """Return the measurements of one draft-state mode, for JSON."""
     return {
         "steps": [asdict(cost) | {"idle_share": cost.idle_share} for cost in costs],
         "growth, ms": {name: asdict(line) for name, line in lines_of(costs).items()},

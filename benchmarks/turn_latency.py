@@ -1,4 +1,4 @@
-"""How much sooner does a later turn begin with a cache, and what does the cache cost when nothing can hit?
+"""Measure how much sooner a later turn begins with a cache, and the cache's cost if nothing can hit.
 
     PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape NAME] [--recorded FILE]
         [--new-tokens N ...] [--json FILE]
@@ -14,7 +14,7 @@ those of a recorded load, as far as they fit in a request, and the measured turn
 No hits: prompts that share no prefix, in an engine with the cache and in one without. They alternate batch by batch and
 take turns to go first, so that the machine's drift affects both. The cache must keep 0.98 of the throughput.
 
-With `--new-tokens`, nothing but this: the first token of turns of so many new tokens after a cached history.
+With `--new-tokens`, only this: the first token of turns with these numbers of new tokens after a cached history.
 """
 
 import argparse
@@ -59,7 +59,7 @@ REQUIRED = {"no cache": 8.0, "prompt boundaries": 2.0}
 REQUIRED_THROUGHPUT = 0.98
 NUM_TURNS = 9  # of each length, with `--new-tokens`
 NUM_EVICTIONS = 8
-"""States that other requests must have evicted before the memory counts as full."""
+"""Number of states that other requests must have evicted before the memory counts as full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ LIMITS = {
 }
 """Shapes of which several engines fit in memory, and a prompt in one step."""
 CACHED_BLOCKS = {**dict.fromkeys(LARGE_SHAPES, 32), "small": 32, "tiny": 8}
-"""Of the history that turns of `--new-tokens` have."""
+"""Lengths of the history of turns of `--new-tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def later_turns(
 
 
 def made_load(shape: ServedShape, scale: Scale) -> list[Conversation]:
-    """Return a conversation for each repetition, and one before them."""
+    """Return a conversation for each repetition, and one more before them."""
     rng = random.Random(0)
     *before, last = [*scale.history.turns, (scale.history.new, 2)]
     load = []
@@ -219,7 +219,7 @@ def last_prompts(engine: Any, load: Sequence[Conversation]) -> list[list[int]]:
 
 
 def first_token(engine: Any, request_id: int, prompt: Sequence[int]) -> tuple[float, int]:
-    """Return the seconds from a request's arrival to its first token, and the tokens it skipped; it ends then."""
+    """Return the seconds from a request's arrival to its first token, and its skipped tokens; end the request."""
     began = time.perf_counter()
     send(engine, request_id, prompt, 2)
     while not engine.get_request(request_id).generated_tokens:

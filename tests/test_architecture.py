@@ -1,4 +1,4 @@
-"""The package's shape: which floor may import which, how long things may be, and what they may not be called."""
+"""The package's rules: imports between floors, lengths of modules and functions, and forbidden names."""
 
 import ast
 import re

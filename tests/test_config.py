@@ -1,4 +1,4 @@
-"""Properties of the settings: what is refused and how, and what command-line flags mean."""
+"""Properties of the settings: refused values and their errors, and command-line flags."""
 
 import dataclasses
 from argparse import ArgumentParser

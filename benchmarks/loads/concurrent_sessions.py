@@ -1,4 +1,4 @@
-"""Sessions at once, as a file does not have them: more of them, or such as leave replies out of the prompts."""
+"""Concurrent sessions that differ from a file's: more of them, or with replies left out of the prompts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from megatron_mamba_cache.policy.identifiers import BlockKey
 
 
 def with_repeats(load: RecordedLoad, num_sessions: int) -> RecordedLoad:
-    """Return a load of so many sessions, which start spread evenly over the same time as those of a file.
+    """Return a load of this many sessions, whose starts are spread evenly over the same time as those of a file.
 
     Args:
         load: Sessions of an agent.
@@ -36,7 +36,7 @@ def with_repeats(load: RecordedLoad, num_sessions: int) -> RecordedLoad:
 
 
 def without_replies(texts: Sequence[BlockText], block_size: int) -> list[BlockText]:
-    """Return texts whose blocks from the end of the prompt on are like no others: no later prompt repeats the reply."""
+    """Return texts whose blocks after the prompt are unique: no later prompt repeats the reply."""
     fresh = count(1 + max((key for text in texts for key in text.keys), default=0))
     in_prompt = [text.prompt_len // block_size for text in texts]
     return [

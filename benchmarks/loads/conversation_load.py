@@ -1,4 +1,4 @@
-"""Open-loop loads of multi-turn conversations, made from a seed or read from a trace. No torch here.
+"""Open-loop loads of multi-turn conversations, generated from a seed or read from a trace, without torch.
 
 A load is open-loop: sessions arrive as a Poisson process, whatever the server does. Within a session each turn waits
 for the reply before it, and then for the user's think time.
@@ -31,7 +31,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A session: a turn's prompt is `prefix`, all earlier turns with their replies, and what the turn adds.
+    """A session: a turn's prompt is `prefix`, all earlier turns with their replies, and the turn's new tokens.
 
     Args:
         arrival_s: Arrival of the session, from the start of the load.
@@ -58,11 +58,11 @@ class Spread:
     most: float = float("inf")
 
     def sample(self, random: np.random.Generator) -> float:
-        """Draw a value."""
+        """Sample a value."""
         return float(min(max(self.median * np.exp(self.sigma * random.standard_normal()), self.least), self.most))
 
     def count(self, random: np.random.Generator) -> int:
-        """Draw a whole number of at least 1."""
+        """Sample a whole number of at least 1."""
         return max(1, round(self.sample(random)))
 
     def scaled(self, factor: float) -> "Spread":
@@ -189,7 +189,7 @@ LOADS: dict[str, LoadShape] = {
 
 
 def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversation]:
-    """Make the sessions of a load, in order of arrival; the same arguments give the same tokens.
+    """Generate the sessions of a load, in order of arrival; the same arguments give the same tokens.
 
     A scaled shape has the sessions, prefixes and turns of the shape itself, except for rounding.
     """
@@ -210,7 +210,7 @@ def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversa
 
 
 def read_trace(path: Path, vocab_size: int, seed: int) -> list[Conversation]:
-    """Read a trace of lengths, one JSON object per line and turn, and make tokens for it.
+    """Read a trace of lengths, one JSON object per line and turn, and generate tokens for it.
 
     Fields: "session" (text or a number), "new_tokens" and "reply_tokens" (counts of at least 1); "arrival_s" in a
     session's first line and "think_s" in its others, 0 if missing; in its first line also "prefix" (text or a number)

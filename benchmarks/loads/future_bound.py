@@ -1,4 +1,4 @@
-"""The most prompt tokens that any cache of a size could skip, even one that knows the future: a linear program.
+"""The most prompt tokens that any cache of a size could skip, even with knowledge of the future: a linear program.
 
 Requests run one after another. Each prompt consists of blocks, and a block is the text up to its end, so that requests
 share a block exactly if they begin alike. Let request i begin with d blocks that earlier texts have. To skip k <= d of
@@ -29,7 +29,7 @@ from megatron_mamba_cache.policy.identifiers import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class KeptRun:
-    """Blocks that a request could skip, all of which were last in the same earlier request.
+    """Blocks that a request could skip and that were all last used by the same earlier request.
 
     Args:
         last, next: Numbers of the two requests.
@@ -61,7 +61,7 @@ def future_bound(texts: Sequence[BlockText], budget: int, block_size: int, block
 
 
 def kept_runs(texts: Sequence[BlockText], runs_at_all: Sequence[bool], block_size: int) -> list[KeptRun]:
-    """Return what each request could skip, by the request that last had it; a request that does not run has nothing.
+    """Return the blocks that each request could skip, by their last user; none for a request that does not run.
 
     At least one prompt token is computed, and the last token of a reply is not.
     """
@@ -86,7 +86,7 @@ def kept_runs(texts: Sequence[BlockText], runs_at_all: Sequence[bool], block_siz
 
 
 def _most_blocks(runs: Sequence[KeptRun], sizes: Sequence[float], room: Sequence[int]) -> float:
-    """Solve the program. Moment 2i is while request i runs, 2i + 1 after it; the bytes kept at each are variables too.
+    """Solve the program. Moment 2i is during request i, 2i + 1 after it; the bytes kept at each are variables too.
 
     kept(t) = kept(t - 1) + what begins at t - what ended at t - 1, which has few terms for any length of time.
     """

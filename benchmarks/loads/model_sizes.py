@@ -1,4 +1,4 @@
-"""Sizes of the models that benchmarks run, as fields of their configurations; of NemotronH if they name no other."""
+"""Sizes of the benchmarks' models, as fields of their configurations; NemotronH's if they name no other."""
 
 from typing import Any
 

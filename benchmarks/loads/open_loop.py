@@ -1,4 +1,4 @@
-"""Open-loop conversations on an engine by the wall clock: turns arrive on schedule, however busy the engine is."""
+"""Open-loop conversations on an engine by the wall clock: turns arrive on schedule, whatever the engine's load."""
 
 import heapq
 import time
@@ -16,7 +16,7 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 
 
 class LoadClock:
-    """Seconds since its creation, without those for which it was stopped."""
+    """Seconds since its creation, without stopped times."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()

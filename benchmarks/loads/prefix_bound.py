@@ -12,7 +12,7 @@ _ROOT = CacheSalt("prefix bound", "", epoch=0).root()
 
 
 def skippable_tokens(turns: Sequence[ServedTurn], block_size: int) -> list[int]:
-    """Return for each turn the prompt tokens that a cache of unlimited memory could have skipped at its admission.
+    """Return for each turn the prompt tokens that an unlimited cache could have skipped at its admission.
 
     That is the longest common prefix of its prompt and any text known by then, rounded down to whole blocks; at least
     one token is left to compute. Known text is every prompt admitted in an earlier step, computed or not, and its reply

@@ -45,7 +45,7 @@ _INTO_RESIDUAL = tuple(
 
 
 def complete(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration with those that all models of its family have; NemotronH by default."""
+    """Return the fields of a configuration completed by those common to its family; NemotronH by default."""
     family = fields.get("model_type", "nemotron_h")
     return {"model_type": family, "dtype": "bfloat16"} | _COMMON_FIELDS[family] | fields
 
@@ -60,7 +60,7 @@ def described(fields: dict[str, Any]) -> tuple[ModuleType, HybridArchitecture]:
 def write_checkpoint(
     directory: Path, fields: dict[str, Any], max_shard_bytes: int, device: str, is_fp8: bool = False
 ) -> int:
-    """Write the configuration and weights, drawn on a device; return the bytes that the weights have in bf16.
+    """Write the configuration and weights, generated on a device; return the size of the weights in bf16.
 
     Args:
         fields: Fields of the configuration, which `complete` completes.
@@ -119,7 +119,7 @@ def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
 
 
 def random_tensors(family: ModuleType, architecture: HybridArchitecture, device: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and bf16 values of each tensor of a checkpoint, drawn on the device."""
+    """Yield the name and bf16 values of each tensor of a checkpoint, generated on the device."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     for name, targets in family.placements_of(architecture).items():
@@ -129,7 +129,7 @@ def random_tensors(family: ModuleType, architecture: HybridArchitecture, device:
 def _random_tensor(
     name: str, shape: tuple[int, ...], architecture: HybridArchitecture, generator: torch.Generator
 ) -> Tensor:
-    """Draw weights that keep activations of order one at any depth."""
+    """Return random weights that keep activations of order one at any depth."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     last = name.rpartition(".")[2]
     if last in ("A_log", "dt_bias"):

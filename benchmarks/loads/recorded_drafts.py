@@ -1,4 +1,4 @@
-"""Drafters that know what will be generated: one is always right, one always wrong, one right by chance."""
+"""Drafters that know the replies: one is always right, one always wrong, one right by chance."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class RightDrafter:
         self._replies = replies
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return as many tokens as the request asks for, or as are left."""
+        """Return the requested number of tokens, or all that are left."""
         return [Draft(tuple(self._known(request))) for request in requests]
 
     def forget(self, request_id: int) -> None:
@@ -28,7 +28,7 @@ class RightDrafter:
 
 
 class ChanceDrafter:
-    """Proposes each token of the recorded replies with some chance, and else another.
+    """Proposes each token of the recorded replies with some probability, and otherwise another one.
 
     Attributes:
         replies: The tokens that will be generated, by the request's number in its run.
@@ -42,11 +42,11 @@ class ChanceDrafter:
         self._rng = random.Random(1)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return as many tokens as the request asks for, or as are left."""
+        """Return the requested number of tokens, or all that are left."""
         return [Draft(tuple(map(self._token, self._known(request)))) for request in requests]
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
-        """Return 0, as prompt lookup does."""
+        """Return 0, like prompt lookup."""
         return 0.0
 
     def forget(self, request_id: int) -> None:

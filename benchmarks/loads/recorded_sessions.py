@@ -1,4 +1,4 @@
-"""Recorded loads as conversations: tokens are made from hashes, and replies are the served model's own."""
+"""Recorded loads as conversations: tokens are generated from hashes, and replies are the served model's own."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,7 +13,7 @@ from megatron_mamba_cache.planning.recorded_load import ContentId, RecordedLoad,
 
 @dataclass(slots=True)
 class _Chain:
-    """Requests of which each continues the text of the one before it."""
+    """Requests, each of which continues the previous one's text."""
 
     requests: list[RecordedRequest] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -27,7 +27,7 @@ class _Chain:
 def recorded_conversations(load: RecordedLoad, vocab_size: int) -> list[Conversation]:
     """Return a load as conversations, in order of arrival; equal content has equal tokens.
 
-    A request whose prompt goes on after another's prompt and reply is the next turn of its conversation. It arrives as
+    A request whose prompt continues another's prompt and reply is the next turn of its conversation. It arrives as
     long after that reply as it was recorded after that request; its new tokens are what its prompt has after the
     reply. Every other request begins a conversation, whose first turn is its whole prompt.
     """
@@ -52,7 +52,7 @@ def recorded_conversations(load: RecordedLoad, vocab_size: int) -> list[Conversa
 
 
 def _tokens(request: RecordedRequest, start: int, size: int, vocab_size: int, number: int) -> Tokens:
-    """Return the prompt's tokens from `start` on; a last run without a hash is like no other request's."""
+    """Return the prompt's tokens from `start` on; a last run without a hash equals no other request's."""
     first, num_complete = start // size, request.prompt_len // size
     runs = [_run(request.content[index], size, vocab_size) for index in range(first, num_complete)]
     runs.append(np.random.default_rng([1, number]).integers(vocab_size, size=request.prompt_len % size))

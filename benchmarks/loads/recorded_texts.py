@@ -1,4 +1,4 @@
-"""The requests that a benchmark takes from files of recorded loads: all, some sessions, or a load that changes."""
+"""Requests from files of recorded loads: all, some sessions, or a load that changes."""
 
 from dataclasses import dataclass, replace
 from functools import cache

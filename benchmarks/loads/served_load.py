@@ -25,7 +25,7 @@ Text = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The simulated server: limits of a step, and how long one takes."""
+    """The simulated server: limits of a step, and its duration."""
 
     max_requests: int = 16
     max_tokens: int = 8192
@@ -36,7 +36,7 @@ class Server:
 
 @dataclass(slots=True)
 class Tally:
-    """Prompt tokens at every turn's first admission, and how many of them were skipped."""
+    """Prompt tokens at every turn's first admission, and the skipped ones of them."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -64,7 +64,7 @@ class Observer:
 
 @dataclass(slots=True)
 class _Visit:
-    """The progress of a conversation: the turn that waits or runs, and the text before its reply."""
+    """The progress of a conversation: the waiting or running turn, and the text before its reply."""
 
     session: Conversation
     turn: int = 0
@@ -181,7 +181,7 @@ class ServedLoad:
         self._observer.stepped(self._cache)
 
     def _skip_quiet_steps(self, running: Sequence[RunningRequest]) -> int:
-        """Take all but the last of the decode steps in which nothing happens; return how many there are with it."""
+        """Take all but the last of the decode steps without events; return their number, including the last."""
         block = self._cache.block_size
         quiet = (
             min(min(block - request.computed % block, request.spec.max_len - request.length) for request in running) - 1

@@ -1,4 +1,4 @@
-"""Engines for the serving benchmarks: a model by its size, and what the engine caches."""
+"""Engines for the serving benchmarks: a model by its size, and its caching mode."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class ServedShape:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Exclusive upper bound of token ids."""
         return int(self.fields["vocab_size"])
 
 
@@ -83,7 +83,7 @@ MODES = {
     "prompt boundaries": Mode(prefix_caching=True),
     "full": Mode(prefix_caching=True, decode_checkpoints="rolling"),
 }
-"""Nothing; states at boundaries of prompts only, as Megatron's own development branch caches; and of replies too."""
+"""Caching modes: nothing; prompt boundaries only, as on Megatron's development branch; and replies too."""
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Requests that share a prefix, served with a cache and without, and how far the logits of two runs differ."""
+"""Requests that share a prefix, served with and without a cache, and the difference of two runs' logits."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far the logits of two runs differ, over the vocabulary, at positions after equal tokens.
+    """The difference of two runs' logits, over the vocabulary, at positions after equal tokens.
 
     Args:
         positions: Number of generated tokens whose logits were compared.

@@ -29,7 +29,7 @@ _ANY_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request, and when it comes.
+    """A request and its arrival.
 
     Args:
         after: Index in the load of the request whose end it follows; None: it follows the start of the load.
@@ -42,7 +42,7 @@ class TimedRequest:
 
 
 def open_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
-    """Let each request come when it was recorded, however long the server takes."""
+    """Let each request arrive when it was recorded, independent of the server."""
     texts = block_texts(load, block_size)
     return [TimedRequest(text, None, request.arrival_s) for request, text in zip(load.requests, texts, strict=True)]
 
@@ -67,7 +67,7 @@ def closed_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """The limits of a step, and how long one takes.
+    """The limits of a step, and its duration.
 
     Args:
         decode_rows, decode_steps_s: Decoding requests, and the seconds of their step; straight lines in between.
@@ -149,7 +149,7 @@ class SimulatedServer:
         self._expect_followers(None)
 
     def run(self) -> list[ServedRequest]:
-        """Serve all requests; return what became of each, in order.
+        """Serve all requests; return the outcome of each, in order.
 
         Raises:
             RuntimeError: If a request does not fit into an empty cache.

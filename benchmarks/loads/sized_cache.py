@@ -34,15 +34,15 @@ class ModelSizes:
 
     @property
     def padding(self) -> float:
-        """Share of a slab that neither of its blocks has; a state fills it."""
+        """Share of a slab that its blocks leave unused; a state fills it."""
         return 1 - self.blocks_per_slab * self.block_bytes / self.state_bytes
 
     def slabs(self, budget: int) -> SlabSpace:
-        """Return slabs of a budget of bytes, each as large as a state."""
+        """Return slabs for a budget of bytes, each as large as a state."""
         return SlabSpace(budget // self.state_bytes, self.blocks_per_slab, 1)
 
     def split(self, budget: int, kv_share: float) -> SplitSpace:
-        """Return a budget of bytes of which KV blocks have a share, and states the rest."""
+        """Return a budget of bytes with a share for KV blocks and the rest for states."""
         kv_bytes = int(budget * kv_share)
         return SplitSpace(kv_bytes // self.block_bytes, (budget - kv_bytes) // self.state_bytes)
 

@@ -1,4 +1,4 @@
-"""KV blocks and states with memory of their own each, which one budget is compared with."""
+"""KV blocks and states with separate memory, for comparison with one budget."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 
 
 class SplitSpace:
-    """Blocks and slots that never take room from each other."""
+    """Blocks and slots that never compete for memory."""
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
         self.blocks = FixedIndexPool(num_blocks)
@@ -15,7 +15,7 @@ class SplitSpace:
     def fits(
         self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
     ) -> bool:
-        """Return whether blocks and slots can be had together."""
+        """Return True if blocks and slots can be allocated together."""
         has_blocks = self.blocks.num_available - len(kept_blocks) >= num_blocks
         return has_blocks and self.slots.num_available - len(kept_slots) >= num_slots
 

@@ -1,4 +1,4 @@
-"""Copies between the device and the host that take the time that their bytes take, on a simulated clock."""
+"""Copies between device and host that take the time of their bytes on a simulated clock."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class CopyRates:
     writing: float = 1.0
 
     def of(self, lane: Lane, num_lanes: int) -> float:
-        """Return the rate of a lane while so many copy."""
+        """Return the rate of a lane while this many copy."""
         rate = self.alone if num_lanes == 1 else self.both / num_lanes
         return self.writing * rate if lane is Lane.TO_HOST else rate
 
@@ -100,6 +100,6 @@ class TimedCopies:
         self._under_way.discard(self._lanes[lane].popleft().number)
 
     def _heads(self) -> list[tuple[Lane, float]]:
-        """Return the lanes that copy, and the seconds that each one's first copy still takes if no other is started."""
+        """Return the copying lanes, and the remaining seconds of each one's first copy if no other is started."""
         copying = [(lane, copies[0].bytes_left) for lane, copies in self._lanes.items() if copies]
         return [(lane, max(num_bytes, 0.0) / self._rates.of(lane, len(copying))) for lane, num_bytes in copying]

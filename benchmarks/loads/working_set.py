@@ -1,4 +1,4 @@
-"""The useful part of a cache: what was held at a time and used again later."""
+"""The useful part of a cache: entries that were used again later."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,7 +12,7 @@ from megatron_mamba_cache.policy.requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """Peaks over time: blocks that requests held, blocks and states that were used again later."""
+    """Peaks over time: blocks held by requests, and blocks and states that were used again later."""
 
     running_blocks: int
     cached_blocks: int
@@ -27,7 +27,7 @@ class _Span:
 
 @dataclass(slots=True)
 class WorkingSetObserver(Observer):
-    """Watches a cache that evicts nothing, so that a block number always means the same block."""
+    """Observes a cache that evicts nothing, so that a block number always means the same block."""
 
     _now: int = 0
     _running: int = 0

@@ -1,4 +1,4 @@
-"""The card's limits, measured in the same run as the figures compared with them: plain copies, and a matrix product."""
+"""The GPU's limits, measured in the same run as the compared figures: plain copies, and a GEMM."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ def copy_us(num_bytes: int) -> float:
 
 @cache
 def matmul_tflops() -> float:
-    """Return the TFLOP/s of a large matrix product in bf16."""
+    """Return the TFLOP/s of a large GEMM in bf16."""
     left, right = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device="cuda").bfloat16().unbind()
     out = torch.empty_like(left)
     num_flops = 2 * MATMUL_SIZE**3

@@ -47,7 +47,7 @@ class GpuTime:
 
 @contextmanager
 def noted_waits() -> Iterator[list[float]]:
-    """Record, inside the block, the seconds that each step waits for the GPU's results; none on a CPU."""
+    """Record, inside the block, each step's seconds of waiting for the GPU's results; none on a CPU."""
     seconds: list[float] = []
     wait = HostCopy.wait
 
@@ -92,7 +92,7 @@ class GpuTimer:
         self._result: GpuTime | None = None
 
     def wants_to_start(self, share_over: float) -> bool:
-        """Return whether the window begins now: half of the load is over."""
+        """Return True if the window begins now: half of the load is over."""
         return not self._is_running and self._result is None and share_over >= 0.5
 
     def start(self) -> None:
@@ -102,7 +102,7 @@ class GpuTimer:
         self._is_running = True
 
     def add_step(self, seconds: float) -> bool:
-        """Record a step; return whether the window should end."""
+        """Record a step; return True if the window should end."""
         if self._is_running:
             self._step_times.append(seconds)
         return self._is_running and len(self._step_times) == self._num_steps

@@ -68,7 +68,7 @@ def memcpys(memory: Tensor, num_bytes: int, count: int) -> list[Launch]:
 
 
 def _captured(launches: Sequence[Launch], expected_us: float) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph of the launches, in turn, for about GRAPH_MS, and how many they are."""
+    """Return a graph of the launches, in turn, for about GRAPH_MS, and their number."""
     count = min(256, max(4, round(GRAPH_MS * 1000 / expected_us)))
     for launch in launches[:2]:
         launch()

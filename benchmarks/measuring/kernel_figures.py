@@ -1,4 +1,4 @@
-"""The figures of every kernel in one form: its time, its floor, and its peers in the same run."""
+"""The figures of every kernel in one format: its time, its floor, and its peers in the same run."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -57,7 +57,7 @@ def table(figures: Iterable[Figure]) -> str:
 
 
 def scan_figures(models: Iterable[str], cases: Iterable[str], peer_chunks: tuple[int, ...]) -> Iterator[Figure]:
-    """Yield the prefill scan, in its chosen form and, where measured, in the portable one."""
+    """Yield the prefill scan, in its chosen variant and, if measured, in the portable one."""
     measured = list(ssd_scan.measure(models, cases, peer_chunks))
     times = {(figure.model, figure.case, figure.form): figure.ns for figure in measured}
     for model, case in dict.fromkeys((figure.model, figure.case) for figure in measured):
@@ -120,7 +120,7 @@ def align_figures(models: Iterable[str], cases: Iterable[tuple[int, int]], num_d
 
 
 def attention_figures() -> Iterator[Figure]:
-    """Yield attention by the backend that this machine would choose, with the plain one as its peer."""
+    """Yield attention by this machine's default backend, with the reference as its peer."""
     shape = attention.shape_of(32, torch.device("cuda", torch.cuda.current_device()))
     chosen, plain = choose_attention("auto", shape), choose_attention("reference", shape)
     for case in attention.CASES:
@@ -132,7 +132,7 @@ def attention_figures() -> Iterator[Figure]:
 
 
 def token_figures(num_tokens: tuple[int, ...]) -> Iterator[Figure]:
-    """Yield the norms and the KV append, with their twins or torch's own as peers."""
+    """Yield the norms and the KV append, with their references or torch's own as peers."""
     measured = attention.measure_token_kernels(num_tokens)
     for ours, twin in zip(measured[::2], measured[1::2], strict=True):
         kernel, *shape, case = ours.case.split(", ")

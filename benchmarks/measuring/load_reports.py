@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def command(script: str, arguments: Sequence[str]) -> str:
-    """Return the command without the folders of files, and without what only says where the output goes.
+    """Return the command without the folders of files, and without output flags.
 
     Args:
         script: Its path from the root of the repository.
@@ -24,7 +24,7 @@ def command(script: str, arguments: Sequence[str]) -> str:
 
 
 def append(text: str, path: Path, title: str, description: str) -> None:
-    """Append a table to a file, which starts with how the figures are made and what the columns mean.
+    """Append a table to a file, which begins with the method and the meaning of the columns.
 
     Args:
         description: The docstring of the script: after the line of its name and its command, the meaning.
@@ -36,7 +36,7 @@ def append(text: str, path: Path, title: str, description: str) -> None:
 
 
 def document(figures: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the figures with the Python that made them."""
+    """Return the figures with the Python version of the run."""
     return {"python": platform.python_version(), "figures": list(figures)}
 
 

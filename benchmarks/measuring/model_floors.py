@@ -29,7 +29,7 @@ def step_bytes(model: Any, engine: Any, history: int, num_rows: int = 1, *, hits
 
 
 def prompt_flops(model: Any, num_tokens: int) -> float:
-    """Return the FLOPs of the matrix products of a prompt: weights and attention, without the scan's.
+    """Return the FLOPs of a prompt's GEMMs: weights and attention, without the scan's.
 
     Only the last token's logits are computed.
     """

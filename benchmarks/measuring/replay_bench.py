@@ -1,4 +1,4 @@
-"""Steps of one layer's replayed states, in all the phases that rows of a steady load are in."""
+"""Steps of one layer's replayed states, in all phases of requests under a steady load."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayBatch, int],
 
 
 def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_tokens: int, device: str) -> ReplayBatch:
-    """Return rows of `num_tokens` tokens after steps that each kept `kept`, spread evenly over the ring's period.
+    """Return requests of `num_tokens` tokens after steps that each kept `kept`, spread evenly over the ring's period.
 
     Their phases are in no order, as those of requests that came at any time.
     """
@@ -29,7 +29,7 @@ def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_to
 
 
 class ReplayBench:
-    """One layer's checkpoints, rings and steps; a step's launch folds as many rows as one of a steady load does.
+    """One layer's replay bases, rings and steps; each launch folds as many requests as under a steady load.
 
     Args:
         kept: Tokens that the last step kept of each row.
@@ -74,7 +74,7 @@ class ReplayBench:
         ]
 
     def check(self, replay: Replay) -> None:
-        """Compare the first step with the twin.
+        """Compare the first step with the reference.
 
         Raises:
             RuntimeError: If outputs, checkpoints or rings are wrong.

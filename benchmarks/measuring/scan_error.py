@@ -1,4 +1,4 @@
-"""How far is the prefill scan from a recurrence in float64, and how far is mamba-ssm's?
+"""Compare the errors of the prefill scan and of mamba-ssm's with a recurrence in float64.
 
 Both compute the same tokens; the baseline is the reference scan on float64 inputs.
 """
@@ -54,7 +54,7 @@ def scan_errors(batch: Batch, peer_chunks: tuple[int, ...] = ()) -> Iterator[Sca
 
 
 def measure_errors(peer_chunks: tuple[int, ...]) -> list[ScanError]:
-    """Return the errors on one row of 4096 random tokens."""
+    """Return the errors on one prompt of 4096 random tokens."""
     return list(scan_errors(make_batch(NUM_HEADS, LENGTHS), peer_chunks))
 
 

@@ -64,7 +64,7 @@ class ServingFigures:
 
     @property
     def best_hit_rate(self) -> float:
-        """The same for a cache that evicts nothing."""
+        """The same share for a cache that evicts nothing."""
         return self.skippable_tokens / max(1, self.prompt_tokens)
 
 
@@ -131,7 +131,7 @@ ROWS: dict[str, Cell] = {
 
 
 def table(found: dict[str, ServingFigures]) -> str:
-    """Return the figures as Markdown: a line per quantity, a column per engine; leave out quantities that none has."""
+    """Return the figures as Markdown: a line per quantity, a column per engine, without quantities that none has."""
     lines = [f"| | {' | '.join(found)} |", "|---|" + "---:|" * len(found)]
     for name, cell in ROWS.items():
         cells = [cell(figures) for figures in found.values()]

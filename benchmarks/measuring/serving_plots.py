@@ -10,7 +10,7 @@ MISSING = "plots need matplotlib, which is not installed: pip install matplotlib
 
 
 def can_plot() -> bool:
-    """Return whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

@@ -1,4 +1,4 @@
-"""An engine that records the logits from which each token of a request was chosen."""
+"""An engine that records the logits of each generated token."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Trace:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of an engine's steps, and the tokens that they computed; a step with any prompt token is a prefill."""
+    """Seconds of an engine's steps, and their computed tokens; a step with any prompt token is a prefill."""
 
     prefill_s: float = 0.0
     prefill_tokens: int = 0
@@ -39,7 +39,7 @@ class StepTimes:
 
 
 class TracedEngine:
-    """Serves requests with a model that no other engine uses."""
+    """Serves requests with a model of its own."""
 
     def __init__(self, model: Any, config: CacheConfig, *, keeps_logits: bool = True) -> None:
         self.engine = build_engine(model, config)

@@ -21,7 +21,7 @@ def peer_function(module: str, name: str) -> Callable[..., object] | None:
 
 @cache
 def missing_peer() -> str | None:
-    """Return why mamba-ssm is unavailable; None if it is available."""
+    """Return the reason why mamba-ssm is unavailable; None if it is available."""
     spec = find_spec("mamba_ssm")
     if spec is None or spec.submodule_search_locations is None:
         return "mamba-ssm is not installed"

@@ -1,1 +1,1 @@
-"""The commands of `mamba-cache`."""
+"""Implementation of the `mamba-cache` command line."""

@@ -1,4 +1,4 @@
-"""Parsing and checks of flags, without torch or megatron."""
+"""Parse and check command-line flags without importing torch or megatron."""
 
 import math
 import os
@@ -22,15 +22,15 @@ from .sizing import DRAFTER_SHARE
 
 
 def select_device(name: str) -> str:
-    """Select and return "cpu" or "cuda"; "auto" takes what is available.
+    """Return the device to run on, "cpu" or "cuda"; "auto" selects CUDA if it is available.
 
     Raises:
-        UsageError: If "cuda" finds no device, or "cpu" is asked for in a process that uses CUDA already.
+        UsageError: If "cuda" is given but there is no device, or "cpu" in a process that already uses CUDA.
     """
     if name == "cpu":
         loaded = sys.modules.get("torch")
-        if loaded is not None and loaded.cuda.is_initialized():  # a process cannot stop using CUDA
-            raise UsageError("--device cpu: this process already uses CUDA; start a new one")
+        if loaded is not None and loaded.cuda.is_initialized():  # CUDA cannot be shut down within a process
+            raise UsageError("--device cpu: this process already uses CUDA; start a new process")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
     import torch
@@ -38,14 +38,14 @@ def select_device(name: str) -> str:
     if torch.cuda.is_available():
         return "cuda"
     if name == "cuda":
-        raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
+        raise UsageError("--device cuda: torch finds no CUDA device; use --device cpu or auto")
     return "cpu"
 
 
 def check_tiers(arguments: Namespace) -> None:
-    """Raise `UsageError` for a host budget or disk directory that cannot work here.
+    """Raise `UsageError` if the host budget or the disk directory cannot work on this machine.
 
-    The engine checks again once the weights are loaded and the size of a boundary is known.
+    The engine checks the host budget again when the weights are loaded and the size of a cached state is known.
     """
     host_gb = getattr(arguments, argument_of("host_cache_gb"))
     if host_gb is not None and host_gb * 2**30 > available_bytes():
@@ -56,7 +56,7 @@ def check_tiers(arguments: Namespace) -> None:
 
 
 def _can_be_written(directory: Path) -> bool:
-    """Return True if entries can be written into it or its nearest existing parent."""
+    """Return True if the directory, or its nearest existing parent, is writable."""
     path = directory.absolute()
     try:
         existing = next(found for found in (path, *path.parents) if os.path.lexists(found))
@@ -68,11 +68,11 @@ def _can_be_written(directory: Path) -> bool:
 _INT32_MAX = 2**31 - 1
 
 _CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
-"""Settings that are sized from the model and checked once it is known."""
+"""Placeholders for settings that depend on the model and are checked when it is known."""
 
 
 def command_parser() -> FlagParser:
-    """Return the parser of the whole command line."""
+    """Return the parser for the whole command line."""
     parser = FlagParser(
         prog="mamba-cache",
         description="Prefix caching for hybrid models of recurrent and attention layers on megatron-core.",
@@ -88,19 +88,19 @@ def command_parser() -> FlagParser:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag that sets an argument or a field of `CacheConfig`."""
+    """Return the flag that sets this argument or field of `CacheConfig`."""
     return FLAGS[name][0] if name in FLAGS else "--" + name.replace("_", "-")
 
 
 def name_flag(message: str) -> str:
-    """Return a message with its setting's flag before the setting's name."""
+    """Prefix a message that starts with the name of a setting with the flag for that setting."""
     setting = message.split(" ", 1)[0]
     known = setting in FLAGS and flag_of(setting) not in message
     return f"{flag_of(setting)}: {message}" if known else message
 
 
 def as_typed(message: str, words: Iterable[str]) -> str:
-    """Return a message with its flags as they were typed; argparse joins names, as in "--hf-model/--model"."""
+    """Replace flags in a message by the aliases that were typed; argparse joins names, as in "--hf-model/--model"."""
     typed = {word.split("=", 1)[0] for word in words}
     for flag, *aliases in (*FLAGS.values(), MODEL_FLAGS):
         for alias in typed.intersection(aliases):
@@ -109,12 +109,12 @@ def as_typed(message: str, words: Iterable[str]) -> str:
 
 
 def model_share(arguments: Namespace) -> float:
-    """Return the model's share of the budget; a draft model has the rest."""
+    """Return the model's fraction of the cache budget; the rest is for a draft model."""
     return 1.0 if draft_directory(arguments) is None else 1 - DRAFTER_SHARE
 
 
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
-    """Return the settings of the flags, with `settings` as defaults; a `UsageError` names a bad flag."""
+    """Build the cache config from flags, with `settings` as defaults; raise `UsageError`, naming a bad flag."""
     try:
         config = config_of(arguments, **settings)
     except ValueError as error:
@@ -124,13 +124,13 @@ def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheC
 
 
 def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespace:
-    """Return the arguments with missing sampling flags: `GREEDY`, or `default` if none is given."""
+    """Return the arguments with missing sampling flags filled from `GREEDY`, or `default` if all are missing."""
     given = {name: getattr(arguments, name) for name in GREEDY if getattr(arguments, name) is not None}
     return Namespace(**{**vars(arguments), **({**GREEDY, **given} if given else default)})
 
 
 def check_generate_arguments(arguments: Namespace) -> None:
-    """Raise `UsageError` for a value that can never work."""
+    """Raise `UsageError` if a flag of the generate command has an invalid value."""
     _check_range(arguments, "num_tokens_to_generate", 1, math.inf, "at least 1")
     _check_range(arguments, "temperature", 0, math.inf, "0 (greedy) or more, and finite")
     _check_range(arguments, "top_k", 0, _INT32_MAX, f"from 0 (off) to {_INT32_MAX}")
@@ -140,16 +140,20 @@ def check_generate_arguments(arguments: Namespace) -> None:
 
 
 def check_engine_arguments(arguments: Namespace) -> None:
-    """Raise `UsageError` for a cache or draft flag with a value that can never work."""
+    """Raise `UsageError` if a cache or draft flag has a value that no model could use."""
     cache_config(arguments, _CHECKED_LATER)
     if not arguments.num_speculative_tokens:
         for flag, value in (("--drafter", arguments.drafter), ("--draft-hf-model", arguments.draft_hf_model)):
             if value is not None:
-                raise UsageError(f"{flag} {value}: nothing is drafted; set --num-speculative-tokens to 1 or more")
+                raise UsageError(
+                    f"{flag} {value}: speculative decoding is off; set --num-speculative-tokens to 1 or more"
+                )
     if arguments.drafter == "draft-model" and arguments.draft_hf_model is None:
-        raise UsageError("--drafter draft-model needs a model: name its directory with --draft-hf-model")
+        raise UsageError("--drafter draft-model needs a draft model; give its directory with --draft-hf-model")
     if arguments.drafter != "draft-model" and arguments.draft_hf_model is not None:
-        raise UsageError(f"--draft-hf-model {arguments.draft_hf_model}: only --drafter draft-model uses it")
+        raise UsageError(
+            f"--draft-hf-model {arguments.draft_hf_model}: used only with --drafter draft-model; add that flag"
+        )
 
 
 def _check_range(arguments: Namespace, name: str, low: float, high: float, allowed: str) -> None:

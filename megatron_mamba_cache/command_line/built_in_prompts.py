@@ -1,4 +1,4 @@
-"""Built-in prompts: questions about a document, and sessions of an editing assistant."""
+"""Built-in prompts: questions about a document, and sessions with an editing assistant."""
 
 from pathlib import Path
 
@@ -186,7 +186,7 @@ class LogWatcher:
 
 
 def built_in_lines() -> list[PromptLine]:
-    """Return the turns of sessions, each with the earlier ones, and single questions."""
+    """Return the turns of all document sessions, each including earlier questions, and single questions."""
     turns: list[tuple[str, str | None]] = []
     for session, questions in _SESSIONS.items():
         prompt = _DOCUMENT
@@ -198,9 +198,9 @@ def built_in_lines() -> list[PromptLine]:
 
 
 def editing_lines() -> list[PromptLine]:
-    """Return turns of an editing assistant, which share a long file.
+    """Return the turns of the editing sessions, which share a long file.
 
-    A prompt ends without its last line break: tokenizers join it with the indentation that the reply begins with.
+    A prompt ends before its last line break, which tokenizers merge with the indentation at the start of the reply.
     """
     shared = f"# file: {_SHARED_NAME}\n{_SHARED_FILE.read_text(encoding='utf-8')}"
     lines: list[PromptLine] = []

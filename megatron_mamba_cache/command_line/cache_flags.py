@@ -1,4 +1,4 @@
-"""Flags of the cache's settings, without torch or megatron."""
+"""Command-line flags for the cache settings, defined without importing torch or megatron."""
 
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention_backend": ("--attention-backend",),
     }
 )
-"""Flags of a field: Megatron's name first, then a short alias."""
+"""Field of `CacheConfig` → its flags: Megatron's name first, if any, then a short alias."""
 
 _SWITCHES = {
     "adaptive_drafts": "draft only if that raises throughput, or in every step (default: the former)",
@@ -39,7 +39,7 @@ _SWITCHES = {
 
 
 def add_cache_arguments(parser: Any) -> None:
-    """Add the flags that `config_of` reads, to a parser or to a group of its flags."""
+    """Add the flags that `config_of` reads to a parser or an argument group."""
     rules = CacheConfig.RULES
 
     def add(field: str, text: str, **options: Any) -> None:
@@ -71,9 +71,9 @@ def add_cache_arguments(parser: Any) -> None:
 
 
 def config_of(arguments: Namespace, **settings: object) -> CacheConfig:
-    """Return the config of parsed flags, with `settings` as defaults.
+    """Build the cache config from parsed flags, with `settings` as defaults.
 
-    A budget among the flags replaces that of `settings`. A wrong value raises `ValueError`.
+    If the flags give a budget, the budget in `settings` is ignored. An invalid value raises `ValueError`.
     """
     given = given_settings(arguments)
     if not given.keys().isdisjoint(BUDGET):
@@ -82,18 +82,18 @@ def config_of(arguments: Namespace, **settings: object) -> CacheConfig:
 
 
 def given_settings(arguments: Namespace) -> dict[str, Any]:
-    """Return the fields of `CacheConfig` that parsed flags set."""
+    """Return the fields of `CacheConfig` that the parsed flags set."""
     given = {field: getattr(arguments, argument_of(field)) for field in FLAGS}
     given |= {name: getattr(arguments, name) for name in _SWITCHES}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def given_budget(arguments: Namespace) -> float | None:
-    """Return the budget of parsed flags in GiB; None without one."""
+    """Return the cache budget that the parsed flags give, in GiB; None if they give none."""
     given = {name: value for name, value in given_settings(arguments).items() if name in BUDGET}
     return CacheConfig(**given).cache_gb if given else None
 
 
 def argument_of(field: str) -> str:
-    """Return the name of a field in a parsed `Namespace`."""
+    """Return the name of a `CacheConfig` field in the parsed `Namespace`."""
     return FLAGS[field][0].lstrip("-").replace("-", "_")

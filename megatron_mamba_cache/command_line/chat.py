@@ -1,4 +1,4 @@
-"""The chat command: a conversation in the terminal."""
+"""The chat command, which holds a conversation in the terminal."""
 
 import os
 import re
@@ -18,15 +18,17 @@ from .flag_sources import UsageError, variable_of
 _HELP = r"/clear forgets the conversation, /quit ends; \n is a line break; Ctrl-C ends a reply"
 _SERVING = re.compile(r"^serving .* on (http://\S+)$")
 _END_S = 30.0
-_ENDING = (signal.SIGTERM, signal.SIGHUP)  # the second is that of a closed terminal
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP is sent when the terminal is closed
 EXIT_FAILED = 1
 
 
 def chat(arguments: Namespace) -> int:
-    """Chat until the input ends; return the exit status. A bad flag raises `UsageError`."""
+    """Run the chat command until the input ends and return its exit status; raise `UsageError` for a bad flag."""
     starts_own = arguments.url is None and bool(arguments.hf_model or arguments.load)
     if arguments.url is not None and arguments.load is not None:
-        raise UsageError("--url: a running server has its own model; leave --load out")
+        raise UsageError(
+            "--load cannot be used with --url, because the running server has loaded its model; leave out one of them"
+        )
     server = own_server(arguments) if starts_own else nullcontext(arguments.url or DEFAULT_URL)
     try:
         with server as url:
@@ -40,7 +42,7 @@ def chat(arguments: Namespace) -> int:
 
 
 class Chat:
-    """A conversation with one model."""
+    """Conversation with one model on a server."""
 
     def __init__(self, client: ChatClient, model: str, arguments: Namespace) -> None:
         self._client = client
@@ -53,7 +55,7 @@ class Chat:
         self._given_turns: list[str] | None = arguments.say or None
 
     def run(self) -> int:
-        """Take turns until the input ends. A turn that fails is dropped; if a flag gave it, raise `ChatError`."""
+        """Exchange turns until the input ends. Drop a failed turn, or raise `ChatError` if it came from --say."""
         if self._given_turns is None:
             print(f"{self._model} at {self._client.url}: {_HELP}")
         for line in self._typed() if self._given_turns is None else self._given_turns:
@@ -98,18 +100,18 @@ class Chat:
 
 @contextmanager
 def own_server(arguments: Namespace) -> Iterator[str]:
-    """Serve the flags' model on a free local port and yield the URL; stop at the end.
+    """Context manager: run a server for the given model on a free local port, and yield its URL.
 
-    Until then, a signal that would end this process raises `SystemExit`.
+    In its body, a signal that would end this process raises `SystemExit` instead, so that the server is stopped.
 
     Raises:
-        UsageError: If the server does not start; it has printed its own message.
+        UsageError: If the server does not start; the server itself prints the reason.
     """
     command = [sys.executable, "-m", f"{__package__.split('.')[0]}", "serve", *_flags(arguments)]
-    # Its flags are those of the command line; the file of --config is about the chat.
+    # The --config file is for the chat command, so the server must not read it.
     environment = {name: value for name, value in os.environ.items() if name != variable_of("--config")}
     with _signals_raise():
-        # In a group of its own, a Ctrl-C of the terminal ends a reply and not the server.
+        # In a separate process group, Ctrl-C interrupts the reply but does not stop the server.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0)
         try:
             assert process.stdout is not None
@@ -119,7 +121,9 @@ def own_server(arguments: Namespace) -> Iterator[str]:
                     yield found[1]
                     return
                 print(line, end="", flush=True)
-            raise UsageError(f"the server for --model ended with status {process.wait()} before it was ready")
+            raise UsageError(
+                f"the server for --model exited with status {process.wait()} before it was ready; see its output above"
+            )
         finally:
             process.terminate()
             try:

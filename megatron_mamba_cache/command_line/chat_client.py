@@ -1,4 +1,4 @@
-"""A streaming client of a server with OpenAI's chat API."""
+"""Streaming client for a server with OpenAI's chat API."""
 
 import json
 import time
@@ -14,22 +14,22 @@ from urllib.request import Request, urlopen
 from .flag_sources import UsageError
 
 DEFAULT_URL = "http://127.0.0.1:5000"
-_CONNECT_S = 600.0  # a first reply may wait for kernels to compile
+_CONNECT_S = 600.0  # timeout; the first reply may wait while kernels are compiled
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 Message = Mapping[str, str]
 
 
 class ChatError(Exception):
-    """A request that the server refused or could not answer; the message is one line."""
+    """Raised when the server refused or could not answer a request; the message is one line."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One reply: its text so far, tokens and times."""
+    """A reply in progress: its text, token counts and times."""
 
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
-    first_token_s: float | None = None  # seconds until the first text; None if there is none
+    first_token_s: float | None = None  # seconds until the first text; None before any text
     seconds: float = 0.0
     finish_reason: str = "cut off"
 
@@ -38,7 +38,7 @@ class Turn:
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         share = 100 * cached / prompt if prompt else 0.0
         first = "no token" if self.first_token_s is None else f"first token after {1000 * self.first_token_s:.0f} ms"
-        if not self.usage:  # it comes at the end of a stream
+        if not self.usage:  # usage arrives at the end of a stream
             return f"[{first}, {self.finish_reason}]"
         rate = generated / self.seconds if self.seconds else 0.0
         return (
@@ -48,7 +48,7 @@ class Turn:
 
 
 class ChatClient:
-    """A client of one server; `url` may end with /v1. Raises `UsageError` for a bad URL or key."""
+    """Client for one server. `url` may end with /v1; an invalid URL or key raises `UsageError`."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         if not url.startswith(("http://", "https://")):
@@ -56,12 +56,14 @@ class ChatClient:
         if not _names_a_host(url):
             raise UsageError(f"--url is {url!r}; it must be http://HOST or http://HOST:PORT")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise UsageError("--api-key has characters that an HTTP header cannot contain")
+            raise UsageError(
+                "--api-key must have only printable ASCII characters, because it is sent in an HTTP header"
+            )
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def first_model(self) -> str:
-        """Return the name of the first model that the server lists; raise `ChatError` if there is none."""
+        """Return the first model name that the server lists; raise `ChatError` if it lists none."""
         with closing(self._open("/v1/models", None)) as reply:
             try:
                 models = [str(model["id"]) for model in json.load(reply)["data"]]
@@ -76,10 +78,10 @@ class ChatClient:
     def stream(
         self, turn: Turn, model: str, messages: Sequence[Message], settings: Mapping[str, Any]
     ) -> Generator[str, None, None]:
-        """Yield a reply's text as it arrives and fill `turn`; closing this cancels the reply.
+        """Yield the text of a reply as it arrives, and update `turn`. Closing the generator cancels the reply.
 
         Raises:
-            ChatError: If the server cannot be reached, refuses or fails.
+            ChatError: If the server cannot be reached, refuses the request or fails.
         """
         start = time.perf_counter()
         body = {"model": model, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
@@ -116,7 +118,7 @@ def _events(reply: Any) -> Iterator[dict[str, Any]]:
 
 
 def _note(turn: Turn, event: Mapping[str, Any]) -> str:
-    """Record an event of the stream in the turn and return its text."""
+    """Record a stream event in the turn, and return the text to show."""
     if event.get("error"):
         error = event["error"]
         raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))

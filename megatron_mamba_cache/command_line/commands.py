@@ -1,4 +1,4 @@
-"""Commands, their flags and shell completion, without torch or megatron."""
+"""Commands with their flags, and shell completion, without importing torch or megatron."""
 
 from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from .sizing import DEFAULTS_IN_WORDS
 
 GREEDY: Mapping[str, float] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
 EDITING: Mapping[str, float] = {"temperature": 0.8, "top_k": 20, "top_p": 0.0}
-"""Sampling of the built-in editing sessions: a small model repeats itself if greedy."""
+"""Sampling for the built-in editing sessions; with greedy decoding, a small model repeats itself."""
 
 SHELLS = ("bash", "zsh", "fish")
 _COMPLETION_IN_WORDS = (
@@ -50,8 +50,8 @@ _SOURCES_IN_WORDS = (
 
 
 def print_completion(parser: ArgumentParser, shell: str) -> None:
-    """Print the completion script of a shell."""
-    import shtab  # not needed by any other command
+    """Print the completion script for a shell."""
+    import shtab  # imported here because no other command needs it
 
     for action in _actions_of(parser):
         metavar = action.metavar if isinstance(action.metavar, str) else ""
@@ -63,7 +63,7 @@ def print_completion(parser: ArgumentParser, shell: str) -> None:
 
 
 def _actions_of(parser: ArgumentParser) -> Iterator[Action]:
-    """Yield the actions of a parser and of the commands below it."""
+    """Yield the actions of a parser and of its subcommands."""
     for action in parser._actions:
         yield action
         if isinstance(action.choices, Mapping):
@@ -131,7 +131,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 
 def add_common_arguments(parser: FlagParser) -> None:
-    """Add the flags that all commands have."""
+    """Add the flags that all commands share."""
     group = parser.add_argument_group("settings", _SOURCES_IN_WORDS)
     level = "lowest level of log messages; debug includes those of megatron-core and torch (default: warning)"
     group.add_argument("--log-level", choices=LEVELS, default="warning", help=level)
@@ -216,4 +216,4 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], object]]] = {
         _add_plan_arguments,
     ),
 }
-"""Help line, description and flags of each command."""
+"""Command → help line, description, and function that adds its flags."""

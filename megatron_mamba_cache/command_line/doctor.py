@@ -1,4 +1,4 @@
-"""The doctor command: a report of this machine and its kernels."""
+"""The doctor command, which reports on this machine and the kernels in use."""
 
 import platform
 from argparse import Namespace
@@ -20,11 +20,11 @@ _VERSIONS = ("torch", "triton", "megatron-core", "safetensors", "tokenizers")
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The implementation of an operation that runs, and the reason."""
+    """Implementation that is chosen for an operation, and the reason."""
 
     operation: str
     module: str
-    functions: tuple[str, ...]  # names of the functions that run it, in `module` of the package
+    functions: tuple[str, ...]  # functions in `module` that run the operation
     reason: str
 
 
@@ -72,7 +72,7 @@ _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256
 
 
 def print_diagnosis(arguments: Namespace) -> int:
-    """Print the report, in which a missing piece is a line; return 1 if the package or the model cannot be used."""
+    """Print the report, including what is missing; return 1 if the package or the model cannot be used, else 0."""
     with quiet_libraries(arguments.log_level):
         obstacle = _obstacle()
         for line in _diagnosis(obstacle):
@@ -92,12 +92,12 @@ class _Model:
 def _model(directory: Path) -> _Model:
     try:
         return _Model(_needs(directory), True)
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise any error
         return _Model(f"cannot be used: {_one_line(error)}", False)
 
 
 def _needs(directory: Path) -> str:
-    """Return a model's layers, positions, cache bytes and quantization as text."""
+    """Return a line with the layers, positions, cache bytes and quantization of a model."""
     architecture, shape = described_shape(directory)
     from ..models.checkpoints.quantization_config import QuantizationConfig  # imports torch
 
@@ -138,7 +138,7 @@ def _diagnosis(obstacle: str | None) -> Iterator[str]:
 def _device() -> str:
     try:
         import torch
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise any error
         return f"unknown: torch cannot be imported ({_one_line(error)})"
     if not torch.cuda.is_available():
         return "cpu: torch finds no CUDA device"
@@ -147,13 +147,13 @@ def _device() -> str:
 
 
 def _obstacle() -> str | None:
-    """Return the reason why the package cannot be used; None if it can."""
+    """Return the reason why this package cannot be used; None if it can."""
     try:
         import_module("..build", __package__)
         unmet = unmet_requirements()
     except PackageNotFoundError:
-        return None  # imported from a checkout, without an installation whose requirements could be read
-    except Exception as error:  # a broken installation raises anything
+        return None  # run from a checkout, so there are no installed requirements to check
+    except Exception as error:  # a broken installation may raise any error
         return _one_line(error)
     return f"it requires {', '.join(map(str, unmet))}" if unmet else None
 
@@ -163,7 +163,7 @@ def _extra_state(name: str, purpose: str) -> str:
         unmet = unmet_requirements(name)
     except PackageNotFoundError:
         return f"unknown: the package is not installed, only imported. For {purpose}"
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise any error
         return f"unknown: {_one_line(error)}"
     if not unmet:
         return f"present: {purpose}"
@@ -173,7 +173,7 @@ def _extra_state(name: str, purpose: str) -> str:
 def _compiled_kernels() -> str:
     try:
         directory = import_module("triton").knobs.cache.dir
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise any error
         return f"unknown: Triton cannot be imported ({_one_line(error)})"
     return f"Triton compiles each at its first use or in engine.warmup(), and stores it in {directory}"
 
@@ -190,7 +190,7 @@ def _cache_memory() -> str:
         if torch.cuda.is_available():
             free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
             return f"{free:.1f} of the GPU's {total:.1f} GiB are free now. {budget}"
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise any error
         return f"unknown: {_one_line(error)}"
     return budget
 
@@ -203,7 +203,7 @@ def _tiers() -> str:
     try:
         available = import_module("..tiers.host_budget", __package__).available_bytes() / 2**30
         return f"{available:.1f} GiB of host memory are available now, {_pinning()}. {flags}"
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise any error
         return f"unknown: {_one_line(error)}. {flags}"
 
 
@@ -223,7 +223,7 @@ def _attention_backends() -> Iterator[str]:
     try:
         choice = import_module("..kernels.attention.choice", __package__)
         refusals = choice.refusals_for_usual_model()
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise any error
         yield f"  unknown: {_one_line(error)}"
         return
     used = next(name for name, reason in refusals.items() if reason is None)
@@ -253,7 +253,7 @@ def _apex_state() -> str:
     found = installed_version("apex") or "installed"
     try:
         is_nvidia = hasattr(import_module("apex.normalization"), "FusedRMSNorm")
-    except Exception:  # another project's package, or a broken build
+    except Exception:  # it may be another project's package or a broken build
         is_nvidia = False
     if is_nvidia:
         return f"{found}, not used: norms are torch's"

@@ -1,4 +1,4 @@
-"""Memory checks of flags against a model's configuration, before weights are read."""
+"""Check memory flags against a model's configuration before its weights are loaded."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +26,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGATRON: megatron_checkpoint.read_sizes}
 
 Settings = Callable[[HybridModelShape, int], Mapping[str, Any]]
-"""Returns fields of `CacheConfig` for a model's shape and maximum length."""
+"""Function of a model's shape and maximum length that returns fields of `CacheConfig`."""
 
 DraftSettings = Callable[[HybridModelShape, int, CacheConfig], Mapping[str, Any]]
-"""Returns them for a draft model from the engine's settings; a collective."""
+"""Function of a draft model's shape, its maximum length and the engine's config; a collective."""
 
 
 def check_memory(
@@ -39,14 +39,15 @@ def check_memory(
     settings: Settings,
     draft_settings: DraftSettings,
 ) -> None:
-    """Raise `UsageError` if flags do not fit the model or its draft model; a collective.
+    """Raise `UsageError` if the flags do not fit the model or its draft model; collective over all ranks.
 
-    The random model (None) is skipped, and so is a directory that cannot be read: loading it reports the error.
+    The random model (`directory` None) is not checked, nor is a directory that cannot be read, because loading it
+    reports the error.
 
     Args:
         device: "cpu" or "cuda".
-        settings: Defaults of the model's cache.
-        draft_settings: Defaults of a draft model's own cache.
+        settings: Returns the default settings of the model's cache.
+        draft_settings: Returns the default settings of a draft model's cache.
     """
     if directory is None:
         return
@@ -73,9 +74,10 @@ def check_memory(
 
 
 def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device: str) -> str | None:
-    """Return the dtype of a model's weights, "fp32" or "bf16"; None: the checkpoint's.
+    """Return the dtype for a model's weights, "fp32" or "bf16"; None: the dtype in the checkpoint.
 
-    `dtype` is the flag's; without it, a user's model on a GPU keeps the checkpoint's, and others are fp32.
+    `dtype` is the value of the flag. If it is None, a user's model on a GPU keeps the dtype of its checkpoint, and
+    other models use fp32.
     """
     if fills_card(directory, device):
         return dtype
@@ -84,7 +86,7 @@ def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device
 
 @contextmanager
 def errors_of_settings(share: float, *, is_draft: bool = False) -> Iterator[None]:
-    """Turn errors of settings that do not fit into `UsageError`."""
+    """Context manager: turn errors about settings that do not fit into `UsageError`."""
     prefix = "the drafter's own cache: " if is_draft else ""
     try:
         yield
@@ -101,7 +103,7 @@ def _notes_of(error: Exception) -> str:
 
 
 class _Refused(NamedTuple):
-    """A budget that is too small, and the smallest sufficient one."""
+    """Error message for a budget that is too small, and the smallest sufficient budget."""
 
     least_gb: float
     message: str
@@ -110,7 +112,7 @@ class _Refused(NamedTuple):
 def _refused(
     config: CacheConfig, shape: HybridModelShape, ranks: Ranks, share: float, *, is_draft: bool = False
 ) -> _Refused | None:
-    """Return the refusal of a budget too small for a model's share; None if it fits. Other errors are `UsageError`."""
+    """Return the refusal of a too small budget, or None if it fits; raise `UsageError` for other errors."""
     try:
         with errors_of_settings(share, is_draft=is_draft), own_warnings_hidden():
             shape.check(config)
@@ -125,7 +127,7 @@ def _refused(
 def _expected(
     directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks
 ) -> tuple[HybridModelShape, int] | None:
-    """Return the shape and maximum length of this rank's shard; None if a rank cannot read it."""
+    """Return the shape and maximum length of this rank's shard; None if any rank cannot read the configuration."""
     expected = None
     if directory.path.is_dir():
         with suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""The parser of flags from the command line, the environment and a YAML file."""
+"""Parser for flags from the command line, the environment and a YAML file."""
 
 import json
 import os
@@ -19,13 +19,13 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
 class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
-    """Parses flags: command line over environment over the file of --config.
+    """Parser in which the command line overrides the environment, which overrides the --config file.
 
-    A mistake raises `UsageError`, so that the caller can report it in one line. `set_flags` of the parsed namespace
-    holds what the environment and the file set and the command line did not override.
+    A mistake raises `UsageError`, so that the caller can report it in one line. In the parsed namespace, `set_flags`
+    has the flags that the environment or the file set and the command line did not override.
 
     Args:
-        first_word: Flag whose value may be a first word without dashes; None: there is none.
+        first_word: Flag whose value may be given as the first argument, without the flag; None for no such flag.
     """
 
     def __init__(self, *args: Any, first_word: str | None = None, **settings: Any) -> None:
@@ -44,7 +44,7 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
         self._of_environment: dict[str, SetFlag] = {}
 
     def add_config_argument(self, group: Any) -> None:
-        """Add --config to a group, which enables files and variables."""
+        """Add --config to a group; this enables flags from files and environment variables."""
         group.add_argument(
             "--config",
             metavar="FILE.yaml",
@@ -55,21 +55,21 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
 
     @property
     def settable(self) -> SettableFlags:
-        """Flags that a file or the environment may set."""
+        """The flags of this parser that a file or the environment may set."""
         return SettableFlags(self._actions)
 
     @override
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **_: Any
     ) -> tuple[Namespace, list[str]]:
-        """Parse flags as `ArgumentParser` does; a `UsageError` names a wrong flag and what set it."""
+        """Parse flags as `ArgumentParser` does; raise `UsageError` that names a wrong flag and its source."""
         words = list(args) if args is not None else None
         if self._first_word is not None and words and not words[0].startswith("-"):
             words[:1] = [self._first_word, words[0]]
         if not any(action.dest == "config" for action in self._actions):
             return super().parse_known_args(words, namespace, env_vars={})
         if sum(word.split("=", 1)[0] == "--config" for word in words or ()) > 1:
-            raise UsageError("--config is given more than once; put everything into one file")
+            raise UsageError("--config is given more than once; merge the files into one")
         self._of_file, self._of_environment = {}, self.settable.of_environment(os.environ)
         values = {variable_of(name): one.value for name, one in self._of_environment.items()}
         variables = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
@@ -86,12 +86,12 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
         raise UsageError(placed(message.removeprefix("argument "), self._in_effect()))
 
     def _read_file(self, path: Path) -> dict[str, Value]:
-        """Return the flags of a file, as inserted into the command line."""
+        """Return the flags set in a file, by long name."""
         self._of_file = self.settable.of_file(path)
         return {name: one.value for name, one in self._of_file.items()}
 
     def _in_effect(self) -> tuple[SetFlag, ...]:
-        """Return the last parsed flags that the environment or the file set."""
+        """Return the flags in the last parse whose values came from the environment or the file."""
         found = []
         for source, settings in self.get_source_to_settings_dict().items():
             if source == "environment_variables":
@@ -112,7 +112,7 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
 
 
 class _FileReader(configargparse.ConfigFileParser):  # type: ignore[misc]
-    """Reads the file of --config for configargparse."""
+    """Adapter through which configargparse reads the --config file."""
 
     @override
     def parse(self, stream: Callable[[], dict[str, Value]]) -> OrderedDict[str, Value]:
@@ -120,7 +120,7 @@ class _FileReader(configargparse.ConfigFileParser):  # type: ignore[misc]
 
 
 def flags_of(parser: Any) -> set[str]:
-    """Return the long flags of a parser and of the commands below it."""
+    """Return the long flags of a parser and of its subcommands."""
     flags: set[str] = set()
     for action in parser._actions:
         flags.update(option for option in action.option_strings if option.startswith("--"))
@@ -130,7 +130,7 @@ def flags_of(parser: Any) -> set[str]:
 
 
 def placed(message: str, set_flags: Iterable[SetFlag]) -> str:
-    """Return a message with the sources of the flags in it, except in the advice after its first semicolon."""
+    """Prefix a message with the sources of the flags that it names before its first semicolon."""
     named = set(_FLAG.findall(message.split(";", 1)[0]))
     sources = [one.source for one in set_flags if named.intersection(one.names) and one.source not in message]
     return f"{' and '.join(sources)}: {message}" if sources else message

@@ -1,4 +1,4 @@
-"""Flags from a YAML file or from environment variables."""
+"""Read flags from a YAML file or from environment variables."""
 
 import re
 from argparse import Action, BooleanOptionalAction
@@ -13,7 +13,7 @@ import yaml
 
 
 class UsageError(Exception):
-    """A bad flag, file or line; the message is one line with the remedy."""
+    """Raised for a mistake in flags or input files; the message is one line with the remedy."""
 
 
 _LEAST_LIKENESS = 0.65
@@ -55,17 +55,17 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
         "--ssl-certfile": "terminate TLS in a proxy before the server",
     }
 )
-"""Flags of `vllm serve` and their replacements."""
+"""Flag of `vllm serve` → advice on its replacement here."""
 
 
 def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
-    """Return the error line of an unknown flag; `known` are those of `command`, which includes the program's name."""
+    """Return the error for an unknown flag. `known` has the flags of `command`, which includes the program's name."""
     advice = _advice_on(flag, known)
     return f"unknown flag {flag}" + (f": {advice}" if advice else f"; {command} --help lists all of them")
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """Return the most similar known name; None if none is similar."""
+    """Return the known name most similar to `name`; None if no name is similar."""
     longer = sorted((one for one in known if one.startswith(name)), key=len)
     alike = get_close_matches(name, sorted(known), n=1, cutoff=_LEAST_LIKENESS)
     return next(iter([*longer, *alike]), None)
@@ -74,7 +74,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 PREFIX = "MAMBA_CACHE_"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _NULLS = ("", "~", "null", "Null", "NULL")
-# Kubernetes sets such variables in each pod for a Service named mamba-cache.
+# If a Service is named mamba-cache, Kubernetes sets variables of this form in each pod.
 _OF_A_SERVICE = re.compile(rf"{PREFIX}(SERVICE_|PORT_\d)")
 _ADDRESS = re.compile(r"\w+://")
 
@@ -83,16 +83,16 @@ Value = str | list[str]
 
 @dataclass(frozen=True, slots=True)
 class SetFlag:
-    """A flag that a file or a variable sets."""
+    """A flag set by a file or an environment variable."""
 
     flag: str  # such as "--block-size"
     names: tuple[str, ...]
-    value: Value  # as argparse reads it; "true" or "false" of a flag without a value
-    source: str  # the variable, or the file, line and key
+    value: Value  # text for argparse; "true" or "false" for a flag without a value
+    source: str  # name of the variable, or file, line and key
 
 
 class SettableFlags:
-    """Flags of a command that a file or the environment may set, by long name."""
+    """The flags of a command that a file or the environment may set."""
 
     def __init__(self, actions: Iterable[Action]) -> None:
         self._actions = {
@@ -104,11 +104,11 @@ class SettableFlags:
         }
 
     def of_file(self, path: Path) -> dict[str, SetFlag]:
-        """Return the flags of a YAML file by first long name, without dashes; a `UsageError` names file and line."""
+        """Return the flags set in a YAML file, keyed by long name without dashes; raise `UsageError` if invalid."""
         return self._collected(self._in_file(path))
 
     def of_environment(self, environment: Mapping[str, str]) -> dict[str, SetFlag]:
-        """Return the flags of environment variables, as `of_file`; a `UsageError` names the variable."""
+        """Return the flags set by environment variables, keyed as in `of_file`; raise `UsageError` if invalid."""
         return self._collected(self._in_environment(environment))
 
     def _in_file(self, path: Path) -> Iterator[SetFlag]:
@@ -158,7 +158,7 @@ class SettableFlags:
 
 
 def misspelled_variables(environment: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
-    """Yield a note for each variable that resembles that of a known flag of any command."""
+    """Yield a note for each variable whose name is similar to that for a known flag of any command."""
     variables = {variable_of(flag) for flag in known}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in variables and not _OF_A_SERVICE.match(name):
@@ -168,17 +168,17 @@ def misspelled_variables(environment: Mapping[str, str], known: Collection[str])
 
 
 def first_name(action: Action) -> str:
-    """Return the first long name of a flag, without its dashes."""
+    """Return the first long name of a flag, without leading dashes."""
     return next(option for option in action.option_strings if option.startswith("--")).removeprefix("--")
 
 
 def variable_of(flag: str) -> str:
-    """Return the environment variable of a flag, with or without its dashes."""
+    """Return the environment variable for a flag, which may be given with or without leading dashes."""
     return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def _advice_on(name: str, known: Collection[str], prefix: str = "") -> str | None:
-    """Return a replacement of an unknown name, with `prefix` before it; None if none is similar."""
+    """Return advice on an unknown name, suggesting `prefix` and a similar name; None if no name is similar."""
     advice = VLLM_FLAGS.get("--" + name.removeprefix("--").replace("_", "-").lower())
     if advice is not None:
         return advice
@@ -187,12 +187,12 @@ def _advice_on(name: str, known: Collection[str], prefix: str = "") -> str | Non
 
 
 def _takes_list(action: Action) -> bool:
-    """Return True if a flag may have several values."""
+    """Return True if a flag accepts several values."""
     return action.nargs in ("+", "*") or type(action).__name__ == "_AppendAction"
 
 
 def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Return the keys and values of a file's mapping; scalars keep their text."""
+    """Return the key and value nodes of a YAML file's mapping; scalars are not converted from text."""
     try:
         with path.open(encoding="utf-8") as file:
             root = yaml.compose(file, yaml.SafeLoader)
@@ -207,12 +207,12 @@ def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     if root is None or (isinstance(root, yaml.ScalarNode) and _is_null(root)):
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"--config {path}: needs lines of FLAG: VALUE, found a {root.id}")
+        raise UsageError(f"--config {path}: need lines of the form FLAG: VALUE, found a {root.id}")
     return root.value
 
 
 def _value_of(node: yaml.Node, source: str) -> Value | None:
-    """Return the text of a value, or of each item of a list; None if it is empty."""
+    """Return the text of a scalar, or of each item in a list; None for an empty value."""
     if isinstance(node, yaml.ScalarNode):
         return None if _is_null(node) else str(node.value)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
@@ -225,7 +225,7 @@ def _is_null(node: yaml.ScalarNode) -> bool:
 
 
 def _listed(text: str, variable: str) -> list[str]:
-    """Return the items of a variable: a YAML list in brackets, or shell words."""
+    """Split the text of a variable into items, written as a YAML list in brackets or as words."""
     if not text.startswith("["):
         return text.split()
     try:
@@ -233,5 +233,5 @@ def _listed(text: str, variable: str) -> list[str]:
     except yaml.YAMLError:
         value = None
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise UsageError(f"{variable} is {text!r}; it must be words, or a list: [first, second]")
+        raise UsageError(f"{variable} is {text!r}; it must be words, or a list such as [first, second]")
     return value

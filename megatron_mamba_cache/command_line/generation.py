@@ -1,4 +1,4 @@
-"""Run lines on a model and print the results."""
+"""Generate text for the lines of a prompts file and print the results."""
 
 import sys
 from argparse import Namespace
@@ -31,7 +31,7 @@ EXIT_OUTPUTS_DIFFER = 1
 
 
 class Generation:
-    """A model and the flags of its requests, on the processes that hold it and its replicas."""
+    """Runs prompt lines on a model and its replicas, with the settings from flags."""
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -75,20 +75,20 @@ class Generation:
         return not isinstance(self._model.tokenizer, TokenIdTokenizer)
 
     def run(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines once, print the report and return the exit status."""
+        """Run the lines once, print the report, and return the exit status."""
         result = self._run_engines(lines, self._config, "generating")
         later = self._report(lines, result)
         self._write(result, **later.as_dict())
         return 0
 
     def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines with cache and drafts, and with neither; return 1 if outputs differ unexpectedly."""
+        """Run the lines with cache and drafts, then with neither; return 1 if outputs differ unexpectedly, else 0."""
         if not self._config.prefix_caching:
             return self.run(lines)
         no_tiers: dict[str, Any] = {"host_cache_gb": None, "disk_cache_dir": None, "disk_cache_gb": None}
         plain = replace(self._config, prefix_caching=False, num_speculative_tokens=0, **no_tiers)
         with own_warnings_hidden():
-            self._run_engine(lines[:1], self._config, "warming up")  # settings that do not fit end the command here
+            self._run_engine(lines[:1], self._config, "warming up")  # fails early if the settings do not fit
             uncached = self._run_engines(lines, plain, "without cache")
         cached = self._run_engines(lines, self._config, "with cache")
         later = self._report(lines, cached)
@@ -110,14 +110,14 @@ class Generation:
         return 0
 
     def _run_engines(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
-        """Run this model's lines and return the results of all models."""
+        """Run the lines assigned to this replica, and return the results of all replicas."""
         return self._replicas.gather(self._run_engine(self._replicas.share(lines), config, title))
 
     def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
         wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
         with (
             closing(self._replicas.make(lambda: engine_for(self._model, config, self._seed, self._drafter))) as engine,
-            # disable=None: no progress bar unless stderr is a terminal.
+            # disable=None shows the progress bar only if stderr is a terminal.
             tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar,
         ):
             engine.warmup()
@@ -153,7 +153,7 @@ class Generation:
 
 
 def _inexact_because(arguments: Namespace, dtype: str, sampling: SamplingFlags) -> str | None:
-    """Return the reason why outputs may depend on cache or batch; None if they must not."""
+    """Return the reason why cache or batch may change outputs; None if the outputs must be identical."""
     if dtype == "bf16":
         return "in bf16, where rounding depends on the batch"
     if getattr(arguments, argument_of("cached_state_dtype")) == "int8":

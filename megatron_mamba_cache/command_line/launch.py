@@ -1,4 +1,4 @@
-"""The processes of a torchrun launch, without torch or megatron."""
+"""The processes of a torchrun launch, read from the environment without importing torch or megatron."""
 
 import os
 from argparse import Namespace
@@ -13,12 +13,12 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A process of a launch; without a launcher, the only one."""
+    """This process within a torchrun launch; the defaults describe a single process."""
 
     rank: int = 0
     num_processes: int = 1
-    local_rank: int = 0  # on its machine
-    num_on_machine: int | None = None  # None: the launcher does not say
+    local_rank: int = 0  # rank among the processes on the same machine
+    num_on_machine: int | None = None  # processes on the same machine; None if unknown
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> "Launch":
@@ -36,16 +36,16 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """True for the process that prints."""
+        """True for rank 0, which prints."""
         return self.rank == 0
 
     @property
     def is_on_several_machines(self) -> bool:
-        """True when processes run on several machines."""
+        """True when the launch spans several machines."""
         return self.num_on_machine is not None and self.num_on_machine < self.num_processes
 
     def num_replicas(self, arguments: Namespace) -> int:
-        """Return the number of models, each on tensor times pipeline processes; raise `UsageError` on a remainder."""
+        """Return the number of model replicas; raise `UsageError` if the processes cannot be divided evenly."""
         tensor, pipeline, expert = (getattr(arguments, name) for name in _SIZES)
         for name in _SIZES:
             if getattr(arguments, name) < 1:
@@ -62,7 +62,7 @@ class Launch:
 
 
 def deal_lines(lines: Sequence[PromptLine], num_replicas: int) -> list[list[PromptLine]]:
-    """Divide lines among replicas round-robin, keeping sessions together."""
+    """Distribute lines among replicas round-robin, keeping the lines of each session together."""
     shares: list[list[PromptLine]] = [[] for _ in range(num_replicas)]
     replica_of: dict[str | int | PromptLine, int] = {}
     for line in lines:

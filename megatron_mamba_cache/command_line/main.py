@@ -1,4 +1,4 @@
-"""Entry point: parses the flags, then imports torch and megatron and runs the command."""
+"""Entry point: parse the flags, then import torch and megatron and run the command."""
 
 import atexit
 import gc
@@ -32,7 +32,7 @@ from .server_arguments import api_keys_of, check_server_arguments, routing_setti
 
 
 def serve(arguments: Namespace) -> int:
-    """Serve until a signal ends it; return the exit status. A `UsageError` names a bad flag, model or port."""
+    """Run the serve command until a signal ends it, and return its exit status; raise `UsageError` for a bad flag."""
     try:
         require_extra("server", "serve")
     except MissingExtraError as error:
@@ -55,7 +55,7 @@ def serve(arguments: Namespace) -> int:
 
         with joined_processes(launch, arguments, device) as replicas:
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
-            gc.freeze()  # exempt modules and weights from later collections, that of `close` included
+            gc.freeze()  # exclude modules and weights from later garbage collection
             with closing(replicas.make(serving.engine)) as engine:
                 if launch.num_processes == 1 and listener is not None:
                     return serving.run(engine, listener)
@@ -63,19 +63,21 @@ def serve(arguments: Namespace) -> int:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Bind a port without listening yet; raise `UsageError` if it cannot be bound."""
+    """Return a socket bound to a port but not yet listening; raise `UsageError` if binding fails."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another") from error
+        raise UsageError(
+            f"--host {host} --port {port}: {error.strerror or error}; choose another host or port"
+        ) from error
     return listener
 
 
 def generate(arguments: Namespace) -> int:
-    """Run the command and return its exit status; a `UsageError` names a bad flag, file, line or device."""
+    """Run the generate command and return its exit status; raise `UsageError` for a bad flag, file or line."""
     launch = Launch.of_environment()
     launch.num_replicas(arguments)
     directory = chosen_directory(arguments)
@@ -100,7 +102,9 @@ def generate(arguments: Namespace) -> int:
 
         with joined_processes(launch, arguments, device) as replicas:
             generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
-            if directory is not None and not generation.reads_text:  # a hub model, which was not on disk before
+            if (
+                directory is not None and not generation.reads_text
+            ):  # a hub model, which could not be checked before its download
                 require_token_ids(lines, arguments.prompts, directory.path)
             return generation.run(lines) if has_file else generation.run_and_compare(lines)
 
@@ -113,12 +117,12 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    It is 0, 1 for a failed comparison, a failed server or a package that cannot be used, or 2 for a usage error. If
-    `argv` is None, the arguments are those of the process.
+    The status is 0 for success, 1 for a failed comparison, a failed server or an unusable package, and 2 for a usage
+    error. If `argv` is None, the arguments of the process are used.
     """
     if argv is not None:
         return _status_of(argv)
-    end = QuickEnd()  # the arguments are the process's own, so it has nothing else to do
+    end = QuickEnd()  # called as the process's entry point, so nothing runs afterwards
     status = _status_of(None)
     end.arm(status)
     return status
@@ -143,15 +147,15 @@ def _status_of(argv: Sequence[str] | None) -> int:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of stdout has closed it, as `head` does; buffered output must not fail once more at exit.
+        # The reader of stdout, such as `head`, has closed it. Flushing at exit must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
 
 class QuickEnd:
-    """Ends the process after all exit handlers, without the slow teardown of torch, once `arm` was called.
+    """Exit handler that, after `arm` was called, ends the process without the slow teardown of torch.
 
-    Make it before torch is imported: exit handlers run in the reverse order of their registration.
+    Create it before torch is imported, so that it runs last: exit handlers run in reverse order of registration.
     """
 
     def __init__(self) -> None:
@@ -159,7 +163,7 @@ class QuickEnd:
         atexit.register(self._end)
 
     def arm(self, status: int) -> None:
-        """Let the process end with a status once its main thread is done."""
+        """Make the process exit with this status when its main thread ends."""
         self._status = status
 
     def _end(self) -> None:
@@ -172,7 +176,7 @@ class QuickEnd:
 
 
 def _speaks_for_all() -> bool:
-    """Return True if this may be the first process of a launch."""
+    """Return True if this process is the first of a launch, or if the launch variables are invalid."""
     try:
         return Launch.of_environment().is_first
     except UsageError:

@@ -1,4 +1,4 @@
-"""The model of the flags, without torch or megatron."""
+"""Determine which model the flags select, without importing torch or megatron."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "small_python_model"
 MODEL_FLAGS = ("--hf-model", "--model")
-"""Flag of a Hugging Face model, and its alias."""
+"""The flag for a Hugging Face model, and its alias."""
 _SHIPPED_FILES = ("config.json", "model.safetensors")
 
 
 class ModelFormat(Enum):
-    """Storage format of a directory's weights."""
+    """Storage format of the weights; the value is the flag that selects it."""
 
     HUGGING_FACE = "--hf-model"
     MEGATRON = "--load"
@@ -29,24 +29,24 @@ class ModelFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A directory to load a model from."""
+    """Directory from which to load a model, and its format."""
 
-    path: Path  # does not exist if --hf-model names a hub model
+    path: Path  # not an existing path if --hf-model gives a hub name
     format: ModelFormat
 
     @property
     def is_shipped(self) -> bool:
-        """True when it is the model that ships with the package."""
+        """True for the model that ships with the package."""
         return self.path == SHIPPED_MODEL
 
     def check_prompts(self, lines: list[PromptLine], file: str | None) -> None:
-        """Raise `UsageError` for a text prompt if the model is on disk without a tokenizer; `file` has the lines."""
+        """Raise `UsageError` if a prompt in `file` is text, but the model directory has no tokenizer."""
         if self.path.is_dir() and not has_tokenizer(self.path):
             require_token_ids(lines, file, self.path)
 
 
 def chosen_directory(arguments: Namespace) -> ModelDirectory | None:
-    """Return the flags' model or the shipped one; None for the random model."""
+    """Return the directory of the model given by flags, or of the shipped model; None for the random model."""
     if arguments.hf_model is not None:
         return ModelDirectory(Path(arguments.hf_model), ModelFormat.HUGGING_FACE)
     if arguments.load is not None:
@@ -57,7 +57,7 @@ def chosen_directory(arguments: Namespace) -> ModelDirectory | None:
 
 
 def draft_directory(arguments: Namespace) -> ModelDirectory | None:
-    """Return the directory of the draft model; None without one."""
+    """Return the directory of the draft model; None if there is no draft model."""
     if arguments.draft_hf_model is None:
         return None
     return ModelDirectory(Path(arguments.draft_hf_model), ModelFormat.HUGGING_FACE)
@@ -69,15 +69,15 @@ def has_shipped_model() -> bool:
 
 
 def fills_card(directory: ModelDirectory | None, device: str) -> bool:
-    """Return True for a user's model on a GPU: a server fills the GPU, and weights keep their dtype."""
+    """Return True for a user's model on a GPU: its cache fills the GPU, and its weights keep their stored dtype."""
     return device == "cuda" and directory is not None and not directory.is_shipped
 
 
 def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelShape]":
-    """Return architecture and shape of a directory's model; imports torch.
+    """Return the architecture and shape of the model in a directory; imports torch.
 
     Raises:
-        ValueError, OSError: If the configuration cannot be read, or describes an unsupported model.
+        ValueError, OSError: If the configuration cannot be read or describes an unsupported model.
     """
     from ..models.checkpoints.hugging_face import read_sizes
     from ..models.shard_shape import shard_shape
@@ -85,12 +85,12 @@ def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelSh
     architecture, dtype = read_sizes(directory)
     pattern = architecture.pattern
     if not ("M" in pattern and "*" in pattern):
-        raise ValueError(f"layer pattern {pattern} has no recurrent or no attention layer")
+        raise ValueError(f"need both recurrent (M) and attention (*) layers, found the layer pattern {pattern}")
     return architecture, shard_shape(architecture, dtype)
 
 
 def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path) -> None:
-    """Raise `UsageError` for the first line whose prompt is text."""
+    """Raise `UsageError` if the prompt of any line is text, naming the first such line."""
     line = next((line for line in lines if isinstance(line.prompt, str)), None)
     if line is None:
         return

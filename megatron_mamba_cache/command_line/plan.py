@@ -1,4 +1,4 @@
-"""The plan command: tokens that caches of several sizes would skip of a recorded load."""
+"""The plan command, which replays a recorded workload to estimate the tokens that each cache size would skip."""
 
 import json
 from argparse import Namespace
@@ -16,7 +16,7 @@ from .quiet import quiet_libraries
 
 
 def print_plan(arguments: Namespace) -> int:
-    """Replay the load and print a line for each size; return the exit status. Bad input raises `UsageError`."""
+    """Replay the recorded workload, print a line per cache size, and return 0; raise `UsageError` for bad input."""
     _check(arguments)
     budgets, host_budgets = arguments.cache_gb or DEFAULT_GB, arguments.host_cache_gb or (0.0,)
     sizes = _sizes(arguments)
@@ -61,7 +61,7 @@ def _figures(replayed: ReplayedLoad) -> str:
 
 
 def _check(arguments: Namespace) -> None:
-    """Raise for a flag with a value that can never work."""
+    """Raise `UsageError` if a flag has an invalid value."""
     if arguments.block_size < 1:
         raise UsageError(f"--block-size is {arguments.block_size}; it must be at least 1")
     for size in arguments.cache_gb or ():
@@ -73,27 +73,29 @@ def _check(arguments: Namespace) -> None:
 
 
 def _sizes(arguments: Namespace) -> CacheSizes:
-    """Return the cache bytes of the flags' model."""
+    """Return the sizes of KV and states, from the model or from flags that give the bytes."""
     given = {"--kv-bytes-per-token": arguments.kv_bytes_per_token, "--state-bytes": arguments.state_bytes}
     missing = [flag for flag, value in given.items() if value is None]
     if arguments.model is not None:
         if len(missing) < len(given):
-            raise UsageError("--model: give a model or the sizes of one, not both")
+            raise UsageError(f"--model cannot be combined with {' or '.join(given)}; give a model or its sizes")
         return _sizes_of(Path(arguments.model), arguments.block_size, arguments.cached_state_dtype, arguments.log_level)
     if arguments.cached_state_dtype != "live":
-        raise UsageError("--cached-state-dtype needs --model; --state-bytes says how large a cached state is")
+        raise UsageError(
+            "--cached-state-dtype needs --model; without it, give the bytes of a cached state as --state-bytes"
+        )
     if missing:
         raise UsageError(f"{missing[0]} is missing: give --model DIR, or both {' and '.join(given)}")
     for flag, value in given.items():
         if not 1 <= value < 2**40:
-            raise UsageError(f"{flag} is {value}; it must be a number of bytes, at least 1")
+            raise UsageError(f"{flag} is {value}; it must be a number of bytes between 1 and {2**40 - 1}")
     return CacheSizes(arguments.kv_bytes_per_token, arguments.state_bytes, arguments.block_size)
 
 
 def _sizes_of(
     directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"], log_level: str
 ) -> CacheSizes:
-    """Return a model's cache bytes with default dtypes except for cached states; imports torch."""
+    """Return the KV and state sizes of a model, with default dtypes for all but cached states; imports torch."""
     try:
         with quiet_libraries(log_level):
             _, shape = described_shape(directory)

@@ -1,4 +1,4 @@
-"""Cooperation of the processes of a command: start, failure, steps, and combined results."""
+"""Coordinate the processes of a command: start, failures, steps, and combined results."""
 
 import contextlib
 import os
@@ -21,34 +21,34 @@ Made = TypeVar("Made")
 
 
 class Replicas:
-    """Models of a command's processes; this class has one, in this process."""
+    """The model replicas of a command; this base class is for one model in a single process."""
 
     def make(self, build: Callable[[], Made]) -> Made:
-        """Run `build` on each process; if one fails, all do."""
+        """Run `build` on each process and return its result; if it fails on one process, all fail."""
         return build()
 
     def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
-        """Return the lines of this process's model."""
+        """Return the lines assigned to the replica of this process."""
         return list(lines)
 
     def any_continues(self, has_requests: bool) -> bool:
-        """Return True if this process must step, for itself or for ranks that share experts."""
+        """Return True if this process must run a step, for its own requests or for ranks that share its experts."""
         return has_requests
 
     def gather(self, result: RunResult) -> RunResult:
-        """Return the results of all models, in the order of their lines."""
+        """Combine the results of all replicas, in the order of the lines."""
         return result
 
 
 class SeveralProcesses(Replicas):
-    """Processes that hold one model or several; raises `UsageError` if a process has no CUDA device of its own."""
+    """Model replicas on several processes; raises `UsageError` if a process does not have its own CUDA device."""
 
     def __init__(self, launch: Launch, arguments: Namespace, device: str) -> None:
         if device == "cuda":
             if launch.local_rank >= torch.cuda.device_count():
                 raise UsageError(
-                    f"process {launch.local_rank} of this machine needs its own CUDA device, but this machine has "
-                    f"{torch.cuda.device_count()}; start fewer, or use --device cpu"
+                    f"the process with local rank {launch.local_rank} needs its own CUDA device, but this machine has "
+                    f"{torch.cuda.device_count()}; start fewer processes, or use --device cpu"
                 )
             torch.cuda.set_device(launch.local_rank)
         initialize_several_processes(
@@ -61,7 +61,7 @@ class SeveralProcesses(Replicas):
 
     @override
     def make(self, build: Callable[[], Made]) -> Made:
-        """Run `build` on each process; if any raises `UsageError`, all raise that of the first one."""
+        """Run `build` on each process; if any raises `UsageError`, all raise the error of the first that failed."""
         found, message = None, None
         try:
             found = build()
@@ -80,7 +80,9 @@ class SeveralProcesses(Replicas):
 
     @override
     def any_continues(self, has_requests: bool) -> bool:
-        return bool(self._peers.greatest([has_requests])[0])  # on the host: a device may wait for an overlapped step
+        return bool(
+            self._peers.greatest([has_requests])[0]
+        )  # reduced on the host, because the device may be busy with an overlapped step
 
     @override
     def gather(self, result: RunResult) -> RunResult:
@@ -92,7 +94,7 @@ class SeveralProcesses(Replicas):
 
 @contextlib.contextmanager
 def speaking_for_all(launch: Launch) -> Iterator[None]:
-    """Let only the first process print while the block runs."""
+    """Context manager: suppress the output of all processes but the first."""
     if launch.is_first:
         yield
         return
@@ -106,7 +108,7 @@ def speaking_for_all(launch: Launch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_process_groups() -> Iterator[None]:
-    """Destroy the process groups that the block started; keep earlier ones."""
+    """Context manager: destroy the process groups that its body creates, but not existing groups."""
     were_there = dist.is_initialized()
     try:
         yield
@@ -118,6 +120,6 @@ def own_process_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_processes(launch: Launch, arguments: Namespace, device: str) -> Iterator[Replicas]:
-    """Join the processes of a launch for the block; only the first one prints."""
+    """Context manager: connect the processes of a launch, of which only the first prints."""
     with own_process_groups(), speaking_for_all(launch):
         yield Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)

@@ -1,4 +1,4 @@
-"""Files of prompts: one JSON object per line."""
+"""Read prompt files, which have one JSON object per line."""
 
 import json
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ _KEYS = {"prompt", "prompt_tokens", "num_tokens_to_generate", "session"}
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One request to make."""
+    """One request, read from a line of a prompts file."""
 
-    request_id: int  # the line's number, from 0
+    request_id: int  # line number, starting at 0
     prompt: str | tuple[int, ...]
-    num_tokens: int | None = None  # tokens to generate; None leaves it to the command line
-    session: str | int | None = None  # lines of one session run one after another; None if the line is on its own
+    num_tokens: int | None = None  # maximum number of tokens to generate; None: the value of the flag
+    session: str | int | None = None  # lines of one session run in sequence; None: no session
 
 
 def read_prompts(path: str) -> list[PromptLine]:
-    """Read all lines of a file, without blank ones at its end.
+    """Read all lines of a prompts file, ignoring blank lines at its end.
 
     Raises:
-        UsageError: Naming the file, and the line with its number, counted from 1.
+        UsageError: If the file or a line is invalid; the message names the file and the line, counted from 1.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -31,7 +31,9 @@ def read_prompts(path: str) -> list[PromptLine]:
         raise UsageError(f"--prompts {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    lines = text.rstrip().split("\n")  # not splitlines(): JSON strings may hold other line separators
+    lines = text.rstrip().split(
+        "\n"
+    )  # splitlines() would also split at other separators, which JSON strings may contain
     if lines == [""]:
         raise UsageError(f"--prompts {path}: the file is empty; at least one line is needed")
     parsed = []
@@ -44,7 +46,7 @@ def read_prompts(path: str) -> list[PromptLine]:
 
 
 def parse_line(request_id: int, line: str) -> PromptLine:
-    """Parse one line; a `UsageError` names the mistake."""
+    """Parse one line; raise `UsageError` that describes the mistake."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -68,7 +70,7 @@ def _prompt_of(found: dict[str, object]) -> str | tuple[int, ...]:
         if not isinstance(tokens, list):
             raise UsageError(f'"prompt_tokens" must be a list of integers, found {_kind(tokens)}')
         for index, token in enumerate(tokens):
-            if type(token) is not int:  # a bool is an int to isinstance
+            if type(token) is not int:  # isinstance would accept a bool
                 raise UsageError(f'"prompt_tokens"[{index}] must be an integer, found {_kind(token)}')
         return tuple(tokens)
     prompt = found["prompt"]

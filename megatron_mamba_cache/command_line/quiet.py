@@ -1,4 +1,4 @@
-"""Log levels of the command: library warnings are hidden, our own shown."""
+"""Set log levels for the command line: hide messages of libraries, and show those of this package."""
 
 import faulthandler
 import logging
@@ -10,16 +10,16 @@ from contextlib import contextmanager
 
 _OWN = "megatron_mamba_cache"
 _PROGRESS = f"{_OWN}.kernels.progress"
-# Importing torch sets the level of its own logger, but not of its children.
+# Importing torch sets the level of the torch logger, so child loggers need their own levels.
 _OTHERS = ("megatron", "torch", "torch.utils.cpp_extension")
 
 LEVELS = ("debug", "info", "warning", "error")
-"""Values of --log-level."""
+"""Allowed values of --log-level."""
 
 
 @contextmanager
 def quiet_libraries(level: str = "warning") -> Iterator[None]:
-    """Show only our log messages of a level in the block; with "debug", all."""
+    """Context manager: show messages of this package from `level` up; "debug" also shows those of libraries."""
     shown = logging.getLevelNamesMapping()[level.upper()]
     own, others = logging.getLogger(_OWN), [logging.getLogger(name) for name in _OTHERS]
     loggers = [own, *others]
@@ -44,7 +44,7 @@ def quiet_libraries(level: str = "warning") -> Iterator[None]:
 
 
 def hide_stacks_of_signals() -> None:
-    """Unregister megatron-core's stack printing at SIGTERM and SIGINT."""
+    """Unregister megatron-core's handlers that print stacks on SIGTERM and SIGINT."""
     import megatron.core.inference.data_parallel_inference_coordinator  # noqa: F401  # imports torch
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -52,7 +52,7 @@ def hide_stacks_of_signals() -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes warnings to the current stderr, and errors to the process's own."""
+    """Writes warnings to the current stderr, and errors to the original stderr, which may not be redirected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def own_warnings_hidden() -> Iterator[None]:
-    """Hide our warnings but not progress messages in the block."""
+    """Context manager: hide this package's warnings, but not its progress messages."""
     own, progress = logging.getLogger(_OWN), logging.getLogger(_PROGRESS)
     levels = own.level, progress.level
     own.setLevel(logging.ERROR)

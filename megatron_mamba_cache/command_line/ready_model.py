@@ -1,4 +1,4 @@
-"""A model with its weights and tokenizer, its drafter, and the engine around it."""
+"""Load a model with its tokenizer, and build its drafter and its engine."""
 
 import math
 from argparse import Namespace
@@ -34,26 +34,26 @@ _SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model, its tokenizer, and a line that describes them."""
+    """A loaded model, its tokenizer, and a line that describes them."""
 
     model: Any
     tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
     description: str
-    dtype: str  # of the weights, "fp32" or "bf16"
+    dtype: str  # dtype of the weights, "fp32" or "bf16"
 
     @property
     def writes_text(self) -> bool:
-        """True when its replies are meaningful text."""
+        """True when the model generates meaningful text, so that replies can be shown."""
         return isinstance(self.tokenizer, HuggingFaceTokenizer)
 
 
 def ready_model(
     directory: ModelDirectory | None, dtype: str | None, device: str, *, dequantizes: bool = False
 ) -> ReadyModel:
-    """Load a model onto the current device, or build the random one (None), without TF32.
+    """Load a model onto the current device, or build the random model if `directory` is None; disable TF32.
 
     Args:
-        dtype: "fp32" or "bf16"; None: by `dtype_of_weights`.
+        dtype: "fp32" or "bf16"; None: the dtype that `dtype_of_weights` returns.
         device: "cpu" or "cuda".
         dequantizes: True to dequantize all weights; else those of bf16 models stay quantized where they can.
 
@@ -63,7 +63,7 @@ def ready_model(
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if directory is None or directory.is_shipped:
-        # Work this small gains nothing from more threads; on a busy machine it waits a hundred times longer for them.
+        # Models this small do not benefit from more threads, and on a busy machine can run 100 times slower with them.
         torch.set_num_threads(1)
     stored = dtype_of_weights(directory, dtype, device)
     return _random(stored or "fp32") if directory is None else _loaded(directory, stored, dequantizes)
@@ -72,7 +72,7 @@ def ready_model(
 def engine_for(
     model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[], Drafter]
 ) -> MambaCacheEngine:
-    """Build an engine, with a drafter if drafts are set; raise `UsageError` if the model or the memory does not fit."""
+    """Build an engine, with a drafter if the config has drafts; raise `UsageError` if settings or memory do not fit."""
     drafter = None
     if config.num_speculative_tokens:
         with errors_of_settings(DRAFTER_SHARE, is_draft=True):
@@ -84,9 +84,9 @@ def engine_for(
 
 
 def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str, dequantizes: bool = False) -> LoadedModel:
-    """Load a model directory onto the current device; if that fails, raise `UsageError` that begins with `flag`.
+    """Load a model directory onto the current device; raise `UsageError` that begins with `flag` if that fails.
 
-    `dtype` is "fp32" or "bf16"; None takes the checkpoint's own. `dequantizes` is True to dequantize all weights.
+    `dtype` is "fp32" or "bf16"; None keeps the dtype of the checkpoint. `dequantizes`: True for no quantized weights.
     """
     try:
         read_as = None if dtype is None else DTYPES[dtype]
@@ -103,14 +103,14 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str, deq
 
 
 def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[], Drafter]:
-    """Return a factory of drafters, one for each engine; load a draft model once, with the dtype of `model`.
+    """Return a function that creates a drafter for each engine. A draft model is loaded once, in `model`'s dtype.
 
     Args:
         model: The model that verifies the drafts.
-        settings: Gives the sizes of a draft model's own cache; called for each drafter.
+        settings: Returns the settings of the draft model's cache; called for each drafter.
 
     Raises:
-        UsageError: If the draft model cannot be loaded or has another vocabulary.
+        UsageError: If the draft model cannot be loaded, or its vocabulary size differs from that of `model`.
     """
     directory = draft_directory(arguments)
     if directory is None:
@@ -134,7 +134,7 @@ def _random(dtype: str) -> ReadyModel:
     shape = RandomHybridConfig(dtype=DTYPES[dtype])
     try:
         model = random_hybrid_model(shape)
-    except ValueError as error:  # ranks that cannot share it
+    except ValueError as error:  # the ranks cannot divide the model evenly
         raise UsageError(f"--random-model: {error}") from error
     layers = _layers(shape.pattern, random_architecture(shape).recurrent.label)
     description = f"built-in random hybrid model, {layers}, vocabulary of {shape.vocab_size} bytes, {dtype}"
@@ -170,7 +170,7 @@ def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> 
 
 
 def _layers(pattern: str, recurrent: str) -> str:
-    """Return a layer pattern with a legend."""
+    """Return text with a layer pattern and the meaning of its symbols."""
     names = {"M": recurrent, **_SYMBOLS}
     meanings = ", ".join(f"{symbol} {name}" for symbol, name in names.items() if symbol in pattern)
     return f"layers {pattern} ({meanings})"

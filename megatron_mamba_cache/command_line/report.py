@@ -1,4 +1,4 @@
-"""Printed report of a run: replies, requests, summary and gain of the cache."""
+"""Format the report of a run: replies, table of requests, summary, and savings of the cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ _HEADER = ("request", "prompt tokens", "cached", "generated", "first token", "to
 
 
 def comparison_lines(cached: RunResult, uncached: RunResult) -> Iterator[str]:
-    """Yield a table of the cache's savings."""
+    """Yield the lines of a table that compares a run with the cache and one without."""
     rows = (
         ("", "with cache", "without"),
         ("prompt tokens computed", str(cached.computed_tokens), str(uncached.computed_tokens)),
@@ -33,12 +33,12 @@ def comparison_lines(cached: RunResult, uncached: RunResult) -> Iterator[str]:
 
 
 def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield each prompt's end, marked "|", and its reply, marked ">".
+    """Yield the end of each prompt, marked "|", and its reply, marked ">", as printable ASCII.
 
-    All characters are printable ASCII. A prompt that ends inside a line is continued on it.
+    If a prompt ends in the middle of a line, the reply continues that line.
 
     Args:
-        records, prompts: One for each line, in the same order; prompts are text.
+        records, prompts: Record and prompt text of each line, in the same order.
     """
     last_turns = {line.session: index for index, line in enumerate(lines)}
     is_shown = [line.session is None or last_turns[line.session] == index for index, line in enumerate(lines)]
@@ -53,7 +53,7 @@ def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], p
 
 
 def text_lines(records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each request: the end of its prompt, given as text, and the start of its reply."""
+    """Yield a line for each request, with the end of its prompt text and the start of its reply."""
     for record, prompt in list(zip(records, prompts, strict=True))[:_MAX_ROWS]:
         end = "..." * (len(prompt) > _PROMPT_EXCERPT) + ascii(prompt[-_PROMPT_EXCERPT:])
         start = ascii(record.text[:_REPLY_EXCERPT]) + "..." * (len(record.text) > _REPLY_EXCERPT)
@@ -62,7 +62,7 @@ def text_lines(records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iter
 
 
 def table_lines(records: Sequence[RequestRecord]) -> Iterator[str]:
-    """Yield a table with a row for each request."""
+    """Yield the lines of a table with one row per request."""
     rows = [_HEADER, *(_cells(record) for record in records[:_MAX_ROWS])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     for row in rows:
@@ -71,7 +71,7 @@ def table_lines(records: Sequence[RequestRecord]) -> Iterator[str]:
 
 
 def summary_line(result: RunResult) -> str:
-    """Return the cache's savings in one line."""
+    """Return a line with the savings of the cache and the generation speed."""
     counters = result.cache.counters
     share = 100 * result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0
     found = {"the host": result.cached_tokens_from_host, "the disk": result.cached_tokens_from_disk}
@@ -85,13 +85,13 @@ def summary_line(result: RunResult) -> str:
 
 
 def compilation_line(result: RunResult) -> str:
-    """Return Triton's compilations of this process in one line."""
+    """Return a line with the number and time of Triton compilations in this process."""
     count, seconds = result.cache.num_compiled_kernels, result.cache.compile_seconds
     return f"compiled {count} kernel{'s' * (count != 1)} in {seconds:.1f} s"
 
 
 def graphs_line(result: RunResult) -> str:
-    """Return captured CUDA graphs and replayed steps in one line."""
+    """Return a line with the number of captured CUDA graphs and of steps that replayed a graph."""
     cache, counters = result.cache, result.cache.counters
     return (
         f"captured {cache.num_graphs} step shape{'s' * (cache.num_graphs != 1)} in {cache.capture_seconds:.1f} s, "
@@ -100,7 +100,7 @@ def graphs_line(result: RunResult) -> str:
 
 
 def drafts_line(result: RunResult) -> str:
-    """Return the acceptance of drafts in one line."""
+    """Return a line with the acceptance rates of draft tokens."""
     counters = result.cache.counters
     if not counters.draft_tokens:
         return f"nothing was drafted in {counters.decode_rows} decode steps of requests"
@@ -112,7 +112,7 @@ def drafts_line(result: RunResult) -> str:
 
 
 def reason_for_no_skip(result: RunResult, config: CacheConfig) -> str | None:
-    """Return the reason why no prompt token was skipped; None if some were."""
+    """Return the reason why no prompt tokens were skipped; None if some were."""
     counters, block = result.cache.counters, config.block_size_tokens
     if result.cached_tokens:
         return None
@@ -155,7 +155,7 @@ def _rest_line(records: Sequence[RequestRecord]) -> Iterator[str]:
 def _continued(prompt: str, reply: str) -> Iterator[str]:
     *before, unfinished = prompt.split("\n")
     first, *rest = (unfinished + reply).split("\n")
-    if first == unfinished and rest:  # the reply begins with a line of its own
+    if first == unfinished and rest:  # the reply starts on a new line
         before.append(first)
     else:
         rest.insert(0, first)

@@ -1,4 +1,4 @@
-"""Run lines through an engine, sessions in order, and time their tokens."""
+"""Run prompt lines on an engine, with sessions in sequence, and measure token times."""
 
 import time
 from collections import deque
@@ -20,7 +20,7 @@ from .results import RequestRecord, RunResult
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlags:
-    """Sampling of lines, and the number of tokens of lines that do not set it."""
+    """Sampling settings from flags, and the number of tokens to generate for lines without their own."""
 
     num_tokens: int
     temperature: float
@@ -29,11 +29,11 @@ class SamplingFlags:
 
     @property
     def is_greedy(self) -> bool:
-        """True when the most probable token is always taken."""
+        """True when sampling always selects the most probable token."""
         return self.top_k == 1 or self.temperature == 0
 
     def parameters(self, line: PromptLine) -> SamplingParams:
-        """Return Megatron's parameters for a line."""
+        """Return Megatron's sampling parameters for a line."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -43,7 +43,7 @@ class SamplingFlags:
 
 
 class SessionQueue:
-    """Orders lines: those of a session run one after another."""
+    """Queue of prompt lines in which the lines of each session run in sequence."""
 
     def __init__(self, lines: Iterable[PromptLine]) -> None:
         self._first: list[PromptLine] = []
@@ -58,23 +58,23 @@ class SessionQueue:
                 self._first.append(line)
 
     def initial_lines(self) -> list[PromptLine]:
-        """Return the first line of each session and all lines without one, in order."""
+        """Return the first line of each session, and all lines without a session, in order."""
         return list(self._first)
 
     def line_after(self, finished: PromptLine) -> PromptLine | None:
-        """Remove and return the line that waited only for `finished`; None if there is none."""
+        """Remove and return the next line in the session of `finished`; None if there is none."""
         if finished.session is None or not self._later[finished.session]:
             return None
         return self._later[finished.session].popleft()
 
 
 class RequestRunner:
-    """Runs lines on an engine.
+    """Runs prompt lines on an engine and records the results.
 
     Args:
-        tokenizer: Turns the lines' text into tokens, and tokens into text.
-        on_tokens: Called after a step with the number of tokens it generated.
-        continues: Given if there are requests, returns True to step.
+        tokenizer: Encodes prompt text and decodes replies.
+        on_tokens: Called with each number of newly generated tokens.
+        continues: Returns True if another step is needed, given whether this engine has requests.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RequestRunner:
         self._records: dict[int, RequestRecord] = {}
 
     def run(self, lines: Iterable[PromptLine]) -> RunResult:
-        """Run all lines; the record of a line that cannot run has the reason."""
+        """Run all lines; if a line cannot run, its record contains the reason."""
         queue = SessionQueue(lines)
         start = time.perf_counter()
         for line in queue.initial_lines():
@@ -111,7 +111,7 @@ class RequestRunner:
         return RunResult(records, self._engine.context.snapshot(), time.perf_counter() - start)
 
     def _start_session(self, line: PromptLine | None, queue: SessionQueue) -> None:
-        """Submit `line`, or the next one of its session whose tokens fit a tensor."""
+        """Submit `line`; if its prompt is invalid, submit the next valid line of its session."""
         while line is not None:
             record = self._open_record(line)
             if record.error is None:
@@ -126,12 +126,12 @@ class RequestRunner:
         record = self._records[line.request_id] = RequestRecord(line.request_id, tokens)
         record.error = image_error(self._tokenizer, tokens)
         unfit = unfit_token(tokens)
-        if unfit is not None:  # a tensor cannot hold it, so the engine cannot be asked
+        if unfit is not None:  # it does not fit in a tensor, so the engine cannot check it
             record.error = f"token {unfit} in the prompt is outside the vocabulary of {self._tokenizer.vocab_size}"
         return record
 
     def _note_tokens(self, request_ids: Iterable[int], now: float) -> None:
-        """Record the tokens that running requests have generated."""
+        """Record the newly generated tokens of running requests."""
         for request_id in request_ids:
             record = self._records[request_id]
             parts = self._engine.requests[request_id].record.requests

@@ -1,4 +1,4 @@
-"""Flags of the server, its API keys and its coordinator, with their checks."""
+"""Flags for the server, its API keys and its coordinator, and their checks."""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -38,7 +38,7 @@ CARD_IN_WORDS = (
 
 
 def add_server_arguments(parser: ArgumentParser) -> None:
-    """Add the flags that `check_server_arguments` reads."""
+    """Add the flags of the server and its limits."""
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
@@ -90,7 +90,7 @@ def _add_limits(parser: ArgumentParser) -> None:
 
 
 def server_limits(arguments: Namespace, max_running: int) -> ServerLimits:
-    """Return the limits of the flags; raise `UsageError` for one that can never work."""
+    """Return the server limits that the flags give; raise `UsageError` if a limit is invalid."""
     max_body = int(arguments.max_body_mb * _MIB)
     try:
         return ServerLimits(
@@ -123,7 +123,7 @@ def _check_traces(url: str) -> None:
 def _check_record(path: str) -> None:
     if path.endswith(".gz"):
         raise UsageError(
-            f"--record-load {path}: lines are appended uncompressed; leave out .gz, and compress the file later"
+            f"--record-load {path}: lines are appended without compression; leave out .gz, and compress the file later"
         )
     try:
         with open(path, "ab"):
@@ -133,9 +133,9 @@ def _check_record(path: str) -> None:
 
 
 def check_server_arguments(arguments: Namespace) -> None:
-    """Raise `UsageError` for a value that can never work."""
+    """Raise `UsageError` if a server flag has an invalid value."""
     if not 0 <= arguments.port <= _LARGEST_PORT:
-        raise UsageError(f"--port is {arguments.port}; it must be from 0 (any) to {_LARGEST_PORT}")
+        raise UsageError(f"--port is {arguments.port}; it must be between 0 (any free port) and {_LARGEST_PORT}")
     if not 0 < arguments.memory_fraction <= 1:
         raise UsageError(f"--memory-fraction is {arguments.memory_fraction}; it must be above 0 and at most 1")
     if arguments.otlp_traces_endpoint is not None:
@@ -150,7 +150,7 @@ def check_server_arguments(arguments: Namespace) -> None:
     for name in ("max_body_mb", "transcript_mb", "responses_mb"):
         if not 0 <= getattr(arguments, name) < 2**20:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} is {getattr(arguments, name)}; it must be from 0 to below {2**20}")
+            raise UsageError(f"{flag} is {getattr(arguments, name)}; it must be at least 0 and below {2**20}")
     server_limits(arguments, 1 if running is None else running)
 
 
@@ -164,7 +164,7 @@ def _check_origin(origin: str) -> None:
 
 
 def add_coordinator_arguments(parser: ArgumentParser) -> None:
-    """Add the flags that `routing_settings` reads."""
+    """Add the flags for the coordinator, which `routing_settings` reads."""
     in_words = "Without these flags the coordinator of several processes listens on loopback only."
     add = parser.add_argument_group("coordinator", in_words).add_mutually_exclusive_group().add_argument
     key = (
@@ -177,10 +177,10 @@ def add_coordinator_arguments(parser: ArgumentParser) -> None:
 
 
 def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
-    """Return the settings of the launch's coordinator.
+    """Return the settings for the coordinator of a launch.
 
     Raises:
-        UsageError: If the key file is not valid, or the processes are on several hosts and neither flag is given.
+        UsageError: If the key file is invalid, or there are several hosts and neither coordinator flag is given.
     """
     key_file, insecure = arguments.coordinator_key_file, arguments.insecure_coordinator
     if launch.is_on_several_machines and key_file is None and not insecure:
@@ -198,7 +198,7 @@ def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
 
 
 def api_keys_of(arguments: Namespace) -> ApiKeys:
-    """Return the keys of all flags; raise `UsageError` for a file without keys or a key that is not valid."""
+    """Return the API keys from flags and key files; raise `UsageError` for an empty file or an invalid key."""
     users = _read_keys("--api-key-file", arguments.api_key_file)
     admins = _read_keys("--admin-api-key-file", arguments.admin_api_key_file)
     names = {key: name for keys in (users, admins) for key, name in keys.items() if name}
@@ -209,7 +209,7 @@ def api_keys_of(arguments: Namespace) -> ApiKeys:
 
 
 def _read_keys(flag: str, path: str | None) -> dict[str, str]:
-    """Return the names by key of a file with lines KEY or NAME: KEY; "" for a key without a name."""
+    """Read a key file with lines KEY or NAME: KEY; return key → name, which is "" for a key without a name."""
     found: dict[str, str] = {}
     if path is None:
         return found
@@ -222,5 +222,5 @@ def _read_keys(flag: str, path: str | None) -> dict[str, str]:
         name, key = ("", line) if named is None else named.groups()
         found[key] = name or found.get(key, "")
     if not found:
-        raise UsageError(f"{flag} {path}: the file has no key; write one key per line")
+        raise UsageError(f"{flag} {path}: the file has no keys; write one key per line")
     return found

@@ -1,4 +1,4 @@
-"""The model, engine and server of the serve command."""
+"""Load the model and run the engine and server of the serve command."""
 
 import asyncio
 import socket
@@ -40,13 +40,13 @@ _JOIN_S = 60.0
 
 
 class Serving:
-    """The model of a process and the server's settings; raises `UsageError` if one cannot be used."""
+    """The loaded model of this process and the server's settings; raises `UsageError` if either is unusable."""
 
     def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
         on_card = fills_card(directory, device)
         if not on_card:
             _check_memory(arguments, directory, device, None)
-        elif given_budget(arguments) is not None:  # a given budget ignores the free memory
+        elif given_budget(arguments) is not None:  # a given budget does not depend on the free memory
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._log_level = arguments.log_level
         self._model = ready_model(directory, arguments.dtype, device, dequantizes=arguments.dequantize_weights)
@@ -83,17 +83,18 @@ class Serving:
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 
     def engine(self) -> MambaCacheEngine:
-        """Build the engine; raise `UsageError` if the settings do not fit the model or the memory."""
+        """Build the engine; raise `UsageError` if the settings do not fit the model or memory."""
         return engine_for(self._model, self._config, 0, self._drafter)
 
     def run(self, engine: MambaCacheEngine, listener: socket.socket) -> int:
-        """Serve with an engine of this process; return the exit status."""
+        """Serve with an engine in this process only, and return the exit status."""
         return self._serve(Server(EngineThread(engine, self.settings.end_ids), self.settings), listener)
 
     def run_replica(self, engine: MambaCacheEngine, listener: socket.socket | None, routing: RoutingSettings) -> int:
-        """Serve with the engines of all processes through a coordinator; return the exit status.
+        """Serve with the engines of all processes through a coordinator, and return the exit status.
 
-        The first process, which has a `listener`, runs the front end; the others serve its coordinator.
+        The first process has a `listener` and runs the HTTP server. The other processes run requests from its
+        coordinator.
         """
         from ..server.coordinator_backend import CoordinatorBackend
         from ..server.replica import ReplicaThread, serve_replica
@@ -123,7 +124,7 @@ class Serving:
 
 
 def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device: str, card: Card | None) -> None:
-    """Raise `UsageError` if the flags do not fit the model, before its weights are loaded."""
+    """Raise `UsageError` if the flags do not fit the model; needs no weights."""
     check_memory(
         arguments,
         directory,
@@ -136,7 +137,7 @@ def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device
 def _settings(
     shape: HybridModelShape, max_length: int, arguments: Namespace, device: str, card: Card | None
 ) -> dict[str, Any]:
-    """Return the default fields of `CacheConfig`, which fill `card`; None: they follow from the model."""
+    """Return default fields of `CacheConfig` that fill `card`, or that follow from the model if it is None."""
     running = arguments.max_running_requests
     limit = {} if running is None else {"max_requests": running}
     if card is not None:
@@ -152,7 +153,7 @@ def _settings(
 def _draft_settings(
     shape: HybridModelShape, max_length: int, engine: CacheConfig, arguments: Namespace, card: Card | None
 ) -> dict[str, Any]:
-    """Return the default fields of a draft model's `CacheConfig`."""
+    """Return default fields of `CacheConfig` for a draft model."""
     graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
         return default_draft_settings(shape, max_length, given_budget(arguments), ranks_of_process()) | graphs
@@ -160,7 +161,7 @@ def _draft_settings(
 
 
 def _card_of(model: Any, fraction: float) -> Card:
-    """Return this process's card with its free memory; a collective of the model's ranks."""
+    """Return the free memory and step needs of this process's GPU; collective over the model's ranks."""
     torch.cuda.empty_cache()
     (free,) = ranks_of_process().least([torch.cuda.mem_get_info()[0]])
     widest = max((weight.shape[0] for weight in model.decoder.parameters() if weight.dim() == 2), default=0)
@@ -168,7 +169,7 @@ def _card_of(model: Any, fraction: float) -> Card:
 
 
 def expert_width(config: Any) -> int:
-    """Return the mean output width of the two GEMMs of a token's experts; 0 without experts."""
+    """Return the mean output width of the two grouped GEMMs, summed over a token's experts; 0 without experts."""
     if not config.num_moe_experts:
         return 0
     inner = config.moe_ffn_hidden_size // config.tensor_model_parallel_size
@@ -187,8 +188,8 @@ def _syntax_of(tokenizer: Any, arguments: Namespace) -> ReplySyntax:
     with_tools, without = (template_of(tokenizer, has_tools=has_tools) for has_tools in (True, False))
     if arguments.tool_call_parser not in (AUTO, NONE) and "tools" not in with_tools:
         raise UsageError(
-            f"--tool-call-parser is {arguments.tool_call_parser}, but the model has no chat template that shows tools; "
-            "leave it out, or add one to the model's directory"
+            f"--tool-call-parser is {arguments.tool_call_parser}, but the model has no chat template with tools; "
+            "leave the flag out, or add such a template to the model's directory"
         )
     syntax = reply_syntax(with_tools, arguments.tool_call_parser, arguments.reasoning_parser)
     plain = reply_syntax(without, NONE, arguments.reasoning_parser)

@@ -1,6 +1,6 @@
-"""Default sizes of the caches of a model and its draft model, without torch or megatron.
+"""Choose default cache sizes for a model and its draft model, without importing torch or megatron.
 
-They follow from the model (`default_settings`), or fill the GPU memory that the weights leave (`card_settings`).
+The sizes follow from the model (`default_settings`) or fill the free GPU memory (`card_settings`).
 """
 
 import math
@@ -24,28 +24,28 @@ _MAX_TOKENS = 1024
 _CACHED_STATES = 1024
 _LEAST_REQUESTS, _LEAST_STATES = 2, 32
 
-_CARD_LEAST_BLOCK = 256  # flash-attn 2 reads no smaller blocks, and the bookkeeping of a step grows with their number
+_CARD_LEAST_BLOCK = 256  # minimum in flash-attn 2; fewer blocks also need less bookkeeping per step
 _CARD_MAX_TOKENS = 8192
 _CARD_MAX_REQUESTS = 256
-NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
+NUM_CUDA_GRAPHS = 9  # without graphs, launching a step takes the host several times as long as the GPU needs to run it
 _TOKENS_A_REQUEST = 2048
 _SIZES_OF_STATES = (
     *("num_speculative_tokens", "draft_states", "cached_state_dtype", "ssm_state_dtype"),
     *("conv_state_dtype", "prefix_caching"),
 )
-_MOST_LIVE = 0.8  # of the memory, for live states, rings and the logits of drafts
-_LEAST_GB = 1e-6  # settings must not be 0
+_MOST_LIVE = 0.8  # maximum fraction of memory for live states, rings and logits of drafts
+_LEAST_GB = 1e-6  # minimum budget, because settings must not be 0
 
-_FIXED_BYTES = 2 * _GIB  # CUDA graphs, workspaces of libraries, fragments
-_WIDEST_LAYERS = 4  # outputs of the widest layer's width that are live at once
-_BYTES_A_LOGIT = 12  # in bf16, and twice in float32 for log-probs: 10.0 measured, see `server_defaults.md`
-_BYTES_A_SAMPLED_LOGIT = 24  # in addition, the logits that a draft model sampled from and those that verify them
+_FIXED_BYTES = 2 * _GIB  # CUDA graphs, library workspaces, fragmentation
+_WIDEST_LAYERS = 4  # number of simultaneous activations as wide as the widest layer
+_BYTES_A_LOGIT = 12  # bf16, and float32 twice for log-probs; 10.0 measured, see `server_defaults.md`
+_BYTES_A_SAMPLED_LOGIT = 24  # also draft-model logits and the logits that verify them
 
 DRAFTER_SHARE = 0.15
-"""A draft model's share of the memory for KV blocks and states."""
+"""Fraction of the memory for KV blocks and states that a draft model gets."""
 
 DRAFTER_STATES: dict[str, Any] = {"num_speculative_tokens": 1, "draft_states": "window"}
-"""States of a request in a draft model's cache: live, and after its newest draft."""
+"""Settings for a draft model's cache: per request, a live state and the state after the newest draft token."""
 
 DEFAULTS_IN_WORDS = (
     f"By default a block is the smallest multiple of the recurrence's chunk with at least {_LEAST_BLOCK} tokens, and "
@@ -58,21 +58,21 @@ DEFAULTS_IN_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU's free memory, and the share of it that a model's steps need."""
+    """Free memory of a GPU, and the properties of a model that determine how much its steps need."""
 
-    free_bytes: int  # free memory once the weights are loaded; the least of all ranks that share the model
-    fraction: float  # share of it for KV blocks and states
-    widest_layer: int  # outputs of the widest linear layer on this rank, excluding the output layer
-    share: float = 1.0  # the model's share of the memory for KV blocks and states; a draft model has the rest
+    free_bytes: int  # free bytes after loading the weights; minimum over the model's ranks
+    fraction: float  # fraction of the free bytes for KV blocks and states
+    widest_layer: int  # output width of the widest linear layer on this rank, excluding the output layer
+    share: float = 1.0  # the model's fraction of the memory for KV blocks and states; the rest is for a draft model
 
     @property
     def bytes_a_logit(self) -> int:
-        """Bytes that a step keeps per logit of the tokens that it samples."""
+        """Number of bytes that a step needs per logit from which it samples."""
         return _BYTES_A_SAMPLED_LOGIT if self.share < 1 else _BYTES_A_LOGIT
 
 
 def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, int | float]:
-    """Return fields of `CacheConfig` for all runs that the model allows, up to its `max_length` in tokens."""
+    """Return default fields of `CacheConfig` that follow from the model; `max_length` is its maximum in tokens."""
     block = math.ceil(_LEAST_BLOCK / shape.grain) * shape.grain
     length = min(max_length, _MAX_LENGTH)
     request_bytes = math.ceil(length / block) * shape.block_bytes(block)
@@ -93,22 +93,22 @@ def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, in
 
 
 def _gib_for(wanted: int, least: int, size: int) -> float:
-    size = max(1, size)  # 0 in a pipeline stage without such layers; settings must not be 0
+    size = max(1, size)  # size is 0 in a pipeline stage without such layers, but settings must not be 0
     return min(wanted * size, max(_GIB, least * size)) / _GIB
 
 
 def card_settings(
     shape: "HybridModelShape", max_length: int, card: Card, given: Mapping[str, Any], ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return fields of `CacheConfig` that fill a GPU; a collective of the model's ranks.
+    """Return fields of `CacheConfig` that fill a GPU; collective over the model's ranks.
 
-    KV blocks and states share `fraction` of the free memory as one budget, or what the largest step leaves if that is
-    less. As many requests run at once, up to 256, as have room in half of it for their states and 2,048 tokens each,
-    whatever the number of drafts where states are replayed.
+    KV blocks and states share one budget: `fraction` of the free memory, or what remains next to the largest step if
+    that is less. The number of concurrent requests, at most 256, is the number for which half of the budget holds the
+    states and 2,048 tokens each. If states are replayed, it does not depend on the number of drafts.
 
     Args:
-        max_length: Maximum length of the model; less memory lowers it.
-        given: Fields of flags, which are kept; a budget overrides the GPU's free memory.
+        max_length: Maximum sequence length of the model, which is reduced if memory is short.
+        given: Fields that flags set, which are kept. A given budget is used instead of the GPU's free memory.
 
     Raises:
         UsageError: If the live states leave no memory for the cache.
@@ -128,7 +128,7 @@ def card_settings(
     rest = budget - max_requests * live_bytes
     if given_gb is None and rest < 2 * shape.block_bytes(block) + _least_states(shape, sizes, max_requests):
         raise UsageError(_no_room(card, budget, max_requests, live_bytes))
-    form = {} if "draft_states" in given else {"draft_states": sizes.draft_states}  # that all of this was sized for
+    form = {} if "draft_states" in given else {"draft_states": sizes.draft_states}  # the form assumed in these sizes
     limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens, **form}
     max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
     return {
@@ -141,18 +141,18 @@ def card_settings(
 
 
 def _step_bytes(card: Card, shape: "HybridModelShape", sizes: CacheConfig, max_tokens: int, max_requests: int) -> int:
-    """Return the bytes of activations, with those that graphs keep, and of the scan of the most prompts of a step."""
+    """Return the peak bytes of a step: activations, including those held by graphs, and buffers of the scan."""
     num_live = max_tokens + min(sizes.most_graph_tokens, max_tokens)
     activations = _WIDEST_LAYERS * card.widest_layer * num_live * shape.params_dtype.itemsize
     return activations + shape.scan_bytes(max_tokens, max_requests)
 
 
 def _budget(card: Card, shape: "HybridModelShape", step_bytes: int, num_sampled: int, given_gb: float | None) -> float:
-    """Return the bytes for KV blocks and states: the given budget, or the rest after steps.
+    """Return the bytes for KV blocks and states: the given budget, or the memory that steps leave free.
 
     Args:
-        step_bytes: Memory of a step, without its logits.
-        num_sampled: Tokens that a step samples.
+        step_bytes: Peak bytes of a step, excluding logits.
+        num_sampled: Number of tokens whose logits a step computes.
     """
     if given_gb is not None:
         return card.share * given_gb * _GIB
@@ -162,11 +162,11 @@ def _budget(card: Card, shape: "HybridModelShape", step_bytes: int, num_sampled:
 
 
 def _num_fitting(shape: "HybridModelShape", sizes: CacheConfig, budget: float, drafts_bytes: int) -> int:
-    """Return the number of requests of 2,048 tokens that fit half of the memory.
+    """Return the number of requests with 2,048 tokens that fit in half of the budget.
 
-    Drafts count where each has a slot. Where states are replayed, drafts have only a few inputs, which come out of the
-    other half, as their logits do (`drafts_bytes` a request): then as many requests run with drafts as without, unless
-    that leaves less than a fifth.
+    Draft states count if each has its own slot. If states are replayed, drafts need only small ring buffers, which use
+    the other half together with their logits (`drafts_bytes` per request). Drafts then reduce the number of requests
+    only if less than a fifth of the budget would remain.
     """
     most = budget / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
     num_blocks = math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
@@ -177,7 +177,7 @@ def _num_fitting(shape: "HybridModelShape", sizes: CacheConfig, budget: float, d
 
 
 def _least_states(shape: "HybridModelShape", sizes: CacheConfig, max_requests: int) -> int:
-    """Return the minimum bytes of cached states and draft slots."""
+    """Return the minimum number of bytes for cached states and draft slots."""
     slot_bytes, num_drafts = shape.state_layout(sizes).slot_bytes, sizes.num_draft_slots
     if sizes.quantizes_states:
         return shape.cached_layout(sizes).slot_bytes + max_requests * num_drafts * slot_bytes
@@ -185,12 +185,12 @@ def _least_states(shape: "HybridModelShape", sizes: CacheConfig, max_requests: i
 
 
 def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
-    """Return the bytes of a request's live state and buffer."""
+    """Return the number of bytes for the live state and buffer of a request."""
     return shape.state_layout(sizes).slot_bytes + shape.request_buffer_bytes(sizes)
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:
-    """Return the maximum tokens of a request that fit `budget` bytes, at least a block; a collective."""
+    """Return the maximum request length in tokens that fits in `budget` bytes, at least one block; a collective."""
     config = shape.resolved(replace(config, cache_gb=max(budget / _GIB, _LEAST_GB)))
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
@@ -200,17 +200,17 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
 
 
 def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:
-    """Return the error of a card that is too small."""
+    """Return the error message for a GPU that is too small."""
     return (
-        f"the weights leave {card.free_bytes / _GIB:.1f} GiB of the GPU, of which the cache can have "
-        f"{budget / _GIB:.1f} GiB next to the largest step; the live states of {max_requests} requests take "
-        f"{max_requests * state_bytes / _GIB:.1f} GiB: lower --max-running-requests or --max-tokens-per-step, "
+        f"the weights leave {card.free_bytes / _GIB:.1f} GiB of the GPU free, and the largest step leaves "
+        f"{budget / _GIB:.1f} GiB of that for the cache, but the live states of {max_requests} requests need "
+        f"{max_requests * state_bytes / _GIB:.1f} GiB; lower --max-running-requests or --max-tokens-per-step, "
         "or split the model with --tensor-model-parallel-size"
     )
 
 
 def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, Any]) -> CacheConfig:
-    """Return settings for the bytes of a request and a state, without pools."""
+    """Return settings from which to compute the bytes of a request and a state; their pool sizes are not meaningful."""
     asked = given.get("max_requests") or _CARD_MAX_REQUESTS
     forms = {name: given[name] for name in _SIZES_OF_STATES if given.get(name) is not None}
     most_tokens = max(_CARD_MAX_TOKENS, block, asked, given.get("max_tokens") or 0)
@@ -220,7 +220,7 @@ def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, A
 def default_draft_settings(
     shape: "HybridModelShape", max_length: int, given_gb: float | None, ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return sizes that follow from the draft model; both models share `given_gb` GiB if that is given."""
+    """Return sizes that follow from the draft model; if `given_gb` is given, both models share that many GiB."""
     fields = default_settings(shape, max_length)
     if given_gb is None:
         return fields
@@ -233,9 +233,10 @@ def default_draft_settings(
 def card_draft_settings(
     shape: "HybridModelShape", max_length: int, engine: CacheConfig, card: Card, given_gb: float | None, ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return sizes that fill the draft model's share of a GPU for the requests of `engine`, which verifies its drafts.
+    """Return sizes that fill the draft model's fraction of a GPU for as many requests as `engine` runs.
 
-    `given_gb` is the budget of both models in GiB; None: the GPU's free memory.
+    `engine` is the config of the engine that verifies the drafts. `given_gb` is the budget for both models in GiB;
+    None: the free memory of the GPU.
     """
     given = {"max_requests": engine.max_requests, "max_tokens": engine.max_tokens, "cache_gb": given_gb}
     length = min(max_length, engine.max_sequence_length)

@@ -32,8 +32,8 @@ def narrow(schema: Any) -> None:
       characters as everything that JSON escapes.
 
     Raises:
-        GrammarError: If a constant beyond 2**53 is not a float64, or if the number of freely named properties is limited, since
-            a reply may repeat names.
+        GrammarError: If a constant beyond 2**53 is not a float64, or the number of freely named properties is limited,
+            since a reply may repeat names.
     """
     for location, found in locations_in(schema).items():
         with at_location(location):

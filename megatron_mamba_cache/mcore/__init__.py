@@ -1,4 +1,4 @@
-"""The interface to megatron-core, which only this floor and those above it import."""
+"""The interface to megatron-core; lower layers of the package do not import Megatron."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING

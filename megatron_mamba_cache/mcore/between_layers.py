@@ -16,16 +16,16 @@ Part = TypeVar("Part")
 
 
 class LayerNorm:
-    """Builds a norm whose weights have the model's dtype; Megatron's norm keeps float32 weights.
+    """Factory for norms whose weights have the model's dtype; Megatron's norm keeps float32 weights.
 
-    RMS norms use our kernel: torch takes more than twice as long for the few tokens of a decode step. It is a class
-    because Megatron builds modules of specs by calling classes.
+    RMS norms use our kernel, because torch takes more than twice as long for the few tokens in a decode step. This is a
+    class because Megatron calls the classes in a spec to build modules.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
-        """Return a `torch.nn` norm, whose own arithmetic is float32."""
+        """Return a `torch.nn` norm, which computes in float32."""
         is_zero_centered = config.layernorm_zero_centered_gamma and config.normalization == "RMSNorm"
-        if is_zero_centered:  # which Megatron's refuses
+        if is_zero_centered:  # Megatron's norm rejects this setting
             config = copy(config)
             config.layernorm_zero_centered_gamma = False
         norm = WrappedTorchNorm(config, hidden_size, eps)
@@ -35,10 +35,10 @@ class LayerNorm:
 
 
 class LayerRMSNorm(nn.RMSNorm):
-    """RMSNorm(x) of all channels; torch computes it where no kernel runs or x's channels are not contiguous.
+    """RMSNorm over all channels; torch computes it if no kernel can run or x's channels are not contiguous.
 
     Args:
-        offset: Added to the weights in fp32; 1 for a zero-centred norm.
+        offset: Value added to the weights in fp32; 1 for a zero-centered norm.
     """
 
     eps: float
@@ -50,7 +50,7 @@ class LayerRMSNorm(nn.RMSNorm):
         self._ahead: tuple[Tensor, Tensor] | None = None
 
     def note_normed(self, x: Tensor, normed: Tensor) -> None:
-        """Store the norm of a tensor, which was computed with the sum that made it, for the next call."""
+        """Store the norm of x, computed by the kernel that computed x; the next `forward(x)` returns it."""
         self._ahead = x, normed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ class LayerRMSNorm(nn.RMSNorm):
 
 
 class ResidualAdd:
-    """Replaces Megatron's bias-dropout-add: residual + multiplier * output, without dropout.
+    """Replacement for Megatron's bias-dropout-add: residual + multiplier * output, without dropout.
 
     Attributes:
-        next_norm: Norm of the next layer on this rank, computed by the same kernel.
+        next_norm: Norm at the start of the next layer on this rank; the kernel that adds also computes it.
     """
 
     def __init__(self, multiplier: float = 1.0) -> None:
@@ -78,7 +78,7 @@ class ResidualAdd:
         self._multiplier = multiplier
 
     def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function that adds, as Megatron asks for it; raise `NotImplementedError` in training."""
+        """Return the function with which Megatron adds the residual; raise `NotImplementedError` in training."""
         if training:
             raise NotImplementedError("the local spec is for inference; call model.eval()")
         return self._add
@@ -95,7 +95,7 @@ class ResidualAdd:
 
 
 def link_layers(layers: Sequence[nn.Module], final_norm: nn.Module | None) -> None:
-    """Give the sum that ends each layer of a stack the norm that its result goes to."""
+    """Connect the residual add at the end of each layer to the norm that reads its result."""
     beginnings = [_part(layer, LayerRMSNorm, "norm", "input_layernorm", "pre_mlp_layernorm") for layer in layers[1:]]
     for layer, norm in zip(layers, [*beginnings, final_norm], strict=True):
         add = _part(layer, ResidualAdd, "mamba_bda", "self_attn_bda", "mlp_bda")
@@ -104,7 +104,7 @@ def link_layers(layers: Sequence[nn.Module], final_norm: nn.Module | None) -> No
 
 
 def _part(layer: nn.Module, kind: type[Part], *names: str) -> Part | None:
-    """Return the layer's only part of a kind; Megatron puts identities for missing parts."""
+    """Return the layer's only submodule of a class, or None; Megatron fills missing submodules with identities."""
     found = [part for name in names if isinstance(part := getattr(layer, name, None), kind)]
     return found[0] if len(found) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Megatron's inference context over a `StepRunner`, for Megatron's engine, controller and model."""
+"""Inference context for Megatron's engine, controller and model, implemented with a `StepRunner`."""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
@@ -55,7 +55,7 @@ _OVERFLOWS = {
 
 
 class LiveSlots:
-    """Request index → live slot, under the name Megatron's metadata has."""
+    """Map from request index to live slot, under the name in Megatron's metadata."""
 
     def __init__(self, requests: Sequence[RunningRequest]) -> None:
         self.request_to_mamba_state_idx = [request.cursor.live_slot for request in requests]
@@ -64,8 +64,9 @@ class LiveSlots:
 class MambaCacheContext(DynamicInferenceContext):
     """Megatron's dynamic context with prefix caching for hybrid models.
 
-    Requests and steps are those of `runner`, which exists while the device memory does. Megatron's constructor sets
-    `block_allocator`, `is_tensor_state_allocated` and fixed sizes, its engine `SET_BY_MEGATRON` (`megatron_settings`).
+    `runner` holds the requests and steps; it exists while the device memory is allocated. Megatron's constructor sets
+    `block_allocator`, `is_tensor_state_allocated` and the fixed sizes. Megatron's engine sets the attributes in
+    `SET_BY_MEGATRON` (see `megatron_settings`).
 
     Raises:
         CacheCapacityError: If there is not enough memory.
@@ -115,7 +116,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def allocate_all_tensors(self, *, is_init: bool) -> None:
-        """Allocate everything, at the start and after a suspend; do nothing if it is allocated."""
+        """Allocate all device memory, at the start and after a suspend; do nothing if it is already allocated."""
         if self.is_tensor_state_allocated:
             return
         memory = CacheMemory(
@@ -149,7 +150,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def deallocate_all_tensors(self) -> None:
-        """Drop all running requests and, unless its pools are resident, the cache and its memory."""
+        """Drop all running requests; also free the cache and its memory unless `resident_pools` is set."""
         if self.cache_config.resident_pools:
             self.reset()
             end_shared_steps(self.runner)
@@ -157,7 +158,7 @@ class MambaCacheContext(DynamicInferenceContext):
             self.release_memory()
 
     def release_memory(self) -> None:
-        """Drop all running requests, the cache, its memory, and the graphs over it."""
+        """Drop all running requests; free the cache, its memory and the CUDA graphs that use this memory."""
         if self._runner is not None:
             end_shared_steps(self._runner)
             self._runner.close()
@@ -166,22 +167,23 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def reset(self) -> None:
-        """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
+        """Drop all running requests but keep the cache: Megatron also resets on idle and dummy steps."""
         if self._runner is not None:
             self._runner.reset()
         self.chunked_prefill_request_id = -1
         self.has_explicit_chunked_prefill_req = False
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Make all cached prefixes unreachable, for instance because the weights changed; all ranks call it.
+        """Invalidate all cached prefixes, for instance because the weights changed; all ranks call it.
 
         Args:
-            weights_version: Version of the new weights; None keeps the present one.
+            weights_version: Version of the new weights; None keeps the current version.
 
         Raises:
-            ValueError: On all ranks, if it is not Unicode text or differs between them; nothing has changed then.
-            CacheError: If what is on disk may still be found by the next server; memory is flushed, and the disk no
-                longer used.
+            ValueError: On all ranks, if the version is not Unicode text or differs between them; nothing has changed
+                then.
+            CacheError: If a later server could still find the old entries on disk; memory is flushed, and the disk is
+                no longer used.
         """
         self.weights_version = agreed_version(weights_version, self.weights_version, self.ranks)
         failure = self._below.flush(is_attached=self.is_tensor_state_allocated)
@@ -191,7 +193,7 @@ class MambaCacheContext(DynamicInferenceContext):
             raise failure
 
     def adopt_weights(self, weights_version: str | None) -> None:
-        """Agree on the version of the present weights, as in `flush`; what was cached with the same version stays."""
+        """Set the version of the current weights on all ranks; flush the cache only if the version changes."""
         version = agreed_version(weights_version, self.weights_version, self.ranks)
         if version != self.weights_version:
             self.flush(version)
@@ -200,66 +202,66 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def runner(self) -> StepRunner:
-        """The runner over the device memory; raises `TensorStateDeallocatedError` while suspended or once closed."""
+        """Step runner over the device memory; raises `TensorStateDeallocatedError` if suspended or closed."""
         if self._runner is None:
             raise _no_memory()
         return self._runner
 
     @property
     def counts(self) -> StepCounts:
-        """Counts of the next step; zeros while the engine is suspended."""
+        """Numbers of requests and tokens in the next step; zeros while the engine is suspended."""
         return StepCounts() if self._runner is None else self._runner.step_requests.counts
 
     @property
     def running_requests(self) -> Sequence[RunningRequest]:
-        """Admitted requests, oldest admission first, paused ones included; none while the engine is suspended."""
+        """Admitted requests in order of admission, including paused requests; empty while the engine is suspended."""
         return () if self._runner is None else self._runner.requests.oldest_first
 
     @property
     def is_computing(self) -> bool:
-        """True when a step is laid out and has not landed."""
+        """True if a step is laid out and its results have not been processed."""
         return self._runner is not None and self._runner.is_computing
 
     @property
     def overlapped_step(self) -> OverlappedStep | None:
-        """The next step, launched before it is scheduled; None if there is none."""
+        """Next step if it was launched before its scheduling; None otherwise."""
         return None if self._runner is None else self._runner.overlapped_steps.launched
 
     @property
     def graphs(self) -> GraphsByShape | None:
-        """The steps that are captured over the present memory."""
+        """CUDA graphs that were captured over the current memory."""
         return None if self._runner is None else self._runner.graphs
 
     @property
     def memory(self) -> CacheMemory:
-        """The device memory; raises as `runner`."""
+        """Device memory; raises the same error as `runner`."""
         return self.runner.memory
 
     @property
     def cache(self) -> PrefixCache:
-        """The prefix cache over this context's blocks and slots."""
+        """Prefix cache over this context's blocks and slots."""
         return self.runner.cache
 
     @property
     def step(self) -> Step:
-        """The step that is laid out and has not landed."""
+        """Step that is laid out and whose results have not been processed."""
         return self.runner.step
 
     @property
     def mamba_slot_allocator(self) -> StateSlotAllocator:
-        """Cached states by KV block; raises as `runner`."""
+        """Cached states by KV block; raises the same error as `runner`."""
         if self._slot_allocator is None:
             raise _no_memory()
         return self._slot_allocator
 
     @property
     def max_blocks_of_a_request(self) -> int:
-        """KV blocks that one request can have at most; known while suspended too."""
+        """Maximum number of KV blocks per request; available also while the engine is suspended."""
         return self.block_allocator.total_count - 1
 
     @property
     def request_rules(self) -> RequestRules:
-        """The limits of a request."""
+        """Rules that every request must satisfy, such as its maximum length."""
         return RequestRules(
             self.cache_config,
             self.shape.vocab_size,
@@ -273,14 +275,14 @@ class MambaCacheContext(DynamicInferenceContext):
         return self.runner.step_requests.admit(candidate, budget)
 
     def drop_requests(self, request_ids: Container[int]) -> None:
-        """Drop requests between steps; what they published stays findable. A suspended engine has none."""
+        """Drop requests between steps; their published blocks and states stay in the cache."""
         if self._runner is not None:
             self._runner.step_requests.drop(
                 [request for request in self.running_requests if request.request_id in request_ids]
             )
 
     def note_arrival(self) -> None:
-        """Note that a request has come, which may join the next step unless max_requests run."""
+        """Note that a request has arrived; it may join the next step unless max_requests are running."""
         if self._runner is not None and not self._runner.requests.is_full:
             self._runner.queue.note_change()
 
@@ -290,29 +292,30 @@ class MambaCacheContext(DynamicInferenceContext):
             self._runner.queue.note_change()
 
     def snapshot(self) -> CacheSnapshot:
-        """Return counters and what every slot and block is used for."""
+        """Return the counters and the use of every slot and block."""
         return self.runner.snapshot()
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless requests, blocks and slots agree."""
+        """Raise `CacheIntegrityError` unless the records for requests, blocks and slots are consistent."""
         self.runner.requests.check_integrity()
 
-    # Megatron's calls, for callers without an engine: one request at a time, one token a request.
+    # Megatron's interface for callers without an engine: one request per call, one token per request and step.
 
     @override
     def add_request(self, req: Any, chunk_length: int | None = None) -> None:
-        """Admit a Megatron request, its sampling parameters complete; `chunk_length` limits its first prefill chunk.
+        """Admit a Megatron request with complete sampling parameters; `chunk_length` limits its first prefill chunk.
 
         Raises:
             ValueError: If the request can never run, or its id is in use.
-            ContextOverflowError: If the request does not fit now; of a subclass if Megatron has one for the reason.
+            ContextOverflowError: If the request does not fit now; raised as Megatron's subclass for the reason, where
+                one exists.
         """
         if not self.is_tensor_state_allocated:
             raise TensorStateDeallocatedError(req.request_id)
         if any(request.request_id == req.request_id for request in self.running_requests):
             raise ValueError(f"request id {req.request_id} is in use; give each request a different id")
         budget = self.runner.requests.prompt_budget if chunk_length is None else chunk_length
-        scores = not self.materialize_only_last_token_logits  # only the engine scores prompts apart from steps
+        scores = not self.materialize_only_last_token_logits  # without an engine, prompts are scored inside steps
         spec = checked_spec_of(req, replace(self.request_rules, scores_prompts=scores, ranks_prompts=False))
         outcome = self.admit(Candidate(spec), budget)
         if isinstance(outcome, Refusal):
@@ -320,21 +323,21 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
-        """Return whether there are a request, tokens in the step and KV blocks for a Megatron request."""
+        """Return whether a Megatron request fits: in the running requests, the step's tokens, and the KV blocks."""
         plan = self.cache.plan(Candidate(spec_of(req)), self.runner.requests.prompt_budget)
         has_room = len(self.running_requests) < self.max_requests and not self.paused_request_count
         return has_room, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
 
     @override
     def update_requests(self, active_requests_mask: Tensor | Sequence[int], new_tokens: Tensor | Sequence[int]) -> Any:
-        """Land a step of one token a request; see `StepRunner.land`.
+        """Process the results of a step with one token per request; see `StepRunner.land`.
 
         Args:
-            active_requests_mask: [requests] 0 where the request ends with its new token.
-            new_tokens: [requests] sampled tokens; that of a request in mid-prefill is ignored.
+            active_requests_mask: [requests] 0 for requests that end with their new token.
+            new_tokens: [requests] sampled tokens; ignored for requests with unfinished prefill.
 
         Returns:
-            A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
+            A dict with `newly_paused_request_ids` and `evict_request_ids`, each an int64 CPU tensor or None.
         """
         entries = zip(self.step.requests, _ints(active_requests_mask), _ints(new_tokens), strict=True)
         kept = [
@@ -348,14 +351,14 @@ class MambaCacheContext(DynamicInferenceContext):
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
     ) -> tuple[list[list[float] | None], Tensor]:
-        """Return each request's log-probs of the tokens that follow, and all log-probs, in a step without drafts."""
+        """Return the log-probs of each request's next tokens, and of the whole vocabulary; for steps without drafts."""
         tokens = zip(self.step.requests, new_tokens.tolist(), strict=True)
         kept = [(token,) if request.samples_this_step else () for request, token in tokens]
         followed = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))
         log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)
         return selected_log_probs(followed, log_probs), log_probs
 
-    # The step, as the model and the controller read it.
+    # Properties of the step that the model and the controller read.
 
     @override
     def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
@@ -366,42 +369,42 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def using_cuda_graph_this_step(self) -> bool:
-        """Return whether a graph computes the step that is laid out."""
+        """Return whether the laid-out step runs as a CUDA graph."""
         return self.is_computing and self.step.graph is not None
 
     @override
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the step's token ids and positions, each [1, tokens] int64."""
+        """Return the token ids and positions in the step, each [1, tokens] int64."""
         batch = self.step.batch
         return batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0)
 
     @property
     def token_to_pos_ids(self) -> Tensor:
-        """Each token's position, [tokens] int64."""
+        """Token positions, [tokens] int64."""
         return self.step.batch.positions
 
     token_to_position_in_request = token_to_pos_ids
 
     def layer_states(self, layer_number: int) -> LayerStates:
-        """Return the states of a recurrent layer, numbered from 1 over this rank's layers."""
+        """Return the states for a recurrent layer; this rank's layers are numbered from 1."""
         return self.memory.state_pool.layer(self.layer_map[layer_number - 1])
 
     @override
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return conv windows and SSM states of a layer over all slots; see `Mamba2.tensors`."""
+        """Return a layer's conv windows and SSM states in all slots; see `Mamba2.tensors`."""
         window, state = self.layer_states(layer_number).live.values()
         return window, state
 
     @override
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
-        """Write the step's keys and values, [tokens, 1, kv heads, head dim], into their blocks."""
+        """Write keys and values, [tokens, 1, kv heads, head dim], into the KV blocks of the step's requests."""
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
         batch = self.step.batch
         keys, values = (new.squeeze(1)[: batch.num_tokens] for new in (key, value))
         append_kv(keys, values, key_cache, value_cache, batch.token_blocks, batch.token_offsets)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Attend the step's query tokens to the KV blocks of a layer; see `paged_attention_ref`."""
+        """Compute attention between the step's query tokens and a layer's KV blocks; see `paged_attention_ref`."""
         return self.step.attend(q, k_cache, v_cache)
 
     @override
@@ -412,27 +415,27 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def cu_query_lengths(self) -> tuple[Tensor, int]:
-        """Return cumulative query lengths and the longest."""
+        """Return the cumulative query lengths and the maximum query length."""
         attention = self.step.batch.attention
         return attention.cu_query, max(attention.query_lens)
 
     @override
     def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
-        """Return cumulative KV lengths, KV lengths and the longest."""
+        """Return the cumulative KV lengths, the KV lengths, and the maximum KV length."""
         attention = self.step.batch.attention
         cumulative = torch.nn.functional.pad(attention.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
         return cumulative, attention.kv_lengths, max(attention.kv_lens)
 
     @override
     def last_token_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits or hidden states that are wanted, [logits, n]; see `Step.select_outputs`."""
+        """Return the requested rows of the logits or hidden states, [logits, n]; see `Step.select_outputs`."""
         return self.step.select_outputs(logits, are_hidden_states=self.materialize_only_last_token_logits)
 
-    # The memory and what it is used for, under Megatron's names.
+    # Memory and its use, under Megatron's names.
 
     @override
     def get_kvcache_utilization_stats(self) -> dict[str, float]:
-        """Return what Megatron logs: the use of KV blocks, and how many requests and tokens there are."""
+        """Return the values that Megatron logs: KV-block use and the numbers of requests and tokens."""
         return {
             **self.block_allocator.utilization(),
             "active_request_count": self.get_active_request_count(),
@@ -444,25 +447,25 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def memory_buffer(self) -> Tensor:
-        """KV blocks: [2, layers, blocks, block size, kv heads, head dim]."""
+        """KV cache, [2, layers, blocks, block size, kv heads, head dim]."""
         return self.memory.kv_buffer
 
     @property
     def mamba_conv_states(self) -> Tensor:
-        """Conv windows of all slots: [layers, slots, window, conv dim]."""
+        """Conv windows in all slots, [layers, slots, window, conv dim]."""
         return states_by_megatron(self.memory.state_pool)[0]
 
     @property
     def mamba_ssm_states(self) -> Tensor:
-        """SSM states of all slots: [layers, slots, heads, d_state, head dim]."""
+        """SSM states in all slots, [layers, slots, heads, d_state, head dim]."""
         return states_by_megatron(self.memory.state_pool)[1]
 
     @property
     def mamba_metadata(self) -> LiveSlots:
-        """Live slot of each request; between steps, draft windows are resolved into it first.
+        """Live slot of each request; between steps, accepted draft states are first copied into the live slots.
 
         Raises:
-            CacheIntegrityError: If the next step runs already and has advanced the live states.
+            CacheIntegrityError: If the next step has been launched and has advanced the live states.
         """
         if self.overlapped_step is not None:
             raise CacheIntegrityError(
@@ -473,7 +476,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def request_to_kv_block_ids(self) -> list[list[int]]:
-        """KV blocks of each request."""
+        """KV block ids of each request."""
         return [list(request.block_ids) for request in self.running_requests]
 
 
@@ -482,10 +485,10 @@ def _no_memory() -> TensorStateDeallocatedError:
 
 
 def ids_of(requests: Sequence[RunningRequest]) -> Tensor | None:
-    """Return the ids of requests, [requests] int64; None if there are none."""
+    """Return the request ids, [requests] int64; None if `requests` is empty."""
     return torch.tensor([request.request_id for request in requests], dtype=torch.int64) if requests else None
 
 
 def _ints(values: Tensor | Sequence[int]) -> list[int]:
-    """Return a tensor or a sequence of numbers as a list."""
+    """Convert a tensor or sequence to a list of ints."""
     return values.tolist() if isinstance(values, Tensor) else [int(value) for value in values]

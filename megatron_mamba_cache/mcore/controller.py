@@ -1,4 +1,4 @@
-"""The controller: runs a step where Megatron generates tokens, and reports it in Megatron's form."""
+"""Controller: run a step when Megatron generates tokens, and return the results in Megatron's format."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ from .request_states import DraftCounts
 
 
 class MambaCacheController(TextGenerationController):
-    """Megatron's generation loop over a `MambaCacheContext`. A request's tokens do not depend on the batch."""
+    """Megatron's text-generation controller for a `MambaCacheContext`; tokens do not depend on the batch."""
 
     @property
     def context(self) -> MambaCacheContext:
-        """The inference context."""
+        """Inference context."""
         context: MambaCacheContext = self.inference_wrapped_model.inference_context
         return context
 
     @override
     def _init_dynamic_sampling_tensors(self) -> None:
-        # Requests live on the host, so the copies from the device that Megatron's version prepares are not needed.
+        # Requests are kept on the host, so the device-to-host copies in Megatron's version are not needed.
         self._get_stop_word_finished_ids_callback = None
         self._sampling_backend = "torch"
         self._request_metadata: dict[str, Tensor] = {}
@@ -35,14 +35,15 @@ class MambaCacheController(TextGenerationController):
         """Run one step.
 
         Returns:
-            None if there is nothing to compute; else Megatron's dict with `kept_tokens`, each request's new tokens, the
-            last of which is in `sample`, and `draft_counts`, each request's verified and kept drafts.
+            None if there is nothing to compute; otherwise Megatron's dict with two additions: `kept_tokens`, the new
+            tokens of each request (`sample` holds only the last), and `draft_counts`, the verified and kept drafts of
+            each request.
         """
         context = self.context
         if context.active_token_count == 0:
             context.digest.note_idle_step()
             if context.peers.num_ranks > 1:
-                self.dummy_forward()  # other ranks may be waiting for this rank's experts
+                self.dummy_forward()  # other ranks may wait for this rank's experts
             return None
         outcome = await context.runner.run(self.inference_wrapped_model, lands=not skip_bookkeeping)
         result = _step_result(outcome)
@@ -51,7 +52,7 @@ class MambaCacheController(TextGenerationController):
     @override
     @torch.inference_mode()
     def dummy_forward(self) -> None:
-        """Compute padding for the ranks that share this rank's experts; the cache does not change."""
+        """Run a step of padding tokens for the expert-parallel ranks; the cache does not change."""
         take_part(self.inference_wrapped_model, self.context.runner)
 
 
@@ -59,7 +60,7 @@ _NO_DRAFTS = DraftCounts()
 
 
 def _step_result(outcome: StepOutcome) -> dict[str, Any]:
-    """Return what Megatron's engine reads of a step's tokens."""
+    """Return the token results of a step, under the keys that Megatron's engine reads."""
     kept, graph = outcome.kept.tokens, outcome.step.graph
     return {
         "sample": torch.tensor([new[-1] if new else 0 for new in kept], dtype=torch.int64),
@@ -73,7 +74,7 @@ def _step_result(outcome: StepOutcome) -> dict[str, Any]:
 
 
 def _landing_result(outcome: StepOutcome) -> dict[str, Any]:
-    """Return what Megatron's engine reads of the requests of a step that has landed."""
+    """Return the request ids of a processed step, under the keys that Megatron's engine reads."""
     request_ids = outcome.step.batch.request_ids
     finished = [request_ids[index] for index in outcome.kept.ended]
     return {

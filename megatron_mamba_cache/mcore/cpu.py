@@ -1,7 +1,7 @@
-"""Make megatron-core's dynamic inference run on a machine without CUDA; change nothing where CUDA is available.
+"""Let megatron-core's dynamic inference run without CUDA; no effect if CUDA is available.
 
-megatron-core asks `torch.cuda` for the current device, times steps with CUDA events, marks ranges for the profiler and
-reads memory statistics; each gets its nearest equivalent on a CPU.
+megatron-core uses `torch.cuda` for the current device, the timing of steps, profiler ranges and memory statistics. Each
+of these calls is replaced by its nearest CPU equivalent.
 """
 
 import time
@@ -12,25 +12,25 @@ import torch
 
 
 class WallClockEvent:
-    """A stand-in for `torch.cuda.Event` that reads the wall clock."""
+    """Replacement for `torch.cuda.Event` that reads the wall clock."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._time = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Note the time."""
+        """Record the current time."""
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Return at once: a step's tokens have been read when its end is recorded."""
+        """Do nothing: the step's tokens have already been read when its end is recorded."""
 
     def elapsed_time(self, end: "WallClockEvent") -> float:
-        """Return the milliseconds from this event to `end`."""
+        """Return the time in milliseconds between this event and `end`."""
         return (end._time - self._time) * 1e3
 
 
 def install() -> None:
-    """Patch `torch.cuda` and megatron-core's engine for the CPU, once; do nothing where CUDA is available."""
+    """Patch `torch.cuda` and megatron-core's engine for the CPU once; do nothing if CUDA is available."""
     if torch.cuda.is_available() or torch.cuda.Event is WallClockEvent:
         return
     from megatron.core.inference.engines import dynamic_engine
@@ -44,4 +44,4 @@ def install() -> None:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Stand in for a call that has no meaning on a CPU."""
+    """Do nothing; replaces a call that has no CPU equivalent."""

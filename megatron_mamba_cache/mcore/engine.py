@@ -1,4 +1,4 @@
-"""The engine: Megatron's dynamic engine with a scheduler that knows about prefix hits, and requests that fail alone."""
+"""Engine: Megatron's dynamic engine with a prefix-aware scheduler and isolation of failing requests."""
 
 import asyncio
 import math
@@ -34,25 +34,25 @@ from .suspendable_engine import SuspendableEngine
 
 
 class MambaCacheEngine(SuspendableEngine):
-    """Serves requests over a `MambaCacheContext`; use it as Megatron's engine.
+    """Drop-in replacement for Megatron's engine that serves requests with a `MambaCacheContext`.
 
-    A request that cannot run ends as FAILED with the reason in its events. After a step that raises, its requests are
-    queued again and lose no token. A request that keeps making steps raise is isolated and fails alone.
+    A request that cannot run ends as FAILED with the reason in its events. If a step raises, its requests are queued
+    again and keep their tokens. A request that repeatedly makes steps raise then runs alone, so only it fails.
     """
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self.scheduler = StepScheduler()
-        self._looked_at: tuple[int, ...] = ()  # the head of the queue, when copies for it began last
+        self._looked_at: tuple[int, ...] = ()  # head of the queue when prefetches last started
         self._runs_in = EngineLoop()
         self._states = RequestStates()
         self._random_seed = random_seed
         self._failed_steps = FailedSteps()
         self._step_ended = 0.0
-        self._unreported: list[DynamicInferenceRequestRecord] = []  # of requests that ended in a step that raised later
+        self._unreported: list[DynamicInferenceRequestRecord] = []  # requests that ended in a step that raised later
         self._hint = HitRateHint(context.cache_config)
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=True)
         context.grammars.read(controller.tokenizer)
-        # Requests know their stop words, so a stop word ends its request in the step that completes it.
+        # The step runner checks stop words, so a request ends in the step that completes its stop word.
         controller.set_stop_word_finished_ids_callback(None)
 
     @override
@@ -65,7 +65,7 @@ class MambaCacheEngine(SuspendableEngine):
         seed: int | None = None,
         tenant: str = "",
     ) -> asyncio.Future:
-        """Add a request; see Megatron's engine. The `prompt_tokens` of the request are on the host.
+        """Add a request; see Megatron's engine. The request's `prompt_tokens` stay on the host.
 
         Args:
             seed: Seed of the request's random numbers; None derives one from the engine's seed and the request id.
@@ -77,7 +77,7 @@ class MambaCacheEngine(SuspendableEngine):
         return self._runs_in.call(lambda: self._begin_request(request_id, prompt, sampling_params, seed, tenant))
 
     def submit(self, spec: RequestSpec) -> asyncio.Future:
-        """Queue a request that the context's `request_rules` accept; returns and raises as `add_request`."""
+        """Queue a request that satisfies the context's `request_rules`; return and raise like `add_request`."""
         if spec.request_id in self.requests:
             raise _in_use(spec.request_id)
         spec = ended_by(spec, self.controller.tokenizer)
@@ -88,7 +88,7 @@ class MambaCacheEngine(SuspendableEngine):
     def _begin_request(
         self, request_id: int, prompt: Any, sampling_params: SamplingParams | None, seed: int | None, tenant: str
     ) -> asyncio.Future:
-        """Validate a request and queue it, or fail it alone."""
+        """Validate a request; queue it, or mark it as failed."""
         if request_id in self.requests:
             raise _in_use(request_id)
         check_identity(request_id, seed, tenant)
@@ -112,17 +112,17 @@ class MambaCacheEngine(SuspendableEngine):
         return self._enter(request, ended_by(spec, self.controller.tokenizer))
 
     def _new_request(self, request_id: int, prompt: Any, sampling: SamplingParams) -> DynamicInferenceRequest:
-        """Return Megatron's request. Its tokens stay on the host; each step sends those that it computes."""
+        """Return Megatron's request with its tokens on the host; each step sends the tokens that it processes."""
         text, token_ids = None, prompt
         if isinstance(prompt, str):
             text, token_ids = prompt, self.controller.tokenize_prompt(prompt, sampling.add_BOS)
         request = DynamicInferenceRequest(request_id=request_id, prompt=text, sampling_params=sampling)
-        # No step reads the tokens that Megatron's scheduler would have left, so that they need no copy.
+        # No step reads `remaining_prompt_tokens`, which only Megatron's scheduler uses, so do not copy the prompt.
         request.prompt_tokens = request.remaining_prompt_tokens = torch.from_numpy(prompt_ids(token_ids))
         return request
 
     def _enter(self, request: DynamicInferenceRequest, spec: RequestSpec) -> asyncio.Future:
-        """Queue a request that can run, unless its grammar cannot be followed."""
+        """Queue a request; fail it instead if its grammar or end tokens are unusable."""
         grammar, params = spec.sampling.grammar, request.sampling_params
         problem = self.context.grammars.error_of(grammar) if grammar else None
         problem = problem or error_of_end(spec, self.controller.tokenizer)
@@ -142,14 +142,14 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     def _add_request(self, request: Any) -> asyncio.Future:
-        """Queue a request; Megatron calls it for each one when it resumes."""
+        """Queue a request; when it resumes, Megatron calls this for every request."""
         self.waiting_request_ids.append(request.request_id)
         self.context.note_arrival()
         return self.requests[request.request_id].future
 
     @override
     def reset(self) -> None:
-        """Drop all requests; what is cached stays."""
+        """Drop all requests but keep the cache."""
         self._states.clear()
         self._failed_steps.clear()
         self._unreported.clear()
@@ -158,27 +158,27 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     def has_unfinished_requests(self) -> bool:
-        """Return whether a request runs, waits, or has ended and is to be reported by the next step."""
+        """Return whether any request is running, waiting, or ended but not yet reported."""
         return super().has_unfinished_requests() or bool(self.failed_request_ids or self._unreported)
 
     @property
     def has_idle_copies(self) -> bool:
-        """True if copies are in flight that no step will complete."""
+        """Return whether copies between tiers are in flight although no step will run to complete them."""
         is_idle = not (self.context.running_requests or self.waiting_request_ids)
         return is_idle and self.context.is_tensor_state_allocated and self.context.memory.below.has_copies
 
     def land_idle_copies(self) -> None:
-        """End the finished copies between tiers, which may start others; all ranks call it at the same point."""
+        """Process finished copies between tiers, which may start further copies; all ranks call it together."""
         if self.has_idle_copies and self.context.memory.below.land(wait=False):
             self.context.runner.queue.note_change()
 
     @property
     def owes_step(self) -> bool:
-        """True when ranks that share experts may have launched the next step: step before waiting for one of them."""
+        """Return whether expert-parallel ranks may have launched the next step; if so, step before waiting for them."""
         return self.context.is_tensor_state_allocated and self.context.runner.sharing.is_owed
 
     def counts_of(self, request_id: int) -> RequestCounts:
-        """Return the counts of a request so far; zeros once 65,536 other requests have left after it."""
+        """Return the counts for a request so far; zeros after 65,536 later requests have left."""
         return self._states.counts_of(request_id)
 
     def cached_tokens(self, request_id: int) -> int:
@@ -190,16 +190,16 @@ class MambaCacheEngine(SuspendableEngine):
         return self.counts_of(request_id).tiers
 
     def written_tokens(self, request_id: int) -> int:
-        """Return how many tokens of its prompt the request has made resumable; a repeated prefill may count twice."""
+        """Return how many prompt tokens the request has newly cached; a repeated prefill may count them twice."""
         return self.counts_of(request_id).num_written
 
     def draft_counts(self, request_id: int) -> DraftCounts:
-        """Return how many drafts of the request were verified and kept so far."""
+        """Return how many of the request's drafts were verified and how many were kept so far."""
         return self.counts_of(request_id).drafts
 
     @override
     def schedule_waiting_requests(self) -> None:
-        """Schedule the next step, in place of Megatron's two schedulers; an overlapped step stays as it is."""
+        """Schedule the next step, replacing both of Megatron's schedulers; keep an overlapped step unchanged."""
         if not (self.context.is_tensor_state_allocated or self.waiting_request_ids):
             return
         self._refuse_failed_grammars()
@@ -209,7 +209,7 @@ class MambaCacheEngine(SuspendableEngine):
             self._looked_at = ()
         awaits_copy, is_full = runner.memory.below.tiers.awaits, runner.requests.is_full
         runner.queue.note_waiting(has_waiting=not is_full and not all(map(awaits_copy, self.waiting_request_ids)))
-        if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
+        if runner.sharing.is_fixed:  # the ranks have already agreed on this step, so new requests wait for the next one
             runner.queue.note_scheduled(is_settled=(is_full or not self.waiting_request_ids) and self._is_at_rest())
         if runner.sharing.is_fixed or runner.overlapped_steps.launched is not None:
             self._prefetch()
@@ -226,16 +226,16 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     async def async_forward(self) -> Any:
-        """Run one step; if it raises, return what it reserved and queue its requests again.
+        """Run one step; if it raises, release its reservations and queue its requests again.
 
-        The requests of a suspended engine stay as they are; those of a closed one are refused.
+        A suspended engine leaves its requests unchanged; a closed engine fails them.
         """
         was_launched = self.context.overlapped_step is not None
         before_ended, counters = self._step_ended, self.context.counters
         num_before = counters.prefill_tokens_computed, counters.decode_tokens_computed
         if self.context.is_tensor_state_allocated:
             self.context.runner.sharing.begin()
-            if not self.is_suspended:  # else weights may be away
+            if not self.is_suspended:  # the weights may be unavailable while suspended
                 self.context.planner.capture_if_wanted(self.context.runner.memory.below.drain)
         try:
             result, state, seconds, number = await super().async_forward()
@@ -254,9 +254,10 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
-        """Report the step; a request whose caller has cancelled its future ends like any other.
+        """Report the results of a step; a request with a cancelled future is reported like any other.
 
-        If this raises, the next step reports the requests that have ended; those that lack a token are queued again.
+        If this raises, the next step reports the requests that have ended, and requests that lack a token are queued
+        again.
         """
         step = StepReport(step_result, self.requests, self._states)
         try:
@@ -285,7 +286,7 @@ class MambaCacheEngine(SuspendableEngine):
     def post_process_requests(
         self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, *args: Any, **settings: Any
     ) -> Any:
-        """Append the step's tokens to their requests; evicted ones go back to the head of the queue."""
+        """Append the step's tokens to the requests; move evicted requests to the head of the queue."""
         in_prefill = self.context.chunked_prefill_request_id != -1  # it gets no token
         all_continue = not len(finished_request_ids) and evict_request_ids is None
         if all_continue and not (in_prefill or self._failed_steps):
@@ -306,13 +307,13 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
-        """Return False: a stop word has ended its request already."""
+        """Return False: a request with a complete stop word has already ended."""
         return False
 
     def _refuse_failed_grammars(self) -> None:
-        """Fail the requests whose grammar cannot go on."""
+        """Fail the requests whose grammar does not allow any further token."""
         failures, ranks = self.context.grammars.take_failures(), self.context.ranks
-        if ranks.num_stages > 1:  # only the last stage makes masks
+        if ranks.num_stages > 1:  # only the last stage computes token masks
             requests = self.context.running_requests
             with_grammar = {request.request_id for request in requests if request.spec.sampling.grammar}
             found = {request_id: reason for request_id, reason in failures.items() if request_id in with_grammar}
@@ -323,18 +324,18 @@ class MambaCacheEngine(SuspendableEngine):
                 self._refuse(self.get_request(request_id), reason)
 
     def _prefetch(self) -> None:
-        """Begin prefetches for the head of the queue while steps overlap."""
+        """Start prefetches for the head of the queue while steps overlap."""
         head = tuple(islice(self.waiting_request_ids, PREFETCH_WINDOW))
         if head != self._looked_at:
             self._looked_at = head
             self.context.runner.step_requests.prefetch(self.scheduler, [*self._candidates(head)])
 
     def _is_at_rest(self) -> bool:
-        """Return whether nothing but a new request can change what the next step has to compute."""
+        """Return whether only a new request can change the contents of the next step."""
         return not self._failed_steps
 
     def _admissible(self) -> Iterable[int]:
-        """Return the waiting requests that may join the step; if one is to run isolated, send all others back."""
+        """Return the waiting requests that may join the step; to isolate a request, queue all other requests again."""
         isolated = self._failed_steps.next_isolated()
         if isolated is None:
             return self.waiting_request_ids
@@ -344,17 +345,17 @@ class MambaCacheEngine(SuspendableEngine):
         return [isolated] if isolated in self.waiting_request_ids else []
 
     def _before_report(self, step_result: Any) -> None:
-        """Do nothing; a subclass may act here, between counting drafts and the report, and may raise."""
+        """Hook for subclasses between counting drafts and the report; it may raise."""
 
     def _drop_failed_step(self, error: BaseException) -> None:
-        """Drop the step; if the caller goes on, do what other ranks wait for."""
+        """Drop a failed step; if the engine continues, take part in the collectives that other ranks wait for."""
         runner = self.context.runner
         runner.drop_failed_step()
         if isinstance(error, Exception | asyncio.CancelledError):
             complete_failed_step(self.controller.inference_wrapped_model, runner)
 
     def _recover(self, error: BaseException) -> None:
-        """After a failed step, send back requests that the context lost or whose record is incomplete."""
+        """Queue again, after a failed step, the requests that the context lost or whose record is incomplete."""
         self.failed_request_ids = [request_id for request_id in self.failed_request_ids if request_id in self.requests]
         suspended = self.resume_request_ids if self.is_suspended else ()
         elsewhere = {*self.waiting_request_ids, *self.failed_request_ids, *suspended}
@@ -367,9 +368,9 @@ class MambaCacheEngine(SuspendableEngine):
         ]
         self._send_back(astray)
         in_hand = self.scheduler.take_in_hand()
-        if not isinstance(error, Exception):  # the caller stops; no request is to blame
+        if not isinstance(error, Exception):  # the process is stopping; no request caused this
             return
-        if not (self.context.is_tensor_state_allocated or self.is_suspended):  # closed: no request can run again
+        if not (self.context.is_tensor_state_allocated or self.is_suspended):  # a closed engine runs no request again
             in_hand = next(iter(self._admissible()), None)
         refused = self._failed_steps.count(astray if in_hand is None else [in_hand])
         self.context.drop_requests(refused)
@@ -377,16 +378,16 @@ class MambaCacheEngine(SuspendableEngine):
             self._refuse(self.get_request(request_id), refusal_reason(error))
 
     def _send_back(self, request_ids: Sequence[int]) -> None:
-        """Stop admitted requests and put them at the head of the queue, oldest first."""
+        """Stop admitted requests and move them to the head of the queue, oldest first."""
         self.context.drop_requests(request_ids)
         self._queue_again(sorted(request_ids, key=self._age_of))
 
     def _age_of(self, request_id: int) -> float:
         age = self._states[request_id].age
-        return math.inf if age is None else age  # never admitted: younger than all others
+        return math.inf if age is None else age  # a request that was never admitted sorts last
 
     def _queue_again(self, request_ids: list[int]) -> None:
-        """Put requests back at the head of the queue, in the given order."""
+        """Insert requests at the head of the queue in the given order."""
         self.context.note_change()
         for request_id in reversed(request_ids):
             self._restart(request_id)
@@ -404,7 +405,7 @@ class MambaCacheEngine(SuspendableEngine):
         return (self._states[request_id].candidate for request_id in request_ids)
 
     def _refuse(self, request: Any, reason: str) -> asyncio.Future:
-        """Fail a request alone; the next step reports it."""
+        """Mark a request as failed; the next step reports it."""
         request_id = request.request_id
         if request_id not in self.requests:
             self.requests[request_id] = self._entry_of(request)

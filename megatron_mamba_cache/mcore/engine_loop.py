@@ -1,4 +1,4 @@
-"""The event loop in which an engine steps: it sleeps without work, and calls from other threads run in it."""
+"""Event loop for an engine: it sleeps while there is no work, and runs calls from other threads."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,7 +14,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class EngineLoop:
-    """Holds the loop of a running `run_engine`; without one, calls run in the caller's thread."""
+    """Event loop of a running `run_engine`; if none is running, calls run in the caller's thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -23,14 +23,14 @@ class EngineLoop:
 
     @property
     def current(self) -> asyncio.AbstractEventLoop:
-        """The loop of new futures: that of `run_engine`, else the caller's, else one that Megatron's engines share."""
+        """Loop for new futures: that of `run_engine`, else the caller's, else Megatron's shared loop."""
         return self._loop or get_asyncio_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """Run a coroutine to its end from synchronous code, even inside a running loop.
+        """Run a coroutine from synchronous code until it completes, even inside a running loop.
 
         Raises:
-            RuntimeError: If the engine is stepped in another thread.
+            RuntimeError: If another thread steps the engine.
         """
         running_elsewhere = self._loop is not None and self._loop is not _running_loop() and self._loop.is_running()
         if running_elsewhere or self._is_stepping:
@@ -47,7 +47,7 @@ class EngineLoop:
 
     @contextmanager
     def entered(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Run calls in this loop while the block runs there."""
+        """Context manager: run calls in `loop` until the `with` body ends."""
         self._loop, self._has_news = loop, asyncio.Event()
         try:
             yield
@@ -55,21 +55,21 @@ class EngineLoop:
             self._loop = None
 
     async def wait_until(self, has_work: Callable[[], bool]) -> None:
-        """Wait until there is work; `call` and `wake` make it check again."""
+        """Wait until `has_work` returns True; `call` and `wake` trigger a new check."""
         while not has_work():
             self._has_news.clear()
             await self._has_news.wait()
 
     def wake(self) -> None:
-        """Make the loop check for work; may be called from any thread."""
+        """Make the loop check for work; safe from any thread."""
         if (loop := self._loop) is not None:
             loop.call_soon_threadsafe(self._has_news.set)
 
     def call(self, act: Callable[[], _Answer]) -> _Answer:
-        """Run `act` in the loop's thread, between two callbacks, and return its result; then wake the loop.
+        """Run `act` in the loop's thread between two callbacks, wake the loop, and return the result of `act`.
 
         Raises:
-            RuntimeError: If the loop stops before it has run `act`.
+            RuntimeError: If the loop stops before it runs `act`.
         """
         loop = self._loop
         if loop is None:
@@ -83,14 +83,14 @@ class EngineLoop:
 
 
 class _Call(Generic[_Answer]):
-    """A call that runs in another thread than the caller's."""
+    """Function call that runs in the thread of an event loop."""
 
     def __init__(self, act: Callable[[], _Answer]) -> None:
         self._act = act
         self._answer: Future[_Answer] = Future()
 
     def made_in(self, loop: asyncio.AbstractEventLoop, on_done: Callable[[], None]) -> _Answer:
-        """Return the call's result, or raise what the call raises."""
+        """Run the call in `loop`; return its result, or raise its exception."""
         self._answer.add_done_callback(lambda _: on_done())
         loop.call_soon_threadsafe(self._make)
         while not wait([self._answer], timeout=_LOOK_EVERY_S).done:
@@ -114,7 +114,7 @@ def _run_here(coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
 
 
 def _run_in_thread(coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
-    """Run a coroutine in a thread of its own, with the current device of this one, whose loop is running."""
+    """Run a coroutine in a new thread with this thread's CUDA device, because this thread's loop is running."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     with ThreadPoolExecutor(1) as thread:
         if device is not None:

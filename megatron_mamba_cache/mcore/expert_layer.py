@@ -1,4 +1,4 @@
-"""A layer of a hybrid model that is a mixture of experts, without a host read between router and weighted sum."""
+"""MoE layer of a hybrid model; the host reads nothing between routing and the weighted sum of experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ from .stacked_experts import StackedExperts
 
 
 class ExpertLayer(TransformerLayer):
-    """Norm, mixture of experts and residual; Megatron's class holds the parts."""
+    """MoE layer with norm and residual; Megatron's base class holds the submodules."""
 
     mlp: "MixtureOfExperts"
 
@@ -37,7 +37,7 @@ class ExpertLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, inference_context: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """Compute hidden_states [tokens, 1, hidden] of a dynamic batch, or of any other form without padding."""
+        """Run the layer on a dynamic batch [tokens, 1, hidden], or on tokens of any other shape without padding."""
         is_dynamic = inference_context is not None and not inference_context.is_static_batching()
         batch = inference_context.step.batch if is_dynamic else None
         output = self.mlp(self.pre_mlp_layernorm(hidden_states), batch)
@@ -46,11 +46,11 @@ class ExpertLayer(TransformerLayer):
 
 
 class Router(MegatronModule):
-    """Chooses the experts of tokens.
+    """Router that chooses the experts for each token.
 
     Attributes:
         weight: [experts, hidden].
-        expert_bias: [experts] float32, added to the scores for the choice only; None if there is none.
+        expert_bias: [experts] float32, added to the scores only to choose experts; None for no bias.
     """
 
     expert_bias: Tensor | None
@@ -65,17 +65,17 @@ class Router(MegatronModule):
         self._rule = rule
 
     def forward(self, x: Tensor, is_real: Tensor | None, gate_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the experts of tokens [tokens, hidden] and their weights; see `route`.
+        """Return the expert ids and weights for tokens [tokens, hidden]; see `route`.
 
         Args:
-            gate_weight: Of the shared expert's gate; None: its weight is not wanted.
+            gate_weight: Weight of the shared expert's gate; None leaves the gate value out of the weights.
         """
         shared = None if gate_weight is None else SharedGate(x, gate_weight)
         return route(router_logits(x, self.weight), self.expert_bias, self._rule, is_real, shared)
 
 
 class Projection(MegatronModule):
-    """A linear layer, weight [outputs, inputs], that every rank has whole."""
+    """Linear layer with weight [outputs, inputs], replicated on every rank."""
 
     def __init__(self, config: Any, num_inputs: int, num_outputs: int) -> None:
         super().__init__(config=config)
@@ -88,16 +88,16 @@ class Projection(MegatronModule):
 
 
 class MixtureOfExperts(MegatronModule):
-    """Router, routed experts, and the shared expert that every token goes to.
+    """Router, routed experts, and a shared expert that processes every token.
 
-    Expert-parallel ranks serve different requests; each computes the tokens of all for its own experts.
+    Expert-parallel ranks serve different requests. Each rank runs its experts on the tokens from all of these ranks.
 
     Args:
-        submodules: Has Megatron's spec of `shared_experts`.
-        routing: How tokens choose experts; None: as the configuration says.
+        submodules: Contains Megatron's spec for `shared_experts`.
+        routing: Rule that chooses the experts for a token; None: derived from the configuration.
 
     Raises:
-        ValueError: If experts cannot be shared by the ranks, or the router is of an unknown kind.
+        ValueError: If the ranks cannot divide the experts, or the router type is unknown.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class MixtureOfExperts(MegatronModule):
             self.shared_experts = build_module(
                 submodules.shared_experts, config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
-            # Its sum over ranks is taken together with that of the routed experts.
+            # The shared output is summed over ranks together with the routed output.
             self.shared_experts.linear_fc2.explicit_expert_comm = True
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.moe_latent_size:
@@ -131,8 +131,8 @@ class MixtureOfExperts(MegatronModule):
         """Return the layer's output for hidden_states [..., hidden], without the residual.
 
         Args:
-            batch: The step that the tokens are of, with padding, which no expert computes; None: all tokens are real,
-                and ranks that share experts have equally many.
+            batch: Step that contains the tokens; experts skip its padding tokens. None: no token is padding, and all
+                expert-parallel ranks have equally many tokens.
         """
         x = hidden_states.flatten(0, -2)
         taken_along = self._taken_along(x)
@@ -146,7 +146,7 @@ class MixtureOfExperts(MegatronModule):
         return out.view(hidden_states.shape)
 
     def _taken_along(self, x: Tensor) -> SharedExpert | None:
-        """Return the shared expert's weights if the routed experts compute it as well; None otherwise."""
+        """Return the shared expert's weights if the routed experts' kernels also compute it; None otherwise."""
         if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
             return None
         weights = self.shared_experts.weights()
@@ -154,7 +154,7 @@ class MixtureOfExperts(MegatronModule):
 
     @property
     def _summed_gate(self) -> Tensor | None:
-        """The weights of the shared expert's gate, if the weighted sum of experts multiplies by it; None otherwise."""
+        """Weight of the shared expert's gate if the weighted sum applies the gate; None otherwise."""
         if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
             return None
         weight: Tensor | None = self.shared_experts.gate_weight
@@ -170,7 +170,7 @@ class MixtureOfExperts(MegatronModule):
         return routed if shared is None else routed + shared.output()
 
     def _begin_shared(self, experts: Any, x: Tensor, hidden_states: Tensor) -> Callable[[], Tensor]:
-        """Launch the shared expert's part that overlaps routing; return a function that computes the rest."""
+        """Launch the part of the shared expert that overlaps routing; return a function that computes the rest."""
         compute = experts if self._summed_gate is None else experts.ungated
         gates_itself = experts.gate_weight is not None and self._summed_gate is None
         weights = None if gates_itself or self.exchange is not None else experts.weights()
@@ -183,13 +183,13 @@ class MixtureOfExperts(MegatronModule):
     def _routed(
         self, x: Tensor, batch: StepBatch | None, shared: OverlappedExpert | None, addend: Callable[[], Tensor] | None
     ) -> Tensor:
-        """Return the sum of each token's experts [tokens, latent size or hidden], plus the addend.
+        """Return the weighted expert outputs for each token, [tokens, latent size or hidden], plus the addend.
 
-        With other ranks' experts: each rank gathers the tokens of all, routes them, and sends back what its experts
-        add to them. All ranks exchange equally many tokens, so nothing waits for the host.
+        With expert parallelism, each rank gathers the tokens from all ranks, routes them, and returns the outputs of
+        its experts. All ranks exchange equally many tokens, so no step waits for the host.
 
         Args:
-            shared: What to launch meanwhile; None for nothing.
+            shared: Shared expert to run concurrently; None if there is none.
         """
         is_real = None if batch is None else batch.real_tokens
         if self.exchange is None:
@@ -210,18 +210,18 @@ class MixtureOfExperts(MegatronModule):
 
 
 def exchange_of(model: Any) -> ExpertExchange | None:
-    """Return how the model's layers exchange tokens with other ranks' experts; None if they do not."""
+    """Return the exchange between the model's layers and experts on other ranks; None without expert parallelism."""
     layers = (module for module in model.modules() if isinstance(module, MixtureOfExperts))
     return next((layer.exchange for layer in layers), None)
 
 
 def waits_for_experts(model: Any) -> bool:
-    """Return whether the host waits in a layer of experts, as it does in Megatron's own."""
+    """Return whether the model has an MoE layer that synchronizes with the host, as Megatron's does."""
     return any(isinstance(module, MoELayer) for module in model.modules())
 
 
 def check_expert_layers(model: Any) -> None:
-    """Raise `ValueError` if Megatron's own layers of experts would compute a token by others of its step."""
+    """Raise `ValueError` if the output of Megatron's MoE layers for a token would depend on the rest of the batch."""
     if not waits_for_experts(model):
         return
     check_megatrons_experts(model.config)

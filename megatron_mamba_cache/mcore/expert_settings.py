@@ -1,4 +1,4 @@
-"""Settings of experts in Megatron's configuration, and checks of those that this package supports."""
+"""Check the MoE settings in Megatron's configuration and derive the routing rule."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ _OF_MEGATRONS_LAYER = {
 
 
 def check_megatrons_experts(config: TransformerConfig) -> None:
-    """Raise `ValueError` naming the setting, if Megatron's own layer makes tokens depend on the batch, or on chance."""
+    """Raise `ValueError` if a setting makes the output of Megatron's MoE layer batch-dependent or random."""
     require_settings(config, _OF_MEGATRONS_LAYER)
 
 
 def checked_routing(config: TransformerConfig, groups: Any, routing: RoutingRule | None = None) -> RoutingRule:
-    """Return the routing rule of a model's expert layers; raises as `MixtureOfExperts`."""
+    """Return the routing rule for the model's MoE layers; raise like `MixtureOfExperts`."""
     check_experts(config, groups)
     rule = routing or routing_rule(config)
     rule.check(config.num_moe_experts)
@@ -34,47 +34,47 @@ def checked_routing(config: TransformerConfig, groups: Any, routing: RoutingRule
 
 
 def check_experts(config: TransformerConfig, groups: Any) -> None:
-    """Raise `ValueError` naming the setting, if the layer cannot be built for these ranks."""
+    """Raise `ValueError` naming the setting that prevents an MoE layer on these ranks."""
     if config.num_moe_experts is None:
-        raise ValueError("num_moe_experts is None, but the model has layers of experts; set it")
+        raise ValueError("num_moe_experts is None, but the model has MoE layers; set num_moe_experts")
     for name, number, group in (
         ("num_moe_experts", config.num_moe_experts, groups.ep),
         ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, groups.tp),
     ):
         if number % group.size():
-            raise ValueError(f"{name} is {number}, which is not divisible by {group.size()} ranks; use a divisor of it")
+            raise ValueError(f"{name} is {number}, not divisible by {group.size()} ranks; use a divisor of {name}")
     if groups.expt_tp.size() != groups.tp.size():
         raise ValueError(
             f"expert tensor parallel size is {groups.expt_tp.size()}, but must equal the tensor parallel size "
             f"{groups.tp.size()}"
         )
     if config.add_bias_linear:
-        raise ValueError("add_bias_linear is True; experts with biases are not supported")
+        raise ValueError("add_bias_linear is True, but experts with biases are not supported; set it to False")
     require_settings(config, _OF_EXPERTS)
 
 
 def routing_rule(config: TransformerConfig) -> RoutingRule:
-    """Return how Megatron's configuration routes; raise `ValueError`, naming the setting, if no `RoutingRule` does."""
+    """Return the `RoutingRule` for Megatron's configuration; raise `ValueError` naming an unsupported setting."""
     score, top_k = config.moe_router_score_function, config.moe_router_topk
     if score not in ("sigmoid", "softmax"):
-        raise ValueError(f"moe_router_score_function is {score!r}; 'sigmoid' and 'softmax' are supported")
+        raise ValueError(f"moe_router_score_function is {score!r}; only 'sigmoid' and 'softmax' are supported")
     require_settings(config, _OF_ROUTERS)
     balancing = config.moe_router_load_balancing_type
     if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
-        raise ValueError("moe_router_load_balancing_type is 'sinkhorn', which chooses experts differently; set 'none'")
+        raise ValueError("moe_router_load_balancing_type is 'sinkhorn', which is not supported; set 'none'")
     num_groups = config.moe_router_num_groups or 1
     top_groups = config.moe_router_group_topk or num_groups
     num_scoring = top_k // top_groups
     if config.moe_router_group_topk and num_groups > 1:
         if not num_scoring:
             raise ValueError(
-                f"moe_router_topk is {top_k}, fewer than the {top_groups} groups of moe_router_group_topk; groups "
-                "would have no score"
+                f"moe_router_topk is {top_k}, which is less than moe_router_group_topk, {top_groups}; each "
+                "chosen group needs at least one expert: raise moe_router_topk"
             )
         if score == "softmax" and config.moe_router_pre_softmax and num_scoring > 1:
             raise ValueError(
-                "moe_router_pre_softmax is True, which scores groups by sums of probabilities; only sums of logits, "
-                "False, are supported where more than one expert scores a group"
+                "moe_router_pre_softmax is True, but a group with more than one scoring expert can only be scored by "
+                "the sum of its logits; set moe_router_pre_softmax to False"
             )
     return RoutingRule(
         top_k=top_k,

@@ -1,4 +1,4 @@
-"""Megatron's feed-forward layers with our kernels: activations, and the first product of one token with its own."""
+"""Megatron's feed-forward layers with our kernels for activations and for single-token GEMMs."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ from .linear import OneTokenColumnLinear
 
 
 class FeedForward(MLP):
-    """A dense feed-forward layer with our kernels."""
+    """Dense feed-forward layer with our kernels."""
 
     linear_fc1: OneTokenColumnLinear
 
     @override
     def forward(self, hidden_states: Tensor, per_token_scale: Any = None, **settings: Any) -> Any:
-        """Compute hidden_states [..., hidden]; see Megatron's class."""
+        """Run the layer on hidden_states [..., hidden]; see Megatron's class."""
         first = self.linear_fc1.weight
         activation = self._activation(hidden_states) if per_token_scale is None else "none"
         if activation != "none" and can_multiply_one_token(hidden_states, first, activation):
@@ -30,10 +30,10 @@ class FeedForward(MLP):
         if activation == "gated_silu":
             products, _ = self.linear_fc1(hidden_states)
             return self.linear_fc2(gated_silu(products))
-        return super().forward(hidden_states, per_token_scale, **settings)  # calls `squared_relu`
+        return super().forward(hidden_states, per_token_scale, **settings)  # Megatron's forward calls `squared_relu`
 
     def _activation(self, x: Tensor) -> Activation:
-        """Return the activation that our kernels compute; "none" leaves it to Megatron, as with gradients."""
+        """Return the activation for our kernels; "none" if Megatron must compute it, for instance with gradients."""
         first = self.linear_fc1
         if first.bias is not None or self.config.sequence_parallel or wants_gradient(x, first.weight):
             return "none"
@@ -41,29 +41,29 @@ class FeedForward(MLP):
 
 
 class DenseLayer(MLPLayer):
-    """Norm, `FeedForward` and residual."""
+    """Feed-forward layer with norm and residual."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.mlp.__class__ = FeedForward  # Megatron passes the group of ranks to exactly its own class
+        self.mlp.__class__ = FeedForward  # set late: Megatron passes the process group only to its own class
 
 
 class SharedFeedForward(SharedExpertMLP, FeedForward):
-    """The expert that every token goes to.
+    """Shared expert, which processes every token.
 
     Attributes:
-        gate_weight: [1, hidden]; the output is multiplied by the sigmoid of its product with the token. None for none.
+        gate_weight: [1, hidden]; the output is multiplied by sigmoid(token @ gate_weight.T). None for no gate.
     """
 
     gate_weight: Tensor | None
 
     def ungated(self, hidden_states: Tensor) -> Tensor:
-        """Return the output [..., hidden] before its gate; without a sum over ranks."""
+        """Return the output [..., hidden] before the gate, not summed over ranks."""
         output: Tensor = FeedForward.forward(self, hidden_states)[0]
         return output
 
     def weights(self) -> SharedExpert | None:
-        """Return the weights if nothing but products and activations makes `ungated`; without a sum over ranks."""
+        """Return the weights if `ungated` consists only of GEMMs and an activation; None otherwise."""
         first, second = self.linear_fc1, self.linear_fc2
         is_plain = first.bias is None and second.bias is None and first.form is None and second.form is None
         if not is_plain or self.config.sequence_parallel or fused_activation(self.config) == "none":
@@ -72,7 +72,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
 
 
 def fused_activation(config: Any) -> Activation:
-    """Return the activation of a configuration's feed-forward layers that kernels fuse into the first GEMM."""
+    """Return the feed-forward activation that kernels fuse into the first GEMM; "none" if they cannot."""
     name, is_gated = getattr(config.activation_func, "__name__", ""), config.gated_linear_unit
     if name == "squared_relu" and not is_gated:
         return "squared_relu"

@@ -1,4 +1,4 @@
-"""Additions of a step to Megatron's records: one for each request, made whole or not at all."""
+"""Add the results of a step to Megatron's records; each request gets all of its results or none."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,16 +22,17 @@ _TOP_N = ("prompt_top_n_logprobs", "generated_top_n_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """Additions of a step to a request, except its last token and that token's time, which Megatron appends.
+    """Results of a step for one request, without the last token and its time, which Megatron appends.
 
     Args:
-        request: Megatron's request, the newest of its record.
-        tokens: All that the step generated, the last one included; none in mid-prefill.
-        log_probs: Log-probs of prompt tokens, if they are wanted, then those of `tokens`; None if none are wanted.
-        top_n: Likewise, the best tokens at each position; see `alternatives_by_text` and `LogProbSettings.names_ids`.
-        state: Counts the request's drafts.
-        drafts_before, drafts_after: The counts without and with the step's drafts.
-        scored: The prompt's tokens from the second on, if they were scored and this step completes them.
+        request: Newest Megatron request in its record.
+        tokens: All tokens that the step generated, including the last; empty while the prefill is unfinished.
+        log_probs: Log-probs of the prompt tokens, if requested, followed by those of `tokens`; None if not requested.
+        top_n: Most probable tokens at each position, in the same order; None if not requested. See
+            `alternatives_by_text` and `LogProbSettings.names_ids`.
+        state: State that counts the request's drafts.
+        drafts_before, drafts_after: Draft counts before and after the step.
+        scored: Prompt tokens from the second on, if their scores are complete after this step.
     """
 
     request: Any
@@ -44,7 +45,7 @@ class Addition:
     scored: Sequence[ScoredToken] = ()
 
     def apply(self) -> None:
-        """Append it; accepted drafts get no time of their own: the last token gets the step's."""
+        """Append the results; accepted drafts get no separate time, because the last token gets the step's time."""
         self.state.draft_counts = self.drafts_after
         request, others = self.request, self.tokens[:-1]
         if others:
@@ -65,21 +66,21 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class RecordMark:
-    """A request's record before the report of the step in which it ends."""
+    """Snapshot of a request's record before the report of the step in which it ends."""
 
     entry: Any  # Megatron's
-    request: Any  # the newest of its record
+    request: Any  # newest request in the record
     num_tokens: int
     num_events: int
 
     @staticmethod
     def of(entry: Any) -> "RecordMark":
-        """Mark a request as it is now."""
+        """Return a snapshot of a request's current record."""
         newest = entry.record.requests[-1]
         return RecordMark(entry, newest, len(newest.generated_tokens), len(newest.events))
 
     def take_back(self) -> None:
-        """Restore what the request had; do nothing if another part of its record has begun."""
+        """Restore the snapshot; do nothing if the record has started another part."""
         if self.entry.record.requests[-1] is not self.request:
             return
         take_back(self.request, self.num_tokens)
@@ -90,10 +91,10 @@ class RecordMark:
 def append_tokens(
     entries: Mapping[int, Any], request_ids: Sequence[int], seconds: float, sample: Tensor, *_: Any
 ) -> list[int]:
-    """Append each request's last token and the step's time, for a step after which all continue; return their ids.
+    """Append each request's last token and the step's time if no request ends in the step; return the ids.
 
     Args:
-        entries: Megatron's entries, by request id.
+        entries: Megatron's entries by request id.
         sample: [requests] token ids.
     """
     for request_id, token in zip(request_ids, sample.tolist(), strict=True):
@@ -111,11 +112,11 @@ def additions_of(
     states: Mapping[int, RequestState],
     detokenize: Callable[[list[int]], str],
 ) -> list[Addition]:
-    """Return what a step adds to its requests, for those that get more than a token; nothing changes yet.
+    """Return the step's additions for requests that get more than one token; change nothing.
 
     Args:
-        entries: Megatron's entries, by request id.
-        detokenize: Makes the texts of alternatives; what it raises is raised here.
+        entries: Megatron's entries by request id.
+        detokenize: Function that returns the text of alternatives; its exceptions propagate.
     """
     log_probs: Sequence[Sequence[float] | None] = step_result["log_probs"] or ()
     top_n: Mapping[int, Sequence[tuple[Tensor, Tensor]]] = step_result["top_n_logprobs"] or {}
@@ -134,7 +135,7 @@ def additions_of(
         if index in top_n:
             best = [alternatives_by_text(ids.tolist(), values.tolist(), text_of) for values, ids in top_n[index]]
         if scored := prompts.get(index):
-            assert chosen is not None  # a request whose prompt is scored wants log-probs
+            assert chosen is not None  # prompt scores are only computed for requests with log-probs
             chosen = [*(token.log_prob for token in scored), *chosen]
             if best is not None:
                 best = [*named_alternatives(scored, len(top_n[index][0][1]), text_of), *best]
@@ -144,20 +145,20 @@ def additions_of(
 
 
 def is_reported(running: RunningRequest, request: Any) -> bool:
-    """Return whether a request's record has all that was computed: tokens, times, log-probs, alternatives."""
+    """Return whether a request's record contains all computed tokens, times, log-probs and alternatives."""
     num_tokens, settings = len(running.generated), running.spec.log_probs
     if any(len(getattr(request, name) or ()) != num_tokens for name in _BY_TOKEN[:2]):
         return False
-    pending = 0 if num_tokens else len(running.scored)  # a prompt's scores come with the first token
+    pending = 0 if num_tokens else len(running.scored)  # prompt scores are reported with the first token
     num_indices = num_tokens if settings.skip_prompt else running.computed - pending
     wanted = [names for names, is_wanted in ((_LOG_PROBS, settings.wanted), (_TOP_N, settings.top_n)) if is_wanted]
     return all(sum(len(getattr(request, name) or ()) for name in names) == num_indices for names in wanted)
 
 
 def take_back(request: Any, num_known: int) -> None:
-    """Keep the first `num_known` tokens that a request generated, and what belongs to each; delete the rest.
+    """Keep only a request's first `num_known` generated tokens and their log-probs and times.
 
-    If none is kept, the entries of the prompt are deleted too.
+    If no token is kept, the prompt's log-probs are deleted too.
     """
     for name in _BY_TOKEN:
         if (entries := getattr(request, name)) is not None:
@@ -167,9 +168,9 @@ def take_back(request: Any, num_known: int) -> None:
 
 
 def complete_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
-    """Add the texts that the parts of a record lack; a text that cannot be made is left out."""
+    """Add missing texts to the parts of a record; skip a text if detokenization fails."""
     for request in record.requests:
-        with suppress(Exception):  # it is being reported already, and the reply's tokens are there
+        with suppress(Exception):  # the record is reported anyway, and contains the reply's tokens
             if request.prompt is None:
                 request.prompt = detokenize(request.prompt_tokens.tolist())
             if request.generated_text is None:
@@ -179,9 +180,9 @@ def complete_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
 
 
 def join_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
-    """Give an interrupted request's first part the text of all its tokens, and the other parts none.
+    """Store the text of all tokens of an interrupted request in its first part and clear the other parts.
 
-    Megatron makes the text of each part alone, although a character may begin in one part and end in the next.
+    Megatron detokenizes each part separately, but a character may start in one part and end in the next.
     """
     first, *others = record.requests
     if others:

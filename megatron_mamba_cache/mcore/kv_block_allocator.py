@@ -1,4 +1,4 @@
-"""Megatron's block allocator over a ref-counted, hashed pool."""
+"""Megatron's block allocator on top of a reference-counted, hashed block pool."""
 
 from collections import Counter
 from typing import Any
@@ -13,19 +13,19 @@ from ..policy.kv_block_pool import KVBlockPool
 
 
 class KVBlockAllocator(BlockAllocator):
-    """The KV blocks of a context: `pool` decides, this class has Megatron's interface.
+    """Adapter that gives the block pool the interface of Megatron's allocator.
 
-    The context itself allocates through `pool`. Blocks taken through the tensor methods belong to the caller, which
-    releases each as often as it was handed out.
+    The context itself allocates directly from `pool`. A caller of the tensor methods owns the returned blocks, and must
+    release each block as many times as it was returned.
 
     Args:
-        total_count: Blocks in the buffer, including the dummy, which takes writes that are never read.
-        paused_count: Blocks that paused requests may keep.
-        pool: Has `total_count` - 1 blocks.
+        total_count: Number of blocks in the buffer, including the dummy block, whose contents are never read.
+        paused_count: Number of blocks that paused requests may keep.
+        pool: Block pool with `total_count` - 1 blocks.
     """
 
     def __init__(self, context: Any, total_count: int, paused_count: int, pool: KVBlockPool) -> None:
-        # Megatron's constructor would fill a device tensor with free block ids; the pool keeps them on the host.
+        # Megatron's constructor would keep free block ids in a device tensor; the pool keeps them on the host.
         self.context = context
         self.total_count = total_count
         self.paused_count = paused_count
@@ -33,27 +33,27 @@ class KVBlockAllocator(BlockAllocator):
         self.dummy_block_idx = total_count - 1
         if self.active_count < 1:
             raise ValueError(
-                f"{total_count} KV blocks, one of them a dummy and {paused_count} for paused requests, leave none to "
-                "run on; raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
+                f"{total_count} KV blocks, of which one is a dummy and {paused_count} are for paused requests, leave "
+                "no block to run on; raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
             )
         self.pool = pool
         self._lent: Counter[BlockId] = Counter()
 
     @property
     def total_avail(self) -> int:
-        """Blocks that an allocation could get: free ones and cached ones without references."""
+        """Number of blocks that can be allocated: free blocks, and cached blocks without references."""
         return self.pool.num_available
 
     @override
     def get_active_used(self) -> int:
-        """Return the distinct blocks of running requests."""
+        """Return the number of distinct blocks held by running requests."""
         if not any(request.is_paused for request in self.context.running_requests):
             return self.pool.num_referenced - sum(count > 0 for count in self._lent.values())
         return self._num_distinct_blocks(are_paused=False)
 
     @override
     def get_paused_used(self) -> int:
-        """Return the distinct blocks of paused requests."""
+        """Return the number of distinct blocks held by paused requests."""
         return self._num_distinct_blocks(are_paused=True)
 
     def _num_distinct_blocks(self, *, are_paused: bool) -> int:
@@ -61,7 +61,7 @@ class KVBlockAllocator(BlockAllocator):
         return len({block for request in requests for block in request.block_ids})
 
     def utilization(self) -> dict[str, float]:
-        """Return the counts and shares of blocks in use, under the names Megatron logs them by."""
+        """Return the numbers and fractions of used blocks, under the names in Megatron's log."""
         total, active = max(self.total_count - 1, 1), self.get_active_used()
         return {
             "total_blocks": total,
@@ -74,7 +74,7 @@ class KVBlockAllocator(BlockAllocator):
 
     @override
     def allocate_memory_blocks(self, num_blocks: int) -> Tensor | None:
-        """Return [num_blocks] int32 block ids on the device, evicting if needed; None if there are too few."""
+        """Return [num_blocks] int32 block ids on the device, evicting if needed; None if too few are available."""
         if not self.is_memory_available(num_blocks):
             return None
         blocks = self.pool.allocate(num_blocks)
@@ -90,6 +90,6 @@ class KVBlockAllocator(BlockAllocator):
 
     @override
     def reset(self) -> None:
-        """Take back what the tensor methods handed out; what the context's requests hold and what is cached stays."""
+        """Free the blocks that the tensor methods returned; keep requests' blocks and cached blocks."""
         self.pool.release([block for block, count in self._lent.items() for _ in range(count)])
         self._lent.clear()

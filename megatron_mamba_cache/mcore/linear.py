@@ -80,7 +80,7 @@ class QuantizableLinear:
 
 
 class OneTokenColumnLinear(ColumnParallelLinear, QuantizableLinear):
-    """Megatron's layer with outputs split over ranks."""
+    """Megatron's column-parallel linear with kernels for a single token and for quantized weights."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -98,7 +98,7 @@ class OneTokenColumnLinear(ColumnParallelLinear, QuantizableLinear):
 
 
 class OneTokenRowLinear(RowParallelLinear, QuantizableLinear):
-    """Megatron's layer with inputs split over ranks; it sums over ranks after the product."""
+    """Megatron's row-parallel linear with these kernels; the result is then summed over ranks."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -136,12 +136,12 @@ def _computed(
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [..., inputs] @ weight [outputs, inputs].T; one token's by the kernel for it."""
+    """Return x [..., inputs] @ weight [outputs, inputs].T; a single token uses its own kernel."""
     return multiply_one_token(x, weight) if can_multiply_one_token(x, weight) else F.linear(x, weight)
 
 
 def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
-    """Return whether the layer is a plain GEMM: no bias, no gradient, no token on another rank."""
+    """Return whether the layer is a plain GEMM, without bias, gradient or sequence parallelism."""
     has_others = settings.get("bias") is not None or settings.get("sequence_parallel")
     return not has_others and not wants_gradient(x, weight)
 

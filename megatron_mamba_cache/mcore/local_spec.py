@@ -1,4 +1,4 @@
-"""A spec of hybrid models, caching modules included, that needs neither Transformer Engine nor apex."""
+"""Spec for hybrid models with the caching modules; needs neither Transformer Engine nor apex."""
 
 import math
 from dataclasses import dataclass
@@ -36,17 +36,17 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 @dataclass(frozen=True, slots=True)
 class LocalSpecOptions:
-    """Options of a hybrid model beyond its TransformerConfig.
+    """Options for a hybrid model that TransformerConfig does not have.
 
     Args:
-        mixer: Of the recurrent layers. The sizes of `GatedDeltaMixer` are the TransformerConfig's.
-        grain: Tokens in a tile of the scan; the KV block size is a multiple of it.
-        d_conv, conv_bias, time_step_limit: As in `CachingMambaMixer`.
-        norm_eps: Epsilon of the norm before a mixer, which Megatron builds without reading its config.
+        mixer: Mixer class for the recurrent layers. `GatedDeltaMixer` takes its sizes from the TransformerConfig.
+        grain: Number of tokens per tile of the scan; the KV block size is a multiple of it.
+        d_conv, conv_bias, time_step_limit: Same as in `CachingMambaMixer`.
+        norm_eps: Epsilon of the norm before a mixer; Megatron does not take it from the config.
         gated_norm_eps: Epsilon of the norm at a mixer's end; None uses `norm_eps`.
-        has_head_norms: True if queries and keys are normalized by head; `qk_layernorm` of the TransformerConfig.
-        num_experts: Experts of a mixture-of-experts layer; None if there are no such layers.
-        routing: How tokens choose experts; None: as the TransformerConfig says.
+        has_head_norms: True if queries and keys are normalized per head; same as `qk_layernorm` in TransformerConfig.
+        num_experts: Number of experts per MoE layer; None if the model has no MoE layers.
+        routing: Rule that chooses the experts for a token; None: derived from the TransformerConfig.
         input_multiplier, residual_multiplier, output_multiplier: Factors on the embeddings, on what each layer adds to
             the residual, and on the final hidden states (so, on the logits).
     """
@@ -67,7 +67,7 @@ class LocalSpecOptions:
 
 
 def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
-    """Return a MambaStack spec with the caching modules, single-kernel norms and Megatron's linears."""
+    """Return a MambaStack spec with the caching modules, single-kernel norms and Megatron's linear layers."""
     options = options or LocalSpecOptions()
     add = ModuleSpec(module=ResidualAdd, params={"multiplier": options.residual_multiplier})
     dense = ModuleSpec(module=MLP, submodules=_linears())
@@ -100,13 +100,13 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
 
 
 class LocalHybridStack(MambaStack):
-    """A MambaStack whose final norm is of the same class as its layers'; Megatron hard-codes Transformer Engine's.
+    """MambaStack with the same norm class at its end as in its layers; Megatron's requires Transformer Engine.
 
     Args:
-        input_multiplier, output_multiplier: As in `LocalSpecOptions`.
+        input_multiplier, output_multiplier: Same as in `LocalSpecOptions`.
 
     Raises:
-        ValueError: Before any layer takes memory, if it would not compute what the configuration says.
+        ValueError: If the stack would not compute the configured model; raised before any layer allocates memory.
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class LocalHybridStack(MambaStack):
 
 
 def _check_experts(config: Any, layer: ModuleSpec | type, groups: Any) -> None:
-    """Raise `ValueError` naming the setting, if a model's layers of experts cannot be built from their spec."""
+    """Raise `ValueError` naming the setting that prevents MoE layers from being built from their spec."""
     if not isinstance(layer, ModuleSpec):
         raise ValueError(
-            "num_experts of LocalSpecOptions is None, but hybrid_override_pattern has layers of experts (E); set it"
+            "LocalSpecOptions.num_experts is None, but hybrid_override_pattern has MoE layers (E); set num_experts"
         )
     mixture = layer.submodules.mlp
-    if mixture.module is MixtureOfExperts:  # else Megatron's own, which `check_expert_layers` looks at
+    if mixture.module is MixtureOfExperts:  # `check_expert_layers` checks Megatron's MoE layers
         checked_routing(config, groups, **mixture.params)
 
 

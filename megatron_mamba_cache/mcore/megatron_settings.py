@@ -1,4 +1,4 @@
-"""Arguments for Megatron's own context, which `MambaCacheContext` extends, and what its engine sets of it."""
+"""Check Megatron's configuration; build the constructor arguments for its dynamic context."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,26 +11,26 @@ from ..config import CacheConfig
 from ..recurrences.model_shape import HybridModelShape
 
 _SUPPORTED: Mapping[str, Any] = {
-    # Attention over the paged cache is computed by kernels that know none of these.
+    # The paged attention kernels support none of these settings.
     "window_size": None,
     "softmax_type": "vanilla",
     "multi_latent_attention": False,
-    # Megatron's forward asks a context of its own for what these need.
+    # Megatron's forward pass supports these only with Megatron's own context.
     "flash_decode": False,
     "fp8": None,
     "fp4": None,
-    # It cuts a step, which has tokens of several requests, and adds a bias once for each part.
+    # It splits a step, which contains tokens of several requests, and adds a bias once per part.
     "mlp_chunks_for_prefill": 1,
 }
 
 
 def check_settings(config: TransformerConfig) -> None:
-    """Raise `ValueError` naming the setting if no model that is configured so can be served."""
+    """Raise `ValueError` naming a setting that this package cannot serve."""
     require_settings(config, _SUPPORTED)
 
 
 def require_settings(config: TransformerConfig, supported: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless each of these settings has its one supported value."""
+    """Raise `ValueError` unless each setting has the value given in `supported`."""
     for name, value in supported.items():
         if (found := getattr(config, name)) != value:
             raise ValueError(f"{name} is {found!r}; only {value!r} is supported")
@@ -41,9 +41,9 @@ SET_BY_MEGATRON = frozenset({"chunked_prefill_request_id", "has_explicit_chunked
 
 
 def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last_logits: bool) -> dict[str, Any]:
-    """Return the arguments of Megatron's dynamic context with which it allocates as little as possible."""
+    """Return arguments for Megatron's dynamic context that make it allocate as little memory as possible."""
     layer_types = list(shape.layer_types)
-    if Symbols.ATTENTION not in layer_types:  # Megatron requires one on every stage; it gets no memory
+    if Symbols.ATTENTION not in layer_types:  # Megatron requires an attention layer on every stage; it gets no memory
         layer_types.append(Symbols.ATTENTION)
     return {
         "params_dtype": shape.params_dtype,
@@ -51,14 +51,14 @@ def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last
         "kv_channels": shape.kv_channels,
         "num_attention_heads": shape.num_kv_heads,
         "max_sequence_length": config.max_sequence_length,
-        "buffer_size_gb": 0.0,  # Megatron's own allocator stays minimal: `CacheMemory` replaces it
+        "buffer_size_gb": 0.0,  # `CacheMemory` replaces Megatron's allocator
         "max_requests": config.max_requests,
         "max_tokens": config.max_tokens,
         "block_size_tokens": config.block_size_tokens,
         "materialize_only_last_token_logits": only_last_logits,
-        "request_metadata_types": [],  # requests keep what Megatron would track in device tensors
+        "request_metadata_types": [],  # requests keep these values, which Megatron would keep in device tensors
         "mamba_inference_state_config": MambaInferenceStateConfig(layer_types, (1, 1), (1, 1, 1)),
-        "tensor_model_parallel_size": 1,  # the shape is this rank's own
+        "tensor_model_parallel_size": 1,  # the shape describes this rank only
         "pipeline_model_parallel_size": 1,
         "persist_cuda_graphs": config.resident_pools,
     }

@@ -1,4 +1,4 @@
-"""The ranks of a model as Megatron's parallel state has them."""
+"""Ranks that hold a model, as described by Megatron's parallel state."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from ..ranks.group import ExpertPeers, NoPeers, OneRank, Ranks
 
 
 def initialize_single_process() -> None:
-    """Initialize torch.distributed and Megatron's model-parallel state for one rank, unless they are already."""
+    """Initialize torch.distributed and Megatron's model-parallel state for one rank; no effect if initialized."""
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -23,11 +23,11 @@ def initialize_single_process() -> None:
 
 
 def initialize_several_processes(tensor_size: int, pipeline_size: int, expert_size: int) -> None:
-    """Initialize both for the processes that torchrun has started, each after it has chosen its CUDA device.
+    """Initialize torch.distributed and Megatron for torchrun's processes; choose the CUDA device first.
 
     Args:
-        tensor_size, pipeline_size, expert_size: Ranks that share a model's layers, its depth and its experts; the
-            remaining processes form replicas.
+        tensor_size, pipeline_size, expert_size: Tensor-, pipeline- and expert-parallel sizes; the remaining processes
+            form replicas.
     """
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -40,7 +40,7 @@ def initialize_several_processes(tensor_size: int, pipeline_size: int, expert_si
 
 
 class ModelRanks:
-    """The `Ranks` of a model that several ranks hold."""
+    """Implementation of `Ranks` for a model on several ranks."""
 
     def __init__(self) -> None:
         self._group = parallel_state.get_model_parallel_group()
@@ -77,7 +77,7 @@ class ModelRanks:
 
 
 def ranks_of_process() -> Ranks:
-    """Return the ranks that hold this process's part of a model; one before Megatron's parallel state is initialized.
+    """Return the ranks of this process's model; a single rank if Megatron's parallel state is not initialized.
 
     Raises:
         ValueError: If context parallelism is in use, which is not supported.
@@ -86,22 +86,22 @@ def ranks_of_process() -> Ranks:
         return OneRank()
     if (size := parallel_state.get_context_parallel_world_size()) > 1:
         raise ValueError(
-            f"context parallel size is {size}, and a sequence's state cannot be split: set it to 1, and split the "
-            "model by tensor, pipeline or expert parallelism"
+            f"context parallel size is {size}, but a sequence's state cannot be split: set it to 1, and use tensor, "
+            "pipeline or expert parallelism instead"
         )
     num_ranks = dist.get_world_size(parallel_state.get_model_parallel_group())
     return OneRank() if num_ranks == 1 else ModelRanks()
 
 
 class ExpertRanks:
-    """The `ExpertPeers` of a rank that shares experts, over sockets of the hosts."""
+    """Implementation of `ExpertPeers` for expert-parallel ranks, with Gloo over TCP."""
 
     def __init__(self) -> None:
         group = parallel_state.get_expert_model_parallel_group()
         self.num_ranks = dist.get_world_size(group)
         members = dist.get_process_group_ranks(group)
         store, name = dist.distributed_c10d._get_default_store(), f"ranks that share experts: {members}"
-        # torch gives a new group the name of a destroyed one, and its members then find addresses where none listens.
+        # torch reuses the name of a destroyed group, so members of a new group would find addresses without listeners.
         number = (store.add(name, 1) - 1) // len(members)
         index = members.index(dist.get_rank())
         self._group: Any = dist.ProcessGroupGloo(
@@ -118,13 +118,13 @@ class ExpertRanks:
 
 
 def expert_peers_of_process() -> ExpertPeers:
-    """Return the ranks that share experts with this one; all of them call it."""
+    """Return this rank's expert-parallel peers; all of these ranks call it."""
     if not parallel_state.model_parallel_is_initialized() or num_expert_ranks() == 1:
         return NoPeers()
     return ExpertRanks()
 
 
 def num_expert_ranks() -> int:
-    """Return how many ranks share each layer's experts; they step together, busy or idle."""
+    """Return the expert-parallel size; these ranks step together even if some of them are idle."""
     size: int = parallel_state.get_expert_model_parallel_world_size()
     return size

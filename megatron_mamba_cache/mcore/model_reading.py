@@ -1,4 +1,4 @@
-"""Read the shape of a model, and what identifies it, from the model and its parts on other ranks."""
+"""Read the shape and fingerprint of a model from its parts on all ranks."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -32,35 +32,35 @@ _Fact = tuple[str, str]
 
 @runtime_checkable
 class RecurrentMixer(Protocol):
-    """A mixer of a recurrent layer, which computes rows from states in slots."""
+    """Mixer of a recurrent layer that keeps its states in slots."""
 
     recurrence: Recurrence
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """The settings that, with the weights, determine its output: numbers, texts, dtypes, dataclasses of those."""
+        """Settings that determine the output for given weights: numbers, strings, dtypes and dataclasses of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of a model."""
+    """Description of one rank's part of a model."""
 
     layer_types: tuple[str, ...]
-    num_weights: int  # that a token is multiplied with, in all layers
-    recurrences: tuple[Recurrence, ...]  # of each recurrent layer
+    num_weights: int  # number of weights used per token, in all layers
+    recurrences: tuple[Recurrence, ...]  # one entry per recurrent layer
     waits_for_experts: bool
     fingerprint: str
 
 
 def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
-    """Read the shape of a MambaModel built from a spec of `with_mamba_cache`; all its ranks call it.
+    """Read the shape of a MambaModel that was built from a `with_mamba_cache` spec; all its ranks call it.
 
     Args:
-        ranks: Ranks that hold the model; None if this one holds all of it.
+        ranks: Ranks that hold the model; None if this rank holds all of it.
 
     Raises:
-        ValueError: If it is not a hybrid of Mamba and attention layers, was built without the caching modules, has
-            KV heads that the ranks cannot share, or has different mixers on tensor-parallel ranks.
+        ValueError: If the model is not a hybrid of Mamba and attention layers, was built without the caching modules,
+            has KV heads that the ranks cannot divide, or has different mixers on tensor-parallel ranks.
     """
     ranks = ranks or OneRank()
     parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
@@ -93,8 +93,8 @@ def _part_of(model: Any) -> _Part:
     for symbol, layer in zip(layer_types, model.decoder.layers, strict=True):
         if isinstance(layer, IdentityOp):
             raise ValueError(
-                f"the model's spec has no layer for {symbol!r} of its pattern, and Megatron left those layers out; "
-                "build it from a spec that has one"
+                f"the model's layer pattern contains {symbol!r}, but its spec has no such layer, so Megatron left "
+                "these layers out; build the model from a spec with this layer"
             )
     found: dict[str, list[Any]] = {
         Symbols.MAMBA: [module for module in model.modules() if isinstance(module, RecurrentMixer)],
@@ -109,14 +109,14 @@ def _part_of(model: Any) -> _Part:
 
 
 def weights_of_token(model: Any) -> int:
-    """Return how many weights of this rank's layers a token is multiplied with; of experts, those that it chooses."""
+    """Return the number of weights in this rank's layers that one token uses, counting only its chosen experts."""
     found = _weights_of(model)
     return found.shared + (found.of_expert * model.config.moe_router_topk if found.of_expert else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Weights of a rank's layers, and their bytes: those of all tokens, and those of one expert of each layer."""
+    """Numbers and bytes of the weights that all tokens use, and of one expert per layer, on this rank."""
 
     shared: int
     of_expert: int
@@ -141,7 +141,7 @@ def _weights_of(model: Any) -> _Weights:
 
 
 def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
-    """Return how to estimate the time of a model's steps; all its ranks call it, and get the same."""
+    """Return the estimator for the model's step times; all its ranks call it and get the same result."""
     config = shape.with_forms(config)
     device = GPU if next(model.parameters()).is_cuda else CPU
     width = 1 + config.num_speculative_tokens if config.num_cuda_graphs else 0
@@ -176,7 +176,7 @@ def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: R
 
 
 def _matrix_bytes(shape: HybridModelShape, config: CacheConfig) -> int:
-    """Return the bytes of one state's matrices, over all recurrent layers of this rank."""
+    """Return the size of the matrices in one state, in bytes, over all recurrent layers on this rank."""
     return sum(
         group.num_layers_of(tensor) * prod(tensor.shape) * tensor.dtype.itemsize
         for group in shape.state_groups(config)
@@ -186,7 +186,7 @@ def _matrix_bytes(shape: HybridModelShape, config: CacheConfig) -> int:
 
 
 def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[Recurrence, ...]:
-    """Return the distinct recurrences of all stages' layers, in their order; tensor-parallel ranks have the same."""
+    """Return the distinct recurrences of all pipeline stages in layer order; raise if tensor-parallel ranks differ."""
     stages = [parts[first : first + num_tensor_ranks] for first in range(0, len(parts), num_tensor_ranks)]
     for stage in stages:
         found = {part.recurrences for part in stage}
@@ -199,7 +199,7 @@ def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[
 
 
 def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
-    """Return one fingerprint for all parts; a single part keeps its own."""
+    """Return one fingerprint for all parts; for a single part, its own fingerprint."""
     if len(parts) == 1:
         return parts[0].fingerprint
     return hashlib.sha256(repr([part.fingerprint for part in parts]).encode()).hexdigest()
@@ -211,11 +211,11 @@ def _fingerprint(model: Any) -> str:
 
 
 def facts_of(model: nn.Module) -> list[_Fact]:
-    """Return names and values of what decides what the modules compute, in order; the same in every process.
+    """Return the names and values of all settings that affect the model's output, in a reproducible order.
 
-    A recurrent mixer lists its own. Other modules have all their simple attributes: numbers, texts, dtypes, functions
-    by name, tensors that are not weights, and tuples, dataclasses and objects of this package that consist of those.
-    What depends on the rank is left out.
+    A recurrent mixer lists its own settings. For other modules, all simple attributes are included: numbers, strings,
+    dtypes, function names, tensors that are not weights, and tuples, dataclasses and objects of this package that
+    consist of these. Attributes that depend on the rank are left out.
     """
     found = [("config", text) for text in _fields_of(model.config)]
     for path, module in model.named_modules():

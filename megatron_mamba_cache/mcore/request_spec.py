@@ -1,4 +1,4 @@
-"""Read a request's settings once from Megatron's parameters, and carry them between processes."""
+"""Parse a request's settings from Megatron's sampling parameters, and serialize them between processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +26,7 @@ _MOST_BREAKPOINTS = 16
 
 
 class SpecParams(SamplingParams):
-    """Sampling parameters that carry a spec; Megatron's own fields are filled from it."""
+    """Sampling parameters that contain a request spec, from which Megatron's own fields are filled."""
 
     def __init__(self, spec: RequestSpec) -> None:
         carried = spec.as_mapping()
@@ -48,16 +48,16 @@ def spec_of(
     default_seed: int = 0,
     tenant: str = "",
 ) -> RequestSpec:
-    """Return what a DynamicInferenceRequest asks for, which `RequestRules` may still refuse.
+    """Return the spec for a DynamicInferenceRequest; `RequestRules` may still reject it.
 
     Args:
-        stop_words: Token ids of the stop words that Megatron's parameters have as text.
-        longest: Prompt and generated tokens of a request that sets no number; None if it has to.
-        seed, tenant: Replace those of its parameters, unless they are None and "".
-        default_seed: Seed of a request that sets none.
+        stop_words: Token ids of the stop words that Megatron's parameters contain as text.
+        longest: Default for the total number of prompt and generated tokens; None if the request must set a number.
+        seed, tenant: Override the values in the request's parameters, unless they are None and "".
+        default_seed: Seed if the request sets none.
 
     Raises:
-        ValueError: If a parameter is of a wrong type or contradicts another one.
+        ValueError: If a parameter has the wrong type or contradicts another parameter.
     """
     asked = _asked_of(request.sampling_params)
     prompt = request.prompt_tokens.cpu().numpy().astype(np.int64, copy=False)
@@ -91,7 +91,7 @@ def spec_of(
 
 
 def checked_spec_of(request: Any, rules: RequestRules) -> RequestSpec:
-    """Return what a DynamicInferenceRequest that bypasses the engine asks for; raise `ValueError` if it cannot run."""
+    """Return the spec for a DynamicInferenceRequest that bypasses the engine; raise `ValueError` if it cannot run."""
     check_identity(request.request_id, None, "")
     try:
         spec = spec_of(request, stop_words=request.stop_word_ids or ())
@@ -104,7 +104,7 @@ def checked_spec_of(request: Any, rules: RequestRules) -> RequestSpec:
 
 
 def ended_by(spec: RequestSpec, tokenizer: Any) -> RequestSpec:
-    """Return a spec with the tokenizer's end tokens, unless the request sets `termination_id`."""
+    """Return the spec with the tokenizer's end tokens added, unless the request sets `termination_id`."""
     if spec.sampling.termination_id is not None:
         return spec
     eod, others = getattr(tokenizer, "eod", None), getattr(tokenizer, "other_end_ids", ())
@@ -115,15 +115,15 @@ def ended_by(spec: RequestSpec, tokenizer: Any) -> RequestSpec:
 
 
 def check_identity(request_id: object, seed: object, tenant: object) -> None:
-    """Raise `ValueError` unless these can name a request, seed its random numbers and salt its block keys."""
+    """Raise `ValueError` unless a request's id, seed and tenant are valid."""
     if not (isinstance(request_id, int) and 0 <= request_id < 2**63):
-        raise ValueError(f"request id is {request_id!r}; it must be an int from 0 to 2**63 - 1")
+        raise ValueError(f"request id is {request_id!r}; it must be an int between 0 and 2**63 - 1")
     if not (seed is None or isinstance(seed, int)) or not is_encodable(tenant):
-        raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
+        raise ValueError(f"seed is {seed!r} and tenant is {tenant!r}; seed must be an int or None, tenant Unicode text")
 
 
 def error_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
-    """Return which end token of a grammar's text would not end its request; None if all do, or it has no grammar."""
+    """Return the error if an end token of the grammar would not end the request; None without such a token."""
     if not spec.sampling.grammar:
         return None
     ends = spec.sampling.end_ids
@@ -137,38 +137,38 @@ def error_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
 
 
 def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
-    """Return the token ids of a prompt in any sequence, array or tensor as a vector of their own.
+    """Copy the token ids of a prompt (sequence, array or tensor) into a new vector.
 
     Raises:
-        TypeError: If it is none of them.
-        ValueError: If an entry is not a 64-bit integer; the message names it and its index.
+        TypeError: If the prompt is not a sequence, array or tensor.
+        ValueError: If an entry is not a 64-bit integer; the message contains the entry and its index.
     """
     found = prompt
     if isinstance(prompt, Tensor):
         found = prompt.cpu().numpy() if prompt.dtype == torch.int64 else prompt.tolist()
-    if type(found) is np.ndarray and found.ndim == 1 and found.dtype == np.int64:  # a masked array hides tokens
+    if type(found) is np.ndarray and found.ndim == 1 and found.dtype == np.int64:  # not a masked array
         return np.array(found)
     try:
         tokens = found if type(found) is list else list(found.tolist() if isinstance(found, np.ndarray) else found)
     except TypeError:
-        raise TypeError(f"a prompt is text or a sequence of token ids, found {prompt!r:.100}") from None
-    with suppress(OverflowError, TypeError), np.errstate(all="ignore"):  # the loop below takes milliseconds
+        raise TypeError(f"a prompt must be text or a sequence of token ids, found {prompt!r:.100}") from None
+    with suppress(OverflowError, TypeError), np.errstate(all="ignore"):  # fast path; the loop below takes milliseconds
         ids = packed_ids(tokens)
-        # The sum of what only stands for integers is no `int`, and a bool is 0 or 1.
+        # Only a sequence of ints has a sum of type `int`, apart from bools, which count as 0 or 1.
         if type(sum(tokens)) is int and not any(type(tokens[at]) is bool for at in np.flatnonzero((ids | 1) == 1)):
             return ids
     for index, token in enumerate(tokens):
         is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not (is_integer and -(2**63) <= token < 2**63):
-            raise ValueError(f"token {index} of the prompt is {token!r:.100}; token ids are integers of 64 bits")
+            raise ValueError(f"token {index} of the prompt is {token!r:.100}; token ids must be 64-bit integers")
     return packed_ids(tokens)
 
 
 def _asked_of(sampling: Any) -> dict[str, Any]:
-    """Return Megatron's fields and those of `SPEC`, each of its type."""
+    """Return Megatron's fields and the fields of `SPEC`, with their types checked."""
     carried = getattr(sampling, SPEC, {})
     if not isinstance(carried, Mapping) or not carried.keys() <= _CARRIED.keys():
-        raise ValueError(f"{SPEC} is {carried!r:.200}; it must be a mapping with keys of {sorted(_CARRIED)}")
+        raise ValueError(f"{SPEC} is {carried!r:.200}; it must be a mapping whose keys are among {sorted(_CARRIED)}")
     asked = {name: getattr(sampling, name) for name in _OF_MEGATRON} | dict(carried)
     for name, value in asked.items():
         is_valid, needed = (_OF_MEGATRON | _CARRIED)[name]
@@ -178,7 +178,7 @@ def _asked_of(sampling: Any) -> dict[str, Any]:
 
 
 def _max_len(asked: Mapping[str, Any], prompt_len: int, longest: int | None) -> int:
-    """Return the prompt and generated tokens that are asked for."""
+    """Return the requested maximum number of prompt and generated tokens."""
     num_tokens, total = asked["num_tokens_to_generate"], asked["num_tokens_total"]
     if num_tokens is not None and total is not None:
         raise ValueError(
@@ -188,7 +188,7 @@ def _max_len(asked: Mapping[str, Any], prompt_len: int, longest: int | None) -> 
         return prompt_len + int(num_tokens)
     length = longest if total is None else total
     if length is None:
-        raise ValueError("num_tokens_to_generate is None; an int is needed")
+        raise ValueError("num_tokens_to_generate is None; it must be an int")
     return int(length)
 
 
@@ -234,7 +234,7 @@ _CARRIED: dict[str, _Field] = {
     "tenant": (is_encodable, "Unicode text"),
     "stop_words": (_are_words, "a list of lists of token ids"),
     "stop_token_ids": (_are_natural, "a list of token ids"),
-    "logits": (lambda _: True, "a mapping"),  # `logits_settings_of` says what is wrong
+    "logits": (lambda _: True, "a mapping"),  # `logits_settings_of` checks the value
     "grammar": (lambda found: isinstance(found, str), "text"),
     "top_n_by_id": _FLAG,
     "prompt_top_n": _COUNT,

@@ -1,4 +1,4 @@
-"""State of each request next to Megatron's record; a part outlives the request for a while."""
+"""State that the engine keeps for each request in addition to Megatron's record."""
 
 import time
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ _REMEMBERED_REQUESTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Drafts of one request that steps verified, and how many of them were kept."""
+    """Numbers of verified and kept drafts for one request."""
 
     drafted: int = 0
     accepted: int = 0
 
     def plus(self, other: "DraftCounts") -> "DraftCounts":
-        """Return the sum of both."""
+        """Return the sum of two counts."""
         return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
 
 
 @dataclass(frozen=True, slots=True)
 class TierTokens:
-    """Cached tokens of one request that came back for it from below the device."""
+    """Numbers of a request's cached tokens that were restored from host memory and from disk."""
 
     from_host: int = 0
     from_disk: int = 0
@@ -34,18 +34,18 @@ class TierTokens:
 
 @dataclass(slots=True)
 class RequestState:
-    """State of a request next to Megatron's record."""
+    """State that the engine keeps for a request in addition to Megatron's record."""
 
-    candidate: Candidate  # which waits, or waits again after an interruption
-    cached_tokens: int | None = None  # prompt tokens skipped at its first admission
+    candidate: Candidate  # queue entry, used again after an interruption
+    cached_tokens: int | None = None  # number of prompt tokens skipped at the first admission
     tiers: TierTokens = TierTokens()  # of these
-    draft_counts: DraftCounts = DraftCounts()  # over its whole life, evictions included
-    admitted_at: float | None = None  # seconds of the monotonic clock, at its first admission; decides nothing
-    running: RunningRequest | None = None  # the newest one, which may have left
-    num_written_before: int = 0  # prompt tokens that earlier admissions wrote to the cache
+    draft_counts: DraftCounts = DraftCounts()  # totals for the request, including work before evictions
+    admitted_at: float | None = None  # monotonic clock in seconds at the first admission; not used for scheduling
+    running: RunningRequest | None = None  # newest run of the request, which may have left
+    num_written_before: int = 0  # number of prompt tokens cached by earlier admissions
 
     def admit(self, running: RunningRequest) -> None:
-        """Note an admission; only the first one's cached tokens count."""
+        """Record an admission; only cached tokens at the first admission count."""
         if self.cached_tokens is None:
             self.cached_tokens = running.computed
             self.tiers = TierTokens(running.from_host, running.from_disk)
@@ -55,18 +55,18 @@ class RequestState:
 
     @property
     def age(self) -> int | None:
-        """Order of its first admission; None before that."""
+        """Sequence number of the first admission; None before it."""
         return None if self.running is None else self.running.age
 
     @property
     def num_written(self) -> int:
-        """Tokens of its prompt that were newly written to the cache."""
+        """Number of prompt tokens that were newly written to the cache."""
         return self.num_written_before + (0 if self.running is None else self.running.num_written)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Counts of a request, also kept for a while after it has left."""
+    """Counts for a request, which are kept for a while after the request has left."""
 
     cached_tokens: int = 0
     tiers: TierTokens = TierTokens()
@@ -76,11 +76,11 @@ class RequestCounts:
 
     @property
     def running_seconds(self) -> float:
-        """Seconds since the first admission; 0 before that."""
+        """Seconds since the first admission; 0 before it."""
         return 0.0 if self.admitted_at is None else time.monotonic() - self.admitted_at
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the counts under the names that replies have for them."""
+        """Return the counts under their names in replies."""
         return {
             "cached_tokens": self.cached_tokens,
             "cached_tokens_from_host": self.tiers.from_host,
@@ -93,14 +93,14 @@ class RequestCounts:
 
 
 class RequestStates(dict[int, RequestState]):
-    """The states by request id."""
+    """Request states by request id, and the counts of recent requests that have left."""
 
     def __init__(self) -> None:
         super().__init__()
         self._left: dict[int, RequestCounts] = {}  # oldest first
 
     def leave(self, request_id: int) -> None:
-        """Keep only the counts of a request; nothing happens if it has left already."""
+        """Discard a request's state except for its counts; do nothing if it has already left."""
         if request_id not in self:
             return
         self._left[request_id] = self.counts_of(request_id)
@@ -109,7 +109,7 @@ class RequestStates(dict[int, RequestState]):
             del self._left[next(iter(self._left))]
 
     def counts_of(self, request_id: int) -> RequestCounts:
-        """Return the counts of a request so far; zeros if it is forgotten."""
+        """Return the counts for a request so far; zeros if they are no longer kept."""
         state = self.get(request_id)
         if state is None:
             return self._left.get(request_id, RequestCounts())
@@ -119,14 +119,14 @@ class RequestStates(dict[int, RequestState]):
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
-    """Begin another part of the record of an interrupted request, unless the newest part has no token.
+    """Start a new part in an interrupted request's record, unless the newest part has no token.
 
-    The part only collects what is generated from here on: what runs is made from its spec.
+    The part only collects newly generated tokens; the request that runs is created from its spec.
     """
     if record[-1].generated_tokens:
         record.checkpoint()
         record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
-        # The record's first request has the prompt's log-probs.
+        # The first part of the record contains the prompt's log-probs.
         without_prompt = {"return_prompt_top_n_logprobs": False, "skip_prompt_log_probs": True}
         record[-1].sampling_params.add_attributes(without_prompt)
     else:
@@ -135,7 +135,7 @@ def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
 
 
 def complete_parts(record: DynamicInferenceRequestRecord) -> None:
-    """Give the newest part of an interrupted request the lists that merging it with the earlier ones needs."""
+    """Add the lists to the newest part that Megatron needs in order to merge it with earlier parts."""
     newest = record[-1]
     newest.tpot = newest.tpot or []
     for name in ("prompt_log_probs", "generated_log_probs", "prompt_top_n_logprobs", "generated_top_n_logprobs"):
@@ -144,11 +144,11 @@ def complete_parts(record: DynamicInferenceRequestRecord) -> None:
 
 
 def tokens_after(count: int, parts: Iterable[Any], name: str = "generated_tokens") -> list[Any]:
-    """Return the generated tokens of a request's parts, in order, without the first `count`.
+    """Concatenate the generated tokens in all parts of a request, without the first `count`.
 
     Args:
-        parts: Megatron's requests of a record.
-        name: Name of their list, which has an entry for each generated token. None counts as empty.
+        parts: Megatron requests in one record.
+        name: Attribute with one entry per generated token; an attribute that is None counts as empty.
     """
     found: list[Any] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Self-attention over the paged KV cache, by the backend that the context chose."""
+"""Self-attention over the paged KV cache with the backend that the context selected."""
 
 import copy
 from typing import Any
@@ -23,14 +23,14 @@ _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class CachingSelfAttention(SelfAttention):
-    """Megatron's self-attention with its dynamic-inference kernel replaced.
+    """Megatron's self-attention with our kernels for dynamic batches.
 
-    Megatron's own forward refuses dynamic batching without flash-attn before it reaches any kernel. With more
-    tensor-parallel ranks than KV heads, Megatron gathers the outputs of `linear_qkv` from all ranks. Here each rank has
-    its query heads and a copy of their KV head; checkpoints have one copy.
+    Megatron's own forward pass rejects dynamic batches if flash-attn is not installed. With more tensor-parallel ranks
+    than KV heads, Megatron gathers the outputs of `linear_qkv` from all ranks. Here each rank has its query heads and a
+    copy of their KV head; checkpoints contain one copy.
 
     Raises:
-        ValueError: If Megatron's layer computes something else; see `check_settings`.
+        ValueError: If a setting is not supported; see `check_settings`.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **settings: Any) -> None:
@@ -43,10 +43,10 @@ class CachingSelfAttention(SelfAttention):
         super().__init__(config, *args, pg_collection=pg_collection, **settings)
         for name in ("qk_layernorm", "qk_l2_norm"):
             if getattr(config, name) and self.q_layernorm is None:
-                raise ValueError(f"{name} is True, but the spec has no norm of queries and keys; set it to False")
+                raise ValueError(f"{name} is True, but the spec has no norm for queries and keys; set it to False")
         if not type(self.core_attention).__module__.startswith("megatron.core."):
             raise ValueError(
-                f"the spec's core_attention is {type(self.core_attention).__qualname__}, which no step would call; "
+                f"the spec's core_attention is {type(self.core_attention).__qualname__}, which steps would not call; "
                 "use DotProductAttention"
             )
 
@@ -60,7 +60,7 @@ class CachingSelfAttention(SelfAttention):
         rotary_pos_emb: Any = None,
         **settings: Any,
     ) -> Any:
-        """Attend hidden_states [tokens, 1, hidden] of a dynamic batch; anything else is Megatron's forward."""
+        """Run attention on a dynamic batch [tokens, 1, hidden]; use Megatron's forward pass for other inputs."""
         if inference_context is None or inference_context.is_static_batching():
             return super().forward(
                 hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, **settings
@@ -86,7 +86,7 @@ class CachingSelfAttention(SelfAttention):
         return self.linear_proj(out.flatten(1).unsqueeze(1))
 
     def _is_computed_by_head(self, rotary: Any) -> bool:
-        """Return True if one kernel can read heads from the joint projection, with their norms and rotation."""
+        """Return whether one kernel can read the heads from the QKV projection and apply norms and rotation."""
         config, norms = self.config, (self.q_layernorm, self.k_layernorm)
         has_kernel = norms == (None, None) or all(type(norm) is LayerRMSNorm for norm in norms)
         if rotary is not None:
@@ -97,7 +97,7 @@ class CachingSelfAttention(SelfAttention):
     def _attend_views(
         self, hidden_states: Tensor, inference_context: Any, angles: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend views of the joint projection; return the result, and the view of its gates."""
+        """Run attention on views of the QKV projection; return the result and the view of the gates."""
         mixed, _ = self.linear_qkv(hidden_states)
         dim, num_groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         queries = self.num_attention_heads_per_partition // num_groups
@@ -117,7 +117,7 @@ class CachingSelfAttention(SelfAttention):
         return inference_context.attend(packed, k_cache, v_cache), gates[0] if gates else None
 
     def _head_changes(self, positions: Tensor, table: Tensor | None) -> HeadChanges | None:
-        """Return the norms and the rotation of queries and keys; None if there are none."""
+        """Return the norms and rotation for queries and keys; None if there are none."""
         query, key = self.q_layernorm, self.k_layernorm
         if query is None and table is None:
             return None
@@ -130,7 +130,7 @@ class CachingSelfAttention(SelfAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the weights as sharded tensors of the whole layer; copies of a KV head are replicas."""
+        """Return the weights as sharded tensors; copies of a KV head are marked as replicas."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for key in (f"{prefix}linear_qkv.{name}" for name in ("weight", "bias")):
             if self._ranks_of_kv_head > 1 and key in state:
@@ -138,7 +138,7 @@ class CachingSelfAttention(SelfAttention):
         return state
 
     def _sharded_by_head(self, rows: ShardedTensor, sharded_offsets: tuple) -> ShardedTensorFactory:
-        """Return the rows of `linear_qkv` as a sharded tensor a head."""
+        """Return the rows of `linear_qkv` as one sharded tensor per head."""
         axis = len(sharded_offsets)
         total, heads = self._heads_of_layer()
 
@@ -159,10 +159,10 @@ class CachingSelfAttention(SelfAttention):
         return ShardedTensorFactory(rows.key, rows.data, build, torch.cat, rows.replica_id)
 
     def _heads_of_layer(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return how many heads `linear_qkv` has on all ranks, and the index and copy of each that is here."""
+        """Return the total number of heads in `linear_qkv`, and (index, copy number) of each head on this rank."""
         group, number = divmod(self.pg_collection.tp.rank(), self._ranks_of_kv_head)
         here, kinds = self.num_attention_heads_per_partition, 2 if self.config.attention_output_gate else 1
-        of_kind = here * self._ranks_of_kv_head  # queries, and gates, of one KV head
+        of_kind = here * self._ranks_of_kv_head  # number of query heads (and of gates) per KV head
         of_group = kinds * of_kind + 2
         queries = [kind * of_kind + number * here + head for kind in range(kinds) for head in range(here)]
         heads = [(head, 0) for head in queries] + [(of_group - 2, number), (of_group - 1, number)]
@@ -177,9 +177,9 @@ class CachingSelfAttention(SelfAttention):
 
 
 def rotation_table(angles: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the table of a `Rotation` for Megatron's angles [positions, 1, 1, 2 * half], in the queries' dtype.
+    """Return the `Rotation` table for Megatron's angles [positions, 1, 1, 2 * half], in the queries' dtype.
 
-    The table is kept as long as the angles.
+    The table is cached as long as `angles` is alive.
     """
     tables = _TABLES.setdefault(angles, {})
     if dtype not in tables:

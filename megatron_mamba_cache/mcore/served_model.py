@@ -1,4 +1,4 @@
-"""A model that runs over a `MambaCacheContext`: what it must be, and Megatron's wrapper around both."""
+"""Check that a model can be served, and wrap it for Megatron's controller."""
 
 import logging
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from .model_reading import model_shape_of
 
 
 class PipelineStage:
-    """Transfers between a stage of the model and its neighbours; none for the only stage.
+    """Transfers between a pipeline stage and its neighbors; does nothing if there is only one stage.
 
     Args:
         model: This stage's part of a MambaModel.
@@ -39,18 +39,18 @@ class PipelineStage:
         self._input = torch.zeros(shape, dtype=context.shape.params_dtype, device=torch.cuda.current_device())
 
     def prepare_input(self, num_tokens: int) -> None:
-        """Make the model read its input, [tokens, 1, hidden], where `receive` writes."""
+        """Set the model's input to the buffer that `receive` writes, [tokens, 1, hidden]."""
         if not self._is_first:
             self._model.set_input_tensor(self._input[:num_tokens])
 
     def receive(self, num_tokens: int) -> None:
-        """Write the previous stage's hidden states to where the model reads."""
+        """Receive the previous stage's hidden states into the model's input buffer."""
         if not self._is_first:
             before = parallel_state.get_pipeline_model_parallel_prev_rank()
             dist.recv(self._input[:num_tokens], before, group=parallel_state.get_pipeline_model_parallel_group())
 
     def send(self, output: Tensor) -> None:
-        """Send what the forward computed, [tokens, 1, hidden], to the next stage."""
+        """Send the output of the forward pass, [tokens, 1, hidden], to the next stage."""
         if not self._is_last:
             after = parallel_state.get_pipeline_model_parallel_next_rank()
             dist.send(output.contiguous(), after, group=parallel_state.get_pipeline_model_parallel_group())
@@ -60,7 +60,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class HybridInferenceWrapper(GPTInferenceWrapper):
-    """Megatron's wrapper with transfers between pipeline stages that a CUDA graph can run between."""
+    """Megatron's model wrapper with pipeline transfers outside the captured forward pass."""
 
     def __init__(self, model: Any, settings: InferenceWrapperConfig, context: MambaCacheContext) -> None:
         super().__init__(model, settings, context)
@@ -70,7 +70,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
     @override
     @torch.inference_mode()
     def run_one_forward_step(self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None) -> Tensor:
-        """Return the last stage's logits, [1, n, vocab]; on another, the hidden states [tokens, 1, hidden] it sent."""
+        """Return the logits, [1, n, vocab], on the last stage; else the sent hidden states, [tokens, 1, hidden]."""
         num_tokens = inference_input["tokens"].shape[1]
         self.stage.receive(num_tokens)
         output = self._compute(inference_input)
@@ -99,7 +99,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         return _rotary_tables_of(self.model)
 
     def logits_of(self, hidden_states: Tensor) -> Tensor:
-        """Return the logits, [n, vocab], of the last layer's outputs, [n, hidden]; on the last stage only."""
+        """Return the logits, [n, vocab], for the last layer's outputs, [n, hidden]; only on the last stage."""
         model = self.model
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         logits, _ = model.output_layer(hidden_states.unsqueeze(1), weight=weight, runtime_gather_output=True)
@@ -118,17 +118,17 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
 
 
 def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
-    """Return the shape of a model that can be served; all its ranks call it.
+    """Check that a model can be served and return its shape; all its ranks call it.
 
     Args:
-        longest: The most tokens of a request.
+        longest: Maximum number of tokens per request.
 
     Raises:
-        TypeError: If it is not a MambaModel.
-        ValueError: If it is not a hybrid, lacks the caching modules, captures CUDA graphs, splits sequences, has hidden
-            states of more than one dtype, or no embeddings for as many positions.
+        TypeError: If the model is not a MambaModel.
+        ValueError: If the model is not a hybrid, lacks the caching modules, captures CUDA graphs itself, uses sequence
+            parallelism, has hidden states with more than one dtype, or has too few position embeddings.
 
-    Either is raised on all ranks, even if only one rank's part cannot be served.
+    The error is raised on all ranks, even if only one rank's part cannot be served.
     """
     on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages, longest))
     if longest > model.max_sequence_length:
@@ -142,30 +142,30 @@ def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
 
 def _check_part(model: Any, num_stages: int, longest: int) -> None:
     if not isinstance(model, MambaModel):
-        raise TypeError(f"serving needs a MambaModel, found {model!r:.200}")
+        raise TypeError(f"only a MambaModel can be served, found {model!r:.200}")
     if model.config.cuda_graph_impl != "none":
         raise ValueError(f"cuda_graph_impl is {model.config.cuda_graph_impl!r}; only 'none' is supported")
     if model.config.sequence_parallel:
         raise ValueError(
-            "sequence_parallel is True; steps have any number of tokens here, which ranks cannot share evenly: build "
-            "the model with sequence_parallel=False, its weights are the same"
+            "sequence_parallel is True, but ranks cannot evenly split a step with an arbitrary number of tokens: build "
+            "the model with sequence_parallel=False; its weights are the same"
         )
     is_mixed = model.config.fp32_residual_connection and model.config.params_dtype is not torch.float32
     if is_mixed and (num_stages > 1 or isinstance(model.decoder, LocalHybridStack)):
         raise ValueError(
-            f"fp32_residual_connection is True, but layers and stages pass {model.config.params_dtype} on: build the "
-            "model with fp32_residual_connection=False; its weights are the same"
+            f"fp32_residual_connection is True, but layers and stages exchange {model.config.params_dtype} tensors: "
+            "build the model with fp32_residual_connection=False; its weights are the same"
         )
     if model.position_embedding_type == "learned_absolute" and model.max_sequence_length < longest:
         raise ValueError(
-            f"the model has embeddings of {model.max_sequence_length} positions, and a request may have {longest} "
+            f"the model has embeddings for {model.max_sequence_length} positions, but a request may have {longest} "
             f"tokens; set max_sequence_length={model.max_sequence_length}"
         )
     check_expert_layers(model)
 
 
 def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper:
-    """Return Megatron's wrapper that runs the model, in eval mode, over the context; from here on Triton is watched."""
+    """Return Megatron's wrapper for the model in eval mode; from now on, record Triton compilations."""
     WATCH.install()
     shape = context.shape
     settings = InferenceWrapperConfig(
@@ -181,9 +181,10 @@ def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper
 
 @contextmanager
 def _rotary_tables_of(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the rotary tables that forwards in the block read.
+    """Context manager: collect the rotary tables that forward passes in its body read.
 
-    Megatron keeps only the last 32 tables of all models: later forwards would free one that a graph reads.
+    Megatron caches only the 32 newest tables over all models, so later forward passes could free a table that a CUDA
+    graph still reads.
     """
     tables: list[Tensor] = []
     handles = [

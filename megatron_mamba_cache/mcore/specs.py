@@ -1,4 +1,4 @@
-"""Put the caching modules into a hybrid model's spec, and check a layer pattern."""
+"""Insert the caching modules into a hybrid model's spec, and check its layer pattern."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,19 +14,19 @@ from .self_attention import CachingSelfAttention
 
 
 def with_mamba_cache(spec: ModuleSpec) -> ModuleSpec:
-    """Return a copy of a MambaStack spec with the caching mixer and self-attention in place of Megatron's.
+    """Return a copy of a MambaStack spec with the caching mixer and self-attention.
 
-    Everything else of the spec (linears, norms, MLPs; local, Transformer Engine or inference-optimized) stays.
+    All other modules (linears, norms, MLPs; local, Transformer Engine or inference-optimized) are unchanged.
 
     Raises:
         ValueError: If the spec has no Mamba mixer or no self-attention to replace.
-        TypeError: If it is not a ModuleSpec.
+        TypeError: If `spec` is not a ModuleSpec.
     """
     if not isinstance(spec, ModuleSpec):
         raise TypeError(f"with_mamba_cache needs the ModuleSpec of a MambaStack, found {spec!r}")
     layers = spec.submodules
     if not isinstance(layers, MambaStackSubmodules):
-        raise ValueError(f"the spec of {spec.module} has no layers of a MambaStack; pass the spec of a hybrid model")
+        raise ValueError(f"the spec for {spec.module} has no MambaStack layers; pass the spec of a hybrid model")
     return replace(
         spec,
         submodules=replace(
@@ -38,26 +38,24 @@ def with_mamba_cache(spec: ModuleSpec) -> ModuleSpec:
 
 
 def check_layer_pattern(pattern: str) -> None:
-    """Raise `ValueError` unless `pattern` is a hybrid of known layer symbols with Mamba and attention layers."""
+    """Raise `ValueError` unless `pattern` has only known symbols, and both Mamba and attention layers."""
     unknown = sorted(set(pattern) - Symbols.VALID)
     if unknown:
         raise ValueError(
-            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; known are {sorted(Symbols.VALID)} "
+            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; known symbols: {sorted(Symbols.VALID)} "
             "(M Mamba, * attention, - MLP, E mixture of experts)"
         )
     for symbol, name in ((Symbols.MAMBA, "Mamba"), (Symbols.ATTENTION, "attention")):
         if symbol not in pattern:
-            raise ValueError(
-                f"layer pattern {pattern!r:.100} has no {name} layer ({symbol!r}); only hybrids of both are supported"
-            )
+            raise ValueError(f"layer pattern {pattern!r:.100} has no {name} layer ({symbol!r}); a hybrid needs both")
 
 
 def _with_part(layer: Any, name: str, caching: Mapping[type, type]) -> Any:
-    """Return a copy of a layer's spec with a caching class for one part; refuse a class of the user's own."""
+    """Return a copy of a layer spec with a caching class for one submodule; reject unknown classes."""
     part: Any = getattr(getattr(layer, "submodules", None), name, None)
     found = getattr(part, "module", None)
     if part is None or found not in (*caching, *caching.values()):
         expected = " or ".join(of_megatron.__name__ for of_megatron in caching)
-        raise ValueError(f"the spec has {found}, not a {expected}, where the caching module goes")
+        raise ValueError(f"the spec has {found} instead of a {expected}, so the caching module cannot replace it")
     part = replace(part, module=caching.get(found, found))
     return replace(layer, submodules=replace(layer.submodules, **{name: part}))

@@ -1,4 +1,4 @@
-"""The routed experts of a layer: two stacked parameters, which Megatron's checkpoints hold an expert at a time."""
+"""Routed experts of a layer as two stacked parameters; checkpoints store each expert separately."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,14 +25,14 @@ STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")
 
 
 class StackedExperts(MegatronModule):
-    """This rank's experts, split over tensor-parallel ranks as Megatron's are.
+    """This rank's experts, split over tensor-parallel ranks in the same way as Megatron's.
 
     Args:
-        config: Megatron's; its `moe_latent_size` or else its `hidden_size` is what experts read and write.
-        pg_collection: Has the groups `ep`, `tp` and `expt_dp`.
+        config: Megatron's configuration; experts read and write vectors of `moe_latent_size`, or else `hidden_size`.
+        pg_collection: Contains the process groups `ep`, `tp` and `expt_dp`.
 
     Attributes:
-        linear_fc1: [experts, inner, inputs]; [experts, 2 * inner, inputs] if gated, the gates first.
+        linear_fc1: [experts, inner, inputs]; [experts, 2 * inner, inputs] if gated, with the gates first.
         linear_fc2: [experts, inputs, inner].
         forms: Of those that are quantized, by name; they are the words of a `QuantizedMatrix`, with scales and factors
             as further parameters.
@@ -76,7 +76,7 @@ class StackedExperts(MegatronModule):
         return matrix_of(self.forms[name], weight, getattr(self, f"{name}_scales"), getattr(self, f"{name}_factors"))
 
     def takes(self, shared: SharedExpert, x: Tensor) -> bool:
-        """Return whether `forward` of these tokens computes a shared expert as well."""
+        """Return whether `forward` can also compute the shared expert for these tokens."""
         is_alike = shared.first.shape[1:] == x.shape[1:] and not self.forms
         return is_alike and self._apart is None and takes_shared_expert(x)
 
@@ -89,7 +89,7 @@ class StackedExperts(MegatronModule):
         shared: SharedExpert | None = None,
         overlapped: OverlappedExpert | None = None,
     ) -> Tensor:
-        """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
+        """Return the weighted sum over each token's experts on this rank; see `routed_experts`."""
         first, second = self.weight("linear_fc1"), self.weight("linear_fc2")
         settings: dict[str, Any] = {
             "apart": self._apart,
@@ -105,17 +105,17 @@ class StackedExperts(MegatronModule):
         return routed_experts(x, ids, weights, first, second, self._activation, shared=shared, **settings)
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each expert's part of the plain parameters, under the name that it has in Megatron's own layer."""
+        """Yield views of each expert's plain weights, under their names in Megatron's layer."""
         for expert in range(self.num_experts):
             for name in (name for name in EXPERT_WEIGHTS if name not in self.forms):
                 yield f"local_experts.{expert}.{name}.weight", getattr(self, name).data[expert]
 
     @override
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return each expert's views under the keys of Megatron's experts, to be written or filled in place.
+        """Return views of each expert's weights under Megatron's checkpoint keys, for saving or loading in place.
 
         Args:
-            metadata: With `singleton_local_shards`, each expert has a key of its own.
+            metadata: With `singleton_local_shards`, each expert has a separate key.
         """
         for form in self.forms.values():
             check_not_quantized(form)
@@ -131,7 +131,7 @@ class StackedExperts(MegatronModule):
             is_first = tensor == "linear_fc1.weight"
             axis, num_halves = len(offsets) + (0 if is_first else 1), self._num_halves if is_first else 1
             for half, part in enumerate(view.chunk(num_halves)):
-                # With keys of its own each half of a gated one has a key too; else the gates come before all others.
+                # With separate keys, each half of a gated expert also has a key; otherwise all gates come first.
                 suffix = ("_w", "_v")[half] if num_halves > 1 and has_own_keys else ""
                 shard = (rank, num_ranks) if has_own_keys else (half * num_ranks + rank, num_halves * num_ranks)
                 parts[f"{prefix}{name}" + (f".{half}" if num_halves > 1 else "")] = ShardedTensor.from_rank_offsets(
@@ -146,7 +146,7 @@ class StackedExperts(MegatronModule):
 
 
 def _activation(config: Any) -> tuple[Activation, Any]:
-    """Return the activation in the first product, and what is applied to its result; None for nothing."""
+    """Return the activation fused into the first GEMM, and the function applied to the result, or None."""
     fused, is_gated = fused_activation(config), config.gated_linear_unit
     if fused != "none":
         return fused, None

@@ -1,4 +1,4 @@
-"""Changes of a step's report to its requests' records, and their undo if the report fails."""
+"""Apply the results of a step to the requests' records, and undo the changes if the report fails."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .request_states import RequestState
 
 
 def failure_reason(request: Any) -> str | None:
-    """Return why a request failed; None if it did not."""
+    """Return the reason why a request failed; None if it did not fail."""
     if request.status is not Status.FAILED:
         return None
     errors = [event.payload for event in request.events if event.payload is not None]
@@ -19,12 +19,12 @@ def failure_reason(request: Any) -> str | None:
 
 
 class StepReport:
-    """One report, from before it changes anything until it is done or has failed.
+    """Report of one step, which can be undone until it is complete.
 
     Args:
-        step_result: The controller's result, None if the step computed nothing.
-        entries: The engine's requests; Megatron removes those that end.
-        states: The engine's own states of these requests.
+        step_result: Result from the controller; None if the step computed nothing.
+        entries: Requests in the engine; Megatron removes the requests that end.
+        states: State that the engine keeps for these requests.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StepReport:
         self._additions: Sequence[Addition] = ()
 
     def mark_leaving(self, failed_ids: Iterable[int]) -> list[Any]:
-        """Mark what the requests that this report ends or sends back have now; return their entries."""
+        """Save the records of requests that end, fail or are evicted in this report; return their entries."""
         leaving = list(failed_ids)
         if self._step_result is not None:
             leaving += self._step_result["finished_request_ids"].tolist()
@@ -47,9 +47,9 @@ class StepReport:
         return [mark.entry for mark in self._leaving.values()]
 
     def append(self, detokenize: Callable[[list[int]], str]) -> None:
-        """Append what Megatron does not: all but each request's last token, and all log-probs.
+        """Append the results that Megatron does not append: all tokens but the last, and all log-probs.
 
-        If the text of an alternative cannot be made, nothing has changed.
+        If the detokenization of an alternative raises, nothing has changed.
         """
         if self._step_result is not None:
             self._additions = additions_of(self._step_result, self._entries, self._states, detokenize)
@@ -57,14 +57,14 @@ class StepReport:
             addition.apply()
 
     def rest(self) -> dict[str, Any] | None:
-        """Return the step's result with what is left for Megatron to append."""
+        """Return the step's result without the values that `append` has appended."""
         return None if self._step_result is None else {**self._step_result, "log_probs": None, "top_n_logprobs": None}
 
     def ended(self, detokenize: Callable[[list[int]], str] | None) -> list[Any]:
-        """Return the records of requests that this report has ended so far, their futures and texts complete.
+        """Complete the futures and texts of requests that have ended in this report; return their records.
 
         Args:
-            detokenize: None where another process makes the texts.
+            detokenize: None if another process detokenizes.
         """
         entries = [mark.entry for request_id, mark in self._leaving.items() if request_id not in self._entries]
         for entry in entries:
@@ -75,11 +75,11 @@ class StepReport:
         return [entry.record for entry in entries]
 
     def take_back(self, requests: Iterable[RunningRequest], failed_ids: Iterable[int]) -> None:
-        """Take back what each request was given, unless it got all of the step and continues.
+        """Undo the report for each request, except for requests that continue and have all their results.
 
         Args:
-            requests: Requests that are left after the step.
-            failed_ids: Requests that fail and are not part of the step.
+            requests: Requests that continue after the step.
+            failed_ids: Ids of requests that fail without being part of the step.
         """
         for request_id in self._leaving.keys() & self._entries.keys() - set(failed_ids):
             self._leaving[request_id].take_back()

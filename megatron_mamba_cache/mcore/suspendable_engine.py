@@ -1,4 +1,4 @@
-"""The engine between its steps: compiling, capturing, suspending, resuming, and the version of its weights."""
+"""Engine operations between steps: warm-up, CUDA-graph capture, suspend, resume, and weight updates."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ LANDING_INTERVAL_S = 0.02
 
 
 class SuspendableEngine(DynamicInferenceEngine):
-    """The part of `MambaCacheEngine` that steps do not use. Ranks that share a model make the same calls in order."""
+    """Base of `MambaCacheEngine` with operations between steps; all ranks of a model make the same calls."""
 
     context: MambaCacheContext
     controller: MambaCacheController
@@ -36,13 +36,13 @@ class SuspendableEngine(DynamicInferenceEngine):
     _has_compiled = False
 
     def warmup(self) -> Compilations:
-        """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
+        """Compile the kernels that steps launch before requests arrive; return the compiled kernels.
 
-        It also reads the vocabulary of grammars. No request, state, block, counter or random number changes. On a CPU
-        nothing is compiled.
+        This also reads the vocabulary for grammars. No request, state, block, counter or random number changes. On a
+        CPU, nothing is compiled.
         """
         self.context.grammars.prepare()
-        WATCH.install()  # other hooks may have replaced it
+        WATCH.install()  # another hook may have replaced ours
         before = WATCH.total
         self._compile_ahead()
         warm_up(self.controller.inference_wrapped_model, self.context.runner)
@@ -50,11 +50,11 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     @override
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
-        """Capture the steps that the settings ask for: at the start, and after a resume unless the graphs were kept."""
+        """Capture the configured step shapes as CUDA graphs, at the start and after a resume that lost them."""
         context = self.context
-        if not context.is_tensor_state_allocated:  # Megatron calls this again when it is
+        if not context.is_tensor_state_allocated:  # Megatron calls this again after allocation
             return
-        waits = self._has_captured and context.peers.num_ranks > 1  # the others may hear of a resume later
+        waits = self._has_captured and context.peers.num_ranks > 1  # other ranks may resume later
         self._has_captured = True
         context.runner.capture_by(self._capture, now=not waits)
 
@@ -66,8 +66,8 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     def _capture(self) -> None:
         context, runner = self.context, self.context.runner
-        runner.memory.below.drain()  # a capture allows no other thread to wait for the device
-        runner.drop_graphs()  # first: their memory serves the new ones
+        runner.memory.below.drain()  # during a capture, no other thread may wait for the device
+        runner.drop_graphs()  # drop first, so that the new graphs reuse the memory
         model = self.controller.inference_wrapped_model
         config, shape = context.cache_config, context.shape
         limits, is_shared = runner.memory.step_buffers.limits, runner.sharing.is_shared
@@ -75,10 +75,10 @@ class SuspendableEngine(DynamicInferenceEngine):
         runner.adopt_graphs(capture_graphs(model, runner, config, shape, shapes, self._compile_ahead))
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Make all cached prefixes unreachable, as `MambaCacheContext.flush` does.
+        """Invalidate all cached prefixes; see `MambaCacheContext.flush`.
 
-        If weights have moved, CUDA graphs are captured again, on a suspended engine when it resumes. Running requests
-        continue from states of the old weights: suspend the engine first to avoid that.
+        If weights have moved in memory, CUDA graphs are captured again; a suspended engine does this when it resumes.
+        Running requests continue from states that the old weights computed; to avoid that, suspend the engine first.
         """
         self.context.flush(weights_version)
         if not self.is_suspended:
@@ -87,9 +87,10 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     @override
     def suspend(self) -> None:
-        """Drop the running requests, and the context's memory unless `resident_pools` keeps it.
+        """Drop the running requests; free the context's memory unless `resident_pools` is set.
 
-        The requests start again after `resume`, oldest first, and lose no token. Meanwhile weights may change.
+        After `resume`, the requests start again, oldest first, and keep their tokens. The weights may change before
+        that.
         """
         if self.is_suspended:
             return
@@ -99,7 +100,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         waiting = list(self.waiting_request_ids)
         super().suspend()
         for request_id in self.requests.keys() - set(waiting):
-            self.requests[request_id].record.requests.pop()  # Megatron's checkpoint, made even where nothing is new
+            self.requests[request_id].record.requests.pop()  # checkpoint that Megatron always adds
         for request_id in running:
             self._restart(request_id)
         for request_id in waiting:
@@ -108,10 +109,11 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     @override
     def resume(self, weights_version: str | None = None) -> None:
-        """Continue with the weights that the model has now, in eval mode.
+        """Continue with the model's current weights, in eval mode.
 
         Args:
-            weights_version: Version of these weights; None keeps the previous one. What another cached is never found.
+            weights_version: Version of these weights; None keeps the previous version. Prefixes cached with another
+                version are never used.
 
         Raises:
             ValueError: If a version is given to an engine that is not suspended; on all ranks, if it is not Unicode
@@ -133,26 +135,27 @@ class SuspendableEngine(DynamicInferenceEngine):
         self.context.planner.check_weights()
 
     def close(self) -> None:
-        """Free the memory and the CUDA graphs of an engine that computes nothing any more.
+        """Free the memory and the CUDA graphs of an engine that will not run again.
 
-        Later steps refuse waiting requests. On several ranks, call it before `torch.distributed.destroy_process_group`:
-        NCCL waits there forever for graphs that hold its collectives.
+        Later steps fail the waiting requests. On several ranks, call it before
+        `torch.distributed.destroy_process_group`:
+        otherwise NCCL waits there forever for graphs that contain its collectives.
         """
         self.context.planner.drop_graphs()
         self.context.release_memory()
-        gc.collect()  # graphs and what they remember refer to each other
+        gc.collect()  # graphs are in reference cycles
 
     def cancel_request(self, request_id: int) -> bool:
-        """Drop a request between steps, whether it runs, waits or is suspended; return whether it was in the engine.
+        """Drop a running, waiting or suspended request between steps; return whether it was in the engine.
 
-        Its KV blocks, slots and draft window are released and its future is cancelled; what it published stays
-        findable, and no step reports it. Ranks that share the model cancel in the same order.
+        Its KV blocks, slots and draft window are released and its future is cancelled; its published prefixes stay in
+        the cache, and no step reports it. Ranks that share the model cancel in the same order.
 
         Raises:
             RuntimeError: If a step is being computed; nothing has changed then.
         """
         if self.context.is_computing:
-            raise RuntimeError("a step is being computed; cancel requests between steps")
+            raise RuntimeError("a step is in progress; cancel requests between steps")
         entry = self.requests.pop(request_id, None)
         if entry is None:
             return False
@@ -167,9 +170,9 @@ class SuspendableEngine(DynamicInferenceEngine):
     @override
     @trace_async_exceptions
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Step whenever there is work, until this task is cancelled; see Megatron's engine.
+        """Run steps whenever there is work, until this task is cancelled; see Megatron's engine.
 
-        A request is served whenever it is added, from this loop's thread or another one.
+        Requests may be added at any time, from this loop's thread or from another thread.
         """
         self.use_coordinator = False
         with contextlib.suppress(asyncio.CancelledError), self._runs_in.entered(loop or asyncio.get_running_loop()):
@@ -185,25 +188,25 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """The loop in which Megatron's engine makes futures and tasks."""
+        """Event loop in which Megatron's engine creates futures and tasks."""
         return self._runs_in.current
 
     @_loop.setter
     def _loop(self, found: asyncio.AbstractEventLoop) -> None:
-        """Keep none: Megatron sets the loop in which the engine was built, which may have ended since."""
+        """Ignore the value: Megatron sets the loop in which the engine was built, which may be closed."""
 
     @override
     def _run_coroutine_sync(self, coro: Any) -> Any:
-        """Run a step from synchronous code; Megatron's `step_modern` and `generate` call it."""
+        """Run a step from synchronous code; called by Megatron's `step_modern` and `generate`."""
         return self._runs_in.run(coro)
 
     def _has_work(self) -> bool:
-        """Return whether there is a step to run, or a copy to land; ranks that share a model step at the same point."""
+        """Return whether there is a step to run or a finished copy to process."""
         is_one_rank = self.context.ranks.num_ranks == 1
         return self.has_unfinished_requests() or (is_one_rank and self.has_idle_copies)
 
     def _recapture_if_moved(self) -> None:
-        """Capture again if on any rank weights have moved from where the graphs read them."""
+        """Capture CUDA graphs again if the weights have moved in memory on any rank."""
         model = self.controller.inference_wrapped_model
         reason = reason_to_capture_again(self.context.graphs, model, self.context.ranks)
         if reason is not None:

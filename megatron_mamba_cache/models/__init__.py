@@ -1,4 +1,4 @@
-"""Models, tokenizers and drafters: from checkpoints, from random weights, and what ships with the package."""
+"""Models, tokenizers and draft models: loaded from checkpoints, built with random weights, or shipped here."""
 
 from typing import TYPE_CHECKING
 

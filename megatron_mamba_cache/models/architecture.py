@@ -1,4 +1,4 @@
-"""A hybrid model's architecture in one value."""
+"""Architecture of a hybrid model: layer pattern, sizes, and checks that they are consistent."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class MambaSizes:
     """Sizes of the Mamba2 mixers.
 
     Args:
-        gated_norm_eps: Epsilon of the norm at a mixer's end; None: the model's.
+        gated_norm_eps: Epsilon of the gated norm at the end of a mixer; None: the model's `norm_eps`.
     """
 
     num_heads: int
@@ -37,16 +37,16 @@ class MambaSizes:
 
     @property
     def grain(self) -> int:
-        """Tokens of a chunk of the scan."""
+        """Number of tokens in one chunk of the scan."""
         return self.ssm_chunk_size
 
     @property
     def divided(self) -> dict[str, int]:
-        """The sizes that tensor-parallel ranks divide, by the name that errors give them."""
+        """Sizes divided among tensor-parallel ranks, keyed by their names in error messages."""
         return {"number of Mamba heads": self.num_heads, "number of Mamba groups": self.num_groups}
 
     def check(self) -> None:
-        """Raise `ValueError` if the heads cannot be divided into groups."""
+        """Raise `ValueError` if the number of heads is not a multiple of the number of groups."""
         if self.num_heads % self.num_groups:
             raise ValueError(f"{self.num_heads} Mamba heads are not divisible by {self.num_groups} groups")
 
@@ -56,9 +56,9 @@ class GatedDeltaSizes:
     """Sizes of the Gated DeltaNet mixers.
 
     Args:
-        num_key_heads: Heads of queries and keys; consecutive value heads share one.
-        key_head_dim, value_head_dim: A value head's state is [key_head_dim, value_head_dim].
-        chunk_size: Tokens of a chunk of the scan.
+        num_key_heads: Number of query and key heads; consecutive value heads share a key head.
+        key_head_dim, value_head_dim: The state of a value head has shape [key_head_dim, value_head_dim].
+        chunk_size: Number of tokens in one chunk of the scan.
     """
 
     num_key_heads: int
@@ -72,16 +72,16 @@ class GatedDeltaSizes:
 
     @property
     def grain(self) -> int:
-        """Tokens of a chunk of the scan."""
+        """Number of tokens in one chunk of the scan."""
         return self.chunk_size
 
     @property
     def divided(self) -> dict[str, int]:
-        """The sizes that tensor-parallel ranks divide, by the name that errors give them."""
+        """Sizes divided among tensor-parallel ranks, keyed by their names in error messages."""
         return {"number of value heads": self.num_value_heads, "number of key heads": self.num_key_heads}
 
     def check(self) -> None:
-        """Raise `ValueError` if value heads cannot share the key heads equally."""
+        """Raise `ValueError` if the number of value heads is not a multiple of the number of key heads."""
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(f"{self.num_value_heads} value heads are not divisible by {self.num_key_heads} key heads")
 
@@ -91,11 +91,11 @@ class AttentionSizes:
     """Sizes of the attention layers.
 
     Args:
-        scale: Factor on the scores; None: 1 / sqrt(head_dim).
-        rotary_base: None: no position embedding.
-        rotary_percent: The share of a head's channels that is rotated.
-        has_output_gate: True if each head's output is multiplied by the sigmoid of a gate projected next to its query.
-        has_head_norms: True if queries and keys are RMS-normalized by head, before the rotation.
+        scale: Scale of the attention scores; None: 1 / sqrt(head_dim).
+        rotary_base: Base of the rotary embeddings; None: no position embeddings.
+        rotary_percent: Fraction of the channels of a head that is rotated.
+        has_output_gate: True if each head's output is multiplied by the sigmoid of a gate projected with its query.
+        has_head_norms: True if queries and keys are RMS-normalized per head before the rotation.
     """
 
     num_heads: int
@@ -110,7 +110,7 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSizes:
-    """Sizes of the dense feed-forward layers; `gated` ones multiply the activation by a second projection."""
+    """Sizes of the dense feed-forward layers. If `gated`, a second projection multiplies the activation."""
 
     hidden_size: int
     activation: str  # a key of ACTIVATIONS
@@ -122,15 +122,16 @@ class ExpertsSizes:
     """Sizes and routing of the mixture-of-experts layers.
 
     Args:
-        shared_hidden_size: Of the shared expert; None without one.
-        score: "sigmoid" with a selection bias, or "softmax".
-        num_groups, top_groups, num_scoring: Experts are chosen from the groups whose best `num_scoring` experts score
-            most together; 1 and 1: from all experts.
-        normalizes: True to divide the routing weights of a token by their sum.
-        scaling: Factor on the routing weights.
-        latent_size: What the routed experts read and write, between two projections; None: the hidden size.
-        has_shared_gate: True if the shared expert's output is multiplied by the sigmoid of one projected number per
-            token.
+        shared_hidden_size: Hidden size of the shared expert; None: there is no shared expert.
+        score: Scoring function of the router: "sigmoid" with a selection bias, or "softmax".
+        num_groups, top_groups, num_scoring: Experts are chosen from the `top_groups` groups in which the scores of the
+            best `num_scoring` experts have the largest sum. With one group, they are chosen from all experts.
+        normalizes: True to divide the routing weights of each token by their sum.
+        scaling: Factor applied to the routing weights.
+        latent_size: Width to which the input of the routed experts is projected down, and from which their output is
+            projected up; None: the hidden size, without projections.
+        has_shared_gate: True if the output of the shared expert is multiplied by the sigmoid of a learned gate, one
+            number per token.
     """
 
     num_experts: int
@@ -148,7 +149,7 @@ class ExpertsSizes:
 
     @property
     def rule(self) -> RoutingRule:
-        """How tokens choose experts; raises `ValueError` if the numbers do not fit each other."""
+        """Rule by which tokens choose experts; raises `ValueError` if the numbers are inconsistent."""
         return RoutingRule(
             top_k=self.top_k,
             score=self.score,
@@ -162,11 +163,11 @@ class ExpertsSizes:
 
 @dataclass(frozen=True, slots=True)
 class HybridArchitecture:
-    """Everything a checkpoint's configuration says about a hybrid model.
+    """Architecture of a hybrid model, as a checkpoint's configuration describes it.
 
     Args:
         pattern: One symbol per layer: M recurrent, * attention, - feed-forward, E mixture of experts.
-        zero_centered_norms: True if norms but the mixers' own scale by 1 + weight, computed in fp32.
+        zero_centered_norms: True if all norms except those inside the mixers scale by 1 + weight, computed in fp32.
         input_multiplier, residual_multiplier, output_multiplier: As in `LocalSpecOptions`.
     """
 
@@ -187,7 +188,7 @@ class HybridArchitecture:
 
 
 def check_architecture(architecture: HybridArchitecture) -> None:
-    """Raise `ValueError` for an unknown or missing kind of layer, and for inconsistent numbers of heads or experts."""
+    """Raise `ValueError` if a kind of layer is unknown or missing, or numbers of heads or experts are inconsistent."""
     check_layer_pattern(architecture.pattern)
     _check_heads(architecture)
     _check_experts(architecture)
@@ -218,7 +219,7 @@ def _check_experts(architecture: HybridArchitecture) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFields:
-    """A configuration's names for the numbers of `ExpertsSizes`; empty names if it has no groups."""
+    """Field names in a configuration for the numbers in `ExpertsSizes`; group fields are empty without groups."""
 
     num_experts: str
     top_k: str
@@ -227,7 +228,7 @@ class ChoiceFields:
 
 
 def checked_choice(config: CheckpointConfig, experts: ExpertsSizes, fields: ChoiceFields) -> ExpertsSizes:
-    """Return the sizes read from a configuration; raise `ValueError` if they do not fit each other."""
+    """Return `experts`, read from `config`; raise `ValueError`, naming the fields, if they are inconsistent."""
     num_groups = experts.num_groups
     all_experts = config.shown(fields.num_experts, experts.num_experts)
     all_groups = config.shown(fields.num_groups, num_groups)

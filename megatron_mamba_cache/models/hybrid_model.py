@@ -23,13 +23,13 @@ _TRANSFERS = (Tensor.to, Tensor.cuda, Tensor.cpu)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Create all tensors in the block on the meta device, whatever device is requested."""
+    """Context manager: create all tensors on the meta device, whatever device is requested."""
     with torch.device("meta"), _OnMeta():
         yield
 
 
 class _OnMeta(TorchFunctionMode):
-    """Replaces any requested device by the meta device, and moves no tensor to another."""
+    """Replace any requested device by the meta device, and ignore transfers to other devices."""
 
     def __torch_function__(
         self,
@@ -84,10 +84,10 @@ _SIZES_SHOWN = 4
 
 @contextmanager
 def largest_sizes_named(fields: Mapping[str, Any]) -> Iterator[None]:
-    """Turn torch's allocation errors, which name no setting, into a `MemoryError` that names the model's largest sizes.
+    """Context manager: turn torch's allocation errors into a `MemoryError` that names the model's largest sizes.
 
     Args:
-        fields: Fields of an architecture; integers, also in nested mappings, are sizes.
+        fields: Fields of an architecture; all integers, including nested ones, are sizes.
     """
     try:
         yield
@@ -115,16 +115,16 @@ def build_hybrid_model(
     """Build this rank's shard of the model, in eval mode, with uninitialized parameters.
 
     Long because of Megatron's arguments. The model is split over Megatron's tensor-, pipeline- and expert-parallel
-    ranks; without `parallel_state`, this process is the only one.
+    ranks. If `parallel_state` is not initialized, the model is built for a single process.
 
     Args:
         replace_weights: Called with the model, whose matrices have no memory yet, and its device: what it replaces
             never takes memory in this dtype. None to replace nothing.
 
     Raises:
-        ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, or if heads cannot be
-            divided into their groups, or the model over the ranks.
-        MemoryError: Naming the largest sizes, if the weights do not fit in memory.
+        ValueError: If the layer pattern has an unknown symbol or lacks recurrent or attention layers, or if heads or
+            ranks cannot divide the sizes evenly.
+        MemoryError: If the weights do not fit in memory; the message gives the largest sizes.
     """
     check_buildable(architecture)
     part = RankShard.of_process(architecture)
@@ -164,14 +164,14 @@ def build_hybrid_model(
 
 
 def check_buildable(architecture: HybridArchitecture) -> None:
-    """Raise `ValueError` as `build_hybrid_model` does, for what it cannot build, or not over the present ranks."""
+    """Raise `ValueError`, as `build_hybrid_model` does, if this model cannot be built on the present ranks."""
     check_architecture(architecture)
     initialize_single_process()
     check_ranks(architecture)
 
 
 def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
-    """Compute the frequencies on the CPU: a GPU rounds their powers differently, and so every angle."""
+    """Compute the rotary frequencies on the CPU, because a GPU rounds the powers differently."""
     rotary = model.rotary_pos_emb
     dim = 2 * rotary.inv_freq.numel()
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
@@ -179,7 +179,7 @@ def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
 
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
-    """Return Megatron's configuration of the architecture for the present ranks."""
+    """Return Megatron's configuration for the architecture on the present ranks."""
     attention, experts = architecture.attention, architecture.experts
     feed_forward = architecture.feed_forward
     routing = {} if experts is None else _routing(experts)
@@ -215,7 +215,7 @@ def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> 
 
 
 def _mixer_options(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, Any]:
-    """Return the mixers' options of a spec."""
+    """Return the fields of `LocalSpecOptions` for the mixers."""
     if isinstance(sizes, GatedDeltaSizes):
         return {"mixer": "gated_delta", "grain": sizes.grain}
     return {
@@ -228,7 +228,7 @@ def _mixer_options(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, Any]:
 
 
 def _mixer_settings(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, object]:
-    """Return the mixers' fields of Megatron's configuration."""
+    """Return the fields of Megatron's configuration for the mixers."""
     if isinstance(sizes, GatedDeltaSizes):
         return {
             "linear_num_key_heads": sizes.num_key_heads,
@@ -247,7 +247,7 @@ def _mixer_settings(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, object]:
 
 
 def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, object]:
-    """Return how layers are split over pipeline stages; nothing for a single stage."""
+    """Return the fields of Megatron's configuration for pipeline stages; none for a single stage."""
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if num_stages == 1:
         return {}
@@ -259,7 +259,7 @@ def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, o
 
 
 def _routing(experts: ExpertsSizes) -> dict[str, object]:
-    """Return the experts' fields of Megatron's configuration; the spec has the whole routing rule."""
+    """Return the fields of Megatron's configuration for the experts; the spec has the full routing rule."""
     return {
         "num_moe_experts": experts.num_experts,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
@@ -269,11 +269,12 @@ def _routing(experts: ExpertsSizes) -> dict[str, object]:
         "moe_shared_expert_gate": experts.has_shared_gate,
         "moe_router_score_function": experts.score,
         "moe_router_enable_expert_bias": experts.score == "sigmoid",
-        "moe_router_pre_softmax": experts.score == "softmax" and experts.top_k == 1,  # else it refuses one expert
+        "moe_router_pre_softmax": experts.score == "softmax"
+        and experts.top_k == 1,  # Megatron refuses top_k=1 without it
         "moe_router_topk_scaling_factor": experts.scaling,
         "moe_latent_size": experts.latent_size,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "allgather",  # the one that needs no CUDA stream
+        "moe_token_dispatcher_type": "allgather",  # the only dispatcher that needs no CUDA stream
         "moe_grouped_gemm": False,
     }

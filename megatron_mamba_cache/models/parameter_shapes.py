@@ -1,4 +1,4 @@
-"""The parameters of a whole hybrid model under Megatron's names, and how tensor-parallel ranks share each."""
+"""Shapes and tensor-parallel splits of all parameters of a hybrid model, under Megatron's names."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from .rank_shard import EMBEDDINGS, OUTPUT
 
 @dataclass(frozen=True, slots=True)
 class WholeParameter:
-    """A parameter of the undivided model."""
+    """Shape of a parameter in the undivided model, and its split over tensor-parallel ranks."""
 
     shape: tuple[int, ...]
     split: Split | GroupedSplit
@@ -19,7 +19,7 @@ Parameters = dict[str, WholeParameter]
 
 
 def parameters_of(architecture: HybridArchitecture) -> Parameters:
-    """Return every parameter of the model by its name on a single rank, in the order of `named_parameters` there."""
+    """Return all parameters by their names in a single-rank model, in the order of its `named_parameters`."""
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
     layers = {"M": recurrent_parameters, "*": _attention, "-": _feed_forward, "E": _experts}
     found = {EMBEDDINGS: WholeParameter((vocab, hidden), Split(0))}
@@ -33,7 +33,7 @@ def parameters_of(architecture: HybridArchitecture) -> Parameters:
 
 
 def filled_of(architecture: HybridArchitecture) -> Parameters:
-    """Return all that weights fill: the parameters, and the biases by which sigmoid routers choose."""
+    """Return all tensors that a checkpoint fills: the parameters, and the selection biases of sigmoid routers."""
     experts = architecture.experts
     if experts is None or experts.score != "sigmoid":
         return parameters_of(architecture)
@@ -44,7 +44,7 @@ def filled_of(architecture: HybridArchitecture) -> Parameters:
 
 
 def recurrent_parameters(architecture: HybridArchitecture) -> Parameters:
-    """Return the parameters of a recurrent layer, by their names within the layer."""
+    """Return the parameters of a recurrent layer, keyed by their names within the layer."""
     return (_mamba if isinstance(architecture.recurrent, MambaSizes) else _gated_delta)(architecture)
 
 
@@ -89,7 +89,7 @@ def _gated_delta(architecture: HybridArchitecture) -> Parameters:
 def _attention(architecture: HybridArchitecture) -> Parameters:
     attention, hidden = architecture.attention, architecture.hidden_size
     queries = attention.num_heads * attention.head_dim
-    num_groups = attention.num_kv_heads  # each has its queries, gates, key and value in turn
+    num_groups = attention.num_kv_heads  # each group: its queries, gates, key and value, in this order
     projected = (queries // num_groups,) * (2 if attention.has_output_gate else 1)
     rows = num_groups * (sum(projected) + 2 * attention.head_dim)
     head_norm = _on_every_rank(attention.head_dim)

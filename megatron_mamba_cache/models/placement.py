@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go in a Megatron model, and which shard of each this rank keeps."""
+"""Map checkpoint tensors to the parameters of a Megatron model, and select the shard for a rank."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,27 +13,29 @@ from ..mcore.stacked_experts import StackedExperts
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How tensor-parallel ranks share a checkpoint tensor.
+    """Split of a checkpoint tensor over tensor-parallel ranks.
 
     Args:
-        dim: The dimension that is split; None: every rank keeps all.
-        sections: Sizes along `dim` of the parts that are split separately; empty: one part.
+        dim: The dimension that is split; None: every rank keeps the whole tensor.
+        sections: Sizes along `dim` of the parts that are split separately; empty: the whole tensor is one part.
     """
 
     dim: int | None = None
     sections: tuple[int, ...] = ()
 
     def local(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """Return this rank's shard.
+        """Return the shard of the tensor for a rank; `size` is the number of ranks.
 
         Raises:
-            ValueError: If the sections are not the tensor's, or one is not divisible by the number of ranks.
+            ValueError: If the sections do not add up to the tensor, or one is not divisible by the number of ranks.
         """
         if self.dim is None or size == 1:
             return tensor
         length = tensor.shape[self.dim]
         if self.sections and sum(self.sections) != length:
-            raise ValueError(f"dimension {self.dim} has {length} channels, and parts {list(self.sections)} are needed")
+            raise ValueError(
+                f"dimension {self.dim} has size {length}, but must be divided into parts {list(self.sections)}"
+            )
         parts = tensor.split(self.sections or length, dim=self.dim)
         if any(part.shape[self.dim] % size for part in parts):
             raise ValueError(f"parts {[part.shape[self.dim] for part in parts]} are not divisible by {size} ranks")
@@ -42,23 +44,24 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class GroupedSplit:
-    """A split of rows in groups, one for each KV head, over tensor-parallel ranks.
+    """Split of rows, grouped by KV head, over tensor-parallel ranks.
 
-    Ranks divide the groups. If there are more ranks than groups, as many consecutive ranks have each group.
+    The groups are divided among the ranks. If there are more ranks than groups, consecutive ranks share a group.
 
     Args:
-        num_groups: Groups of equal length along dimension 0.
-        divided: Rows of the first parts of a group. The ranks of a group divide each of them, and all keep the rest.
+        num_groups: Number of groups of equal length along dimension 0.
+        divided: Lengths of the leading parts of a group that are divided among the ranks that share it. Each of these
+            ranks keeps all remaining rows.
     """
 
     num_groups: int
     divided: tuple[int, ...] = ()
 
     def local(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """Return this rank's shard.
+        """Return the shard of the tensor for a rank; `size` is the number of ranks.
 
         Raises:
-            ValueError: If the rows are not divisible by the groups, or groups and ranks do not divide each other.
+            ValueError: If groups do not divide the rows, or neither of groups and ranks divides the other.
         """
         if size <= self.num_groups:
             return Split(0).local(tensor, rank, size)
@@ -80,10 +83,10 @@ class Placement:
 
     Args:
         target: Name of a Megatron parameter or buffer.
-        split: How ranks share what goes here.
-        entry: The entry of a stack of tensors that goes here; None: the tensor is not a stack.
-        rows: The rows of the tensor, or of the entry, that go here.
-        view: The part of the rank's own target that they fill.
+        split: Split of the selected values over tensor-parallel ranks.
+        entry: Index into a stack of tensors; None: the checkpoint tensor is not a stack.
+        rows: Selects the rows of the tensor, or of the entry, that go to the target.
+        view: Selects the part of the target that the values fill, on each rank.
     """
 
     target: str
@@ -93,11 +96,11 @@ class Placement:
     view: Callable[[Tensor], Tensor] = _whole
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the part of a checkpoint tensor that goes here."""
+        """Return the part of a checkpoint tensor that goes to this destination."""
         return self.rows(tensor if self.entry is None else tensor[self.entry])
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of that part, from those of the undivided model's parameters."""
+        """Return the shape of the selected part, given the parameter shapes of the undivided model."""
         return _needed_shape(self.view(torch.empty(shapes[self.target], device="meta")))
 
 
@@ -106,9 +109,9 @@ Placements = Mapping[str, tuple[Placement, ...]]
 
 
 def stacked(targets: Iterable[Placement]) -> tuple[Placement, ...]:
-    """Return the destinations of a tensor that stacks the tensors of these destinations, in this order.
+    """Combine the destinations of several tensors into those of a tensor that stacks them, in this order.
 
-    Tensors with one target, such as the halves of a gated projection, share one entry, in equal parts of its rows.
+    Tensors with the same target, such as the halves of a gated projection, are equal parts of the rows of one entry.
     """
     entries = [list(parts) for _, parts in groupby(targets, key=lambda placement: placement.target)]
 
@@ -123,10 +126,10 @@ def stacked(targets: Iterable[Placement]) -> tuple[Placement, ...]:
 
 
 def stored_shape(targets: tuple[Placement, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of the checkpoint tensor with these destinations.
+    """Return the shape of a checkpoint tensor from its destinations.
 
     Args:
-        shapes: Of the undivided model's parameters and buffers, by name.
+        shapes: Shapes of the parameters and buffers in the undivided model, by name.
     """
     first = targets[0].entry
     parts = [placement.shape(shapes) for placement in targets if placement.entry == first]
@@ -135,11 +138,11 @@ def stored_shape(targets: tuple[Placement, ...], shapes: Mapping[str, tuple[int,
 
 
 class ModelFiller:
-    """Fills a model's parameters and buffers from checkpoint tensors, and tracks which are still empty.
+    """Copies checkpoint tensors into a model's parameters and buffers, and tracks which are not yet filled.
 
     Args:
         rank, size: Tensor-parallel rank and number of ranks.
-        local_name: Returns a target's name in `model`, None if another rank has it. By default names are the same.
+        local_name: Maps a target's name to its name in `model`; None if it is on another rank. The default keeps names.
     """
 
     def __init__(
@@ -166,7 +169,7 @@ class ModelFiller:
         """Copy a checkpoint tensor to its destinations.
 
         Raises:
-            ValueError: Naming it and both shapes, if its shape is not the model's.
+            ValueError: If the tensor does not have the shape that the model needs; the message gives both shapes.
         """
         targets = self._placements[name]
         for placement, part in zip(targets, _selected(name, tensor, targets), strict=True):
@@ -175,16 +178,16 @@ class ModelFiller:
                 self._copy(name, placement, part, target)
 
     def wants(self, name: str) -> bool:
-        """Return True if this model has a destination of a checkpoint tensor."""
+        """Return True if a checkpoint tensor has a destination in this model."""
         return any(self._local_name(placement.target) is not None for placement in self._placements[name])
 
     def target(self, name: str) -> Tensor:
-        """Return this model's first destination of a checkpoint tensor."""
+        """Return the first parameter or buffer of this model that a checkpoint tensor fills."""
         names = (self._local_name(placement.target) for placement in self._placements[name])
         return next(self._targets[target] for target in names if target is not None)
 
     def unfilled(self) -> list[str]:
-        """Return the names of parameters and buffers that lack values."""
+        """Return the sorted names of parameters and buffers that are not completely filled."""
         return sorted(name for name, count in self._empty.items() if count)
 
     def _copy(self, name: str, placement: Placement, selected: Tensor, target: str) -> None:
@@ -195,13 +198,13 @@ class ModelFiller:
             raise ValueError(f"tensor {name} of shape {_shape(selected)} cannot be split: {error}") from error
         needed = _needed_shape(part)
         if _shape(local) != needed:
-            raise ValueError(f"tensor {name} has shape {_shape(local)} where the model has {needed}")
+            raise ValueError(f"tensor {name} has shape {_shape(local)}, but the model needs {needed}")
         part.copy_(local.reshape(part.shape))
         self._empty[target] -= part.numel()
 
 
 def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's plain parameters by name; instead of those that stack experts, each expert's part."""
+    """Return the model's plain parameters by name, with stacks of experts replaced by the views of each expert."""
     modules = dict(model.named_modules())
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -215,19 +218,19 @@ def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _selected(name: str, tensor: Tensor, targets: tuple[Placement, ...]) -> list[Tensor]:
-    """Return the part of each destination; together they must cover the whole tensor."""
+    """Return the part of the tensor for each destination; raise `ValueError` unless the parts cover it."""
     try:
         parts = [placement.select(tensor) for placement in targets]
     except IndexError:
         parts = []
     if sum(part.numel() for part in parts) != tensor.numel():
         needed = f"{len(targets)} of {_shape(tensor)[1:]}"
-        raise ValueError(f"tensor {name} has shape {_shape(tensor)} where the model has {needed}")
+        raise ValueError(f"tensor {name} has shape {_shape(tensor)}, but the model needs {needed}")
     return parts
 
 
 def _needed_shape(part: Tensor) -> tuple[int, ...]:
-    """Return a part's shape in checkpoints, which have attention by head; the model has it by group of heads."""
+    """Return the shape that a part has in checkpoints, where KV heads are not a separate dimension."""
     return (part[..., 0].numel(), part.shape[-1]) if part.dim() > 3 else _shape(part)
 
 

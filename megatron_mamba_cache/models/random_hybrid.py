@@ -1,4 +1,4 @@
-"""A small hybrid model with seeded random weights, to try the cache without a checkpoint."""
+"""Build a small hybrid model with seeded random weights, to try the cache without a checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -27,18 +27,19 @@ _INTO_RESIDUAL = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
 
 @dataclass(frozen=True, slots=True)
 class RandomHybridConfig:
-    """Sizes of a random hybrid model.
+    """Configuration of a random hybrid model.
 
     Args:
         pattern: One symbol per layer: M recurrent, * attention, - MLP, E mixture of experts.
-        ssm_chunk_size: Of the scan, whatever the recurrent layers are.
-        gated_delta: Sizes of Gated DeltaNet layers, instead of Mamba's. The rest is then as in such models: gated
-            attention with head norms, a quarter of each head rotated, zero-centred norms, a gated shared expert.
-        use_rope: Rotary position embeddings; False: none.
-        num_experts: Experts of each E layer; each token is routed to 2 by softmax.
-        experts: Sizes and routing of the E layers, instead of `num_experts`; a sigmoid gets a random bias.
+        ssm_chunk_size: Chunk size of the scan, for either kind of recurrent layer.
+        gated_delta: Sizes of Gated DeltaNet layers; None: Mamba layers. A Gated DeltaNet model also gets gated
+            attention with head norms and a quarter of each head rotated, zero-centered norms, and a gated shared
+            expert.
+        use_rope: True for rotary position embeddings, False for none.
+        num_experts: Number of experts in each E layer; a softmax routes each token to 2 of them.
+        experts: Sizes and routing of the E layers, replacing `num_experts`; a sigmoid router gets a random bias.
         gated: True for gated feed-forward layers and experts.
-        init_std: Standard deviation of the weights; large enough that tokens differ.
+        init_std: Standard deviation of the weights, large enough that generated tokens vary.
     """
 
     pattern: str = "M-M*-M-M*-"
@@ -63,9 +64,9 @@ class RandomHybridConfig:
 
 
 def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
-    """Build this rank's shard of the model on the current device, in eval mode; raise as `build_hybrid_model`.
+    """Build this rank's shard of the model on the current device, in eval mode; raises as `build_hybrid_model`.
 
-    The same seed gives the same weights on any device and under any number of ranks.
+    The same seed gives the same weights on any device and for any number of ranks.
     """
     shape = shape or RandomHybridConfig()
     architecture = random_architecture(shape)
@@ -84,9 +85,9 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
 
 
 def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the float32 values of each parameter and selection bias of the whole model.
+    """Yield the name and float32 values of each parameter and selection bias in the whole model.
 
-    All come from one CPU generator: Megatron initializes some on the device, where the numbers differ.
+    All values come from one CPU generator, because random numbers differ between devices.
     """
     generator = torch.Generator().manual_seed(shape.seed)
     residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
@@ -101,7 +102,7 @@ def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
-    """Return the architecture of these sizes."""
+    """Return the architecture for this configuration."""
     is_gated_delta = shape.gated_delta is not None
     experts = shape.experts or ExpertsSizes(
         num_experts=shape.num_experts,
@@ -146,7 +147,7 @@ def _recurrent(shape: RandomHybridConfig) -> MambaSizes | GatedDeltaSizes:
 
 
 def _uniform_bounds(name: str, shape: RandomHybridConfig) -> tuple[float, float] | None:
-    """Return the range of a uniformly distributed parameter; None for a normally distributed one."""
+    """Return the range of a uniformly distributed parameter; None if it is normally distributed."""
     if "norm" in name:
         is_zero_centered = shape.gated_delta is not None and "mixer.norm" not in name
         return (-0.2, 0.2) if is_zero_centered else (0.8, 1.2)

@@ -1,4 +1,4 @@
-"""The shard of a hybrid model on a rank: its layers, its experts, embeddings and output."""
+"""Determine a rank's shard of a hybrid model: its layers, experts, embeddings and output layer."""
 
 import re
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ _OF_LAST_STAGE = ("decoder.final_norm.", "output_layer.")
 
 
 def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
-    """Return the number of layers of each pipeline stage: equal for all but the last, which has the rest.
+    """Return the number of layers in each pipeline stage: equal for all but the last, which gets the remainder.
 
     Raises:
         ValueError: If there are fewer layers than stages.
     """
     if num_layers < num_stages:
         raise ValueError(
-            f"{num_layers} layers are fewer than {num_stages} pipeline stages; choose a smaller "
-            "--pipeline-model-parallel-size"
+            f"need at least one layer per pipeline stage, found {num_layers} layers and {num_stages} stages; "
+            "choose a smaller --pipeline-model-parallel-size"
         )
     longest = -(-num_layers // num_stages)
-    # The last stage also computes the logits, so it should be the shorter one.
+    # The last stage also computes the logits, so it gets fewer layers.
     length = longest if (num_stages - 1) * longest < num_layers else longest - 1
     return [length] * (num_stages - 1) + [num_layers - (num_stages - 1) * length]
 
@@ -38,9 +38,9 @@ class RankShard:
     """The shard of a model on one rank.
 
     Args:
-        layers: Its layers, numbered as in the whole model.
-        experts: Its experts in each mixture-of-experts layer.
-        is_tied: True if the output weights are the embeddings; the last stage then has a copy of them.
+        layers: Layers on this rank, numbered as in the whole model.
+        experts: Experts on this rank in each MoE layer.
+        is_tied: True if the output weights are tied to the embeddings; the last stage then has a copy of them.
     """
 
     layers: range
@@ -51,7 +51,7 @@ class RankShard:
 
     @staticmethod
     def of_process(architecture: HybridArchitecture) -> "RankShard":
-        """Return the shard of this process, by Megatron's parallel state."""
+        """Return the shard of this process according to Megatron's parallel state."""
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         lengths = stage_lengths(len(architecture.pattern), num_stages)
@@ -68,7 +68,7 @@ class RankShard:
         )
 
     def local_name(self, name: str) -> str | None:
-        """Return the local name of a parameter of the whole model; None if another rank has it."""
+        """Map a parameter name in the whole model to its name on this rank; None if another rank has it."""
         if name == EMBEDDINGS and not self.is_first_stage:
             return OUTPUT if self.is_last_stage and self.is_tied else None
         if name.startswith(_OF_LAST_STAGE) and not self.is_last_stage:
@@ -83,10 +83,12 @@ class RankShard:
 
 
 def check_ranks(architecture: HybridArchitecture) -> None:
-    """Raise `ValueError` unless the ranks of Megatron's parallel state can share the model."""
+    """Raise `ValueError` if the model cannot be split over the ranks in Megatron's parallel state."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     if (context := parallel_state.get_context_parallel_world_size()) > 1:
-        raise ValueError(f"context parallel size is {context}; a sequence's state cannot be split")
+        raise ValueError(
+            f"context parallel size is {context}, but must be 1 because a recurrent state cannot be split over ranks"
+        )
     if (for_experts := parallel_state.get_expert_tensor_parallel_world_size()) != size:
         raise ValueError(
             f"expert tensor parallel size is {for_experts}, but must equal the tensor parallel size {size}"
@@ -118,7 +120,7 @@ def _check_expert_ranks(architecture: HybridArchitecture, size: int) -> None:
 
 
 def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
-    """Return the sizes that are divided among tensor-parallel ranks."""
+    """Return the sizes that tensor-parallel ranks divide, keyed by their names in error messages."""
     attention, experts = architecture.attention, architecture.experts
     shared = {
         "vocab_size": architecture.vocab_size,

@@ -1,4 +1,4 @@
-"""Sizes that a shard of a hybrid model has for its requests, from the architecture alone, without weights."""
+"""Compute the `HybridModelShape` of a shard from the architecture, without building the model."""
 
 import torch
 from megatron.core import parallel_state
@@ -13,7 +13,7 @@ from .rank_shard import RankShard, check_ranks
 
 
 def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridModelShape:
-    """Return the shape of this rank's shard; raise `ValueError` if the ranks cannot share the model."""
+    """Return the shape of this rank's shard; raise `ValueError` if the model cannot be split over the ranks."""
     check_ranks(architecture)
     part = RankShard.of_process(architecture)
     return shard_shape(architecture, dtype, part.layers, parallel_state.get_tensor_model_parallel_world_size())
@@ -22,12 +22,12 @@ def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridMo
 def shard_shape(
     architecture: HybridArchitecture, dtype: torch.dtype, layers: range | None = None, num_tensor_ranks: int = 1
 ) -> HybridModelShape:
-    """Return the shape of a shard, without a fingerprint, which needs a built model.
+    """Return the shape of a shard with an empty fingerprint, which only a built model has.
 
     Args:
-        dtype: Of the weights.
-        layers: The rank's layers; None for all.
-        num_tensor_ranks: Ranks that share the layers; they divide the heads and their groups.
+        dtype: Dtype of the weights.
+        layers: Layers of the shard; None for all.
+        num_tensor_ranks: Number of tensor-parallel ranks, which divide the heads and groups.
     """
     attention, recurrence = architecture.attention, _recurrence(architecture.recurrent, num_tensor_ranks)
     layer_types = tuple(architecture.pattern if layers is None else architecture.pattern[layers.start : layers.stop])
@@ -66,7 +66,7 @@ def _recurrence(sizes: MambaSizes | GatedDeltaSizes, num_tensor_ranks: int) -> R
 
 
 def _layer_weights(architecture: HybridArchitecture, num_tensor_ranks: int) -> int:
-    """Return how many weights a layer multiplies a token with; of experts, those that it chooses."""
+    """Return the mean number of matrix weights per layer that a token uses, counting `top_k` experts."""
     total = 0
     for name, whole in parameters_of(architecture).items():
         if not name.startswith("decoder.layers.") or len(whole.shape) != 2:

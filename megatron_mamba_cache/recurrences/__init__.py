@@ -1,1 +1,1 @@
-"""The interface of a recurrence, and its states on the device: pool, moves between slots, cached forms."""
+"""Recurrent layers: their interface, and their states on the device (pool, copies between slots, cached forms)."""

@@ -1,17 +1,17 @@
-"""Align copy: cache the state at the block boundary that a verify step's accepted tokens reached.
+"""Align copy: cache the state at the block boundary that a request's accepted tokens reached in a verify step.
 
-The device decides. For each request, with running = computed + scheduled - drafts,
+The kernel decides on the device which requests to copy. With running = computed + scheduled - drafts,
 
     aligned = (running + max(accepted, 1) - 1) // block_size * block_size
     copy iff aligned >= running and aligned > 0;  shift = aligned - running
 
-Whole tensors are read from the slot of column state_column + shift. Windows are read from the slot of column
-state_column, from input `shift` on; their last inputs may be in a tail, one buffer for each request.
+For a whole tensor, the source is the slot in column state_column + shift. For a window, it is the slot in column
+state_column, starting at input `shift`; the last inputs may be in a separate buffer of the request, the tail.
 
-Layout: as in `slot_tiles`; a tile of a quantized tensor is a head's channels over all rows. Grid: the resident
-programs. Each decides for all requests and takes every n-th tile that moves, all layers and tensors: one request uses
-the whole device, and a step that moves nothing costs one decision. Graph safe: no host sync, one launch, grid fixed at
-capture.
+Layout: as in `slot_tiles`; a tile of a quantized tensor covers all rows of some channels of a head. Grid: as many
+programs as can run concurrently. Each evaluates the rule for all requests and copies every n-th tile over all layers
+and tensors. So one request uses the whole device, and a step without copies only evaluates the rule. Safe in CUDA
+graphs: no host sync, one launch, grid fixed at capture.
 """
 
 from collections.abc import Sequence
@@ -40,16 +40,16 @@ from .slot_tiles import (
 )
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
-QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)  # if a tensor is quantized
+QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)  # used if any tensor is quantized
 ROWS_AT_A_TIME = 256
-"""Requests decided at once; more take several rounds."""
+"""Number of requests that one loop iteration evaluates."""
 _QUANTIZED_WIDTH = 32
 _PAD = tl.constexpr(PAD_SLOT)
 _WHOLE, _WINDOW, _QUANTIZED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class _Rows(NamedTuple):
-    """A kernel's view of `AlignBatch` and of the tail buffers; None without a tail."""
+    """Kernel arguments from `AlignBatch`, and the buffer index of each request's tail; None without tails."""
 
     computed: Tensor
     scheduled: Tensor
@@ -65,14 +65,14 @@ class _Rows(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A kernel's view of one move: source, target, tail, and the compile-time sizes of its tiles.
+    """Kernel arguments for one move: source, target, tail, and the compile-time sizes of its tiles.
 
-    For a quantized tensor, `times` are heads, `length` rows of a head and `lanes` channels.
+    For a quantized tensor, `times` is the number of heads, `length` that of rows and `lanes` that of channels.
     """
 
     source: Any
     target: Any
-    tail: SlotStates  # unused if there is none
+    tail: SlotStates  # ignored if `has_tail` is False
     motion: int
     layers: int
     times: int
@@ -83,7 +83,7 @@ class _Cut(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of one slot."""
+        """Number of tiles per slot."""
         if self.motion == _QUANTIZED.value:
             return self.layers * self.times * triton.cdiv(self.lanes, self.width)
         return self.layers * triton.cdiv(self.length, self.width)
@@ -91,9 +91,10 @@ class _Cut(NamedTuple):
 
 @triton.jit
 def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
-    """Decide for ROWS requests: keep a state or not, and whether the target is another slot than the source.
+    """Evaluate the copy rule for ROWS requests.
 
-    Then whole source << 32 | window source, target << 32 | shift, and the buffer of the tail.
+    Returns [ROWS] each: whether to keep a state; whether its target differs from its source; (slot of whole tensors
+    << 32 | slot of windows); (target << 32 | shift); and the index of the tail buffer.
     """
     row = first_row + tl.arange(0, ROWS)
     exists = row < num_rows
@@ -102,14 +103,14 @@ def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     drafts = tl.load(rows.drafts + row, mask=exists, other=0)
     target = tl.load(rows.targets + row, mask=exists, other=_PAD)
     running = computed + scheduled - drafts
-    # Most requests are far from a boundary, whatever they accept: nothing more is read for those.
+    # Most requests cannot reach a boundary, however many tokens they accept; skip the remaining loads for them.
     is_near = (target != _PAD) & ((running + block_size - 1) // block_size * block_size - running < rows.num_columns)
     accepted = tl.load(rows.accepted + row * rows.accepted_stride, mask=is_near, other=1).to(tl.int32)
     state_column = tl.load(rows.state_columns + row, mask=is_near, other=0)
 
     aligned = (running + tl.maximum(accepted, 1) - 1) // block_size * block_size
     shift = aligned - running
-    # The counts of padding requests may be stale: their columns are the bound.
+    # The counts of padding requests may be stale, so check the column index against the number of columns.
     reached = is_near & (shift >= 0) & (aligned > 0) & (state_column + shift < rows.num_columns)
 
     column = rows.columns + row * rows.columns_stride + state_column
@@ -129,7 +130,7 @@ def _quantize_tiles(
     matrices, pointers, source, target, first_tile,
     LAYERS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Quantize every n-th tile of slot `source` into slot `target`, all layers: from `first_tile` on, n programs."""
+    """Quantize every n-th tile of slot `source`, starting at `first_tile`, into slot `target`; n is the grid size."""
     PARTS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     n = tl.arange(0, triton.next_power_of_2(D_STATE))
     has_n = n < D_STATE
@@ -186,14 +187,14 @@ def _align_copy_kernel(
 
 
 def align_copy(moves: Sequence[StateMove], rows: AlignBatch, block_size: int, tiling: CopyTiling | None = None) -> None:
-    """Copy the state at each boundary that accepted tokens reached into the request's target, in place.
+    """Copy the state at the boundary that each request's accepted tokens reached into the request's target slot.
 
-    Requests that reach no boundary, have no target or are padding copy nothing. Within a pool, the target may be one of
-    the request's own columns, a source included. All other bytes are unchanged.
+    Nothing is copied for padding, or for requests that reach no boundary or have no target. Within a pool, the target
+    may be one of the request's own columns, even the source. All other bytes are unchanged.
 
     Args:
-        moves: The tensors to copy, either all within their pools or all into others.
-        tiling: By default `QUANTIZING` if a tensor is quantized, else `TILING`.
+        moves: The tensors to copy; either all targets are in the pool of their source, or none is.
+        tiling: None: `QUANTIZING` if a tensor is quantized, else `TILING`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -202,7 +203,7 @@ def align_copy(moves: Sequence[StateMove], rows: AlignBatch, block_size: int, ti
     """
     moves = [move for move in moves if move.source.shape[0]]
     if block_size < 1:
-        raise ValueError(f"need block_size >= 1, found {block_size}")
+        raise ValueError(f"block_size must be at least 1, found {block_size}")
     if not moves:
         return
     check_moves(moves, rows.targets.shape[0])
@@ -242,7 +243,7 @@ def _cut(move: StateMove, tiling: CopyTiling) -> _Cut:
     if isinstance(target, QuantizedStates):
         heads, d_state, channels = source.shape[2:]
         width = min(_QUANTIZED_WIDTH, triton.next_power_of_2(channels))
-        matrices = SlotStates(source, source.stride(0), source.stride(1), time_stride=0)  # in elements
+        matrices = SlotStates(source, source.stride(0), source.stride(1), time_stride=0)  # strides in elements
         pointers = quantized_pointers(target)
         assert pointers is not None
         return _Cut(matrices, pointers, matrices, _QUANTIZED.value, num_layers, heads, d_state, channels, width)

@@ -1,4 +1,4 @@
-"""The batches of a step, as ops on states read them: packed tokens, and the slots of the requests' states."""
+"""Batches that the ops on states take: packed tokens, and the state slots of the requests."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,28 +7,28 @@ import torch
 from torch import Tensor
 
 PAD_SLOT = -1
-"""Slot number of no slot: reads as the zero state, and writes to it are dropped."""
+"""Slot number that stands for no slot: it reads as the zero state, and writes to it are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """Packed requests of a prefill, their chunks and their state slots; all tensors on the ops' device.
+    """Packed prefill requests, their chunks and their state slots; all tensors are on the device of the states.
 
-    Several requests may share an initial slot, and it may be a request's own final slot. Final and chunk slots are
-    pairwise distinct and never another request's initial slot. Tokens past the last request are padding.
+    Requests may share an initial slot, and a request's final slot may equal its initial slot. Otherwise final and chunk
+    slots are distinct, and none is the initial slot of another request. Tokens after the last request are padding.
 
     Args:
-        cu_seqlens: [requests + 1] int32; request r has the packed tokens [cu_seqlens[r], cu_seqlens[r + 1]).
-        initial_slots: [requests] int32; slot of the state before the first token, PAD_SLOT for the zero state.
-        final_slots: [requests] int32; slot that receives the state after the last token, PAD_SLOT for none. Without
-            tokens it receives the initial state.
-        cu_chunks: [chunks + 1] int32; packed starts of the chunks, in order, none across requests. An empty chunk is
-            padding.
-        chunk_requests: [chunks] int32; the request of each chunk.
-        chunk_slots: [chunks] int32; slot that receives the state at the chunk's end, PAD_SLOT for none.
-        cu_request_chunks: [requests + 1] int32; request r has the chunks [cu_request_chunks[r], cu_request_chunks[r +
-            1]).
-        longest_first: [requests] int32; the order in which to start their work.
+        cu_seqlens: [requests + 1] int32; request r has the packed tokens cu_seqlens[r] to cu_seqlens[r + 1] - 1.
+        initial_slots: [requests] int32; slot of the state before the first token; PAD_SLOT: the zero state.
+        final_slots: [requests] int32; slot that receives the state after the last token, or the initial state if the
+            request has no tokens; PAD_SLOT: do not store it.
+        cu_chunks: [chunks + 1] int32; packed start of each chunk, in order. No chunk spans two requests. An empty chunk
+            is padding.
+        chunk_requests: [chunks] int32; index of each chunk's request.
+        chunk_slots: [chunks] int32; slot that receives the state at the end of the chunk; PAD_SLOT: do not store it.
+        cu_request_chunks: [requests + 1] int32; request r has chunks cu_request_chunks[r] to
+            cu_request_chunks[r + 1] - 1.
+        longest_first: [requests] int32; indices of the requests in the order in which kernels start them.
     """
 
     cu_seqlens: Tensor
@@ -43,19 +43,20 @@ class PrefillBatch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Packed decode requests and their draft windows; all tensors on the ops' device.
+    """Packed decode requests and their draft windows; all tensors are on the device of the states.
 
-    A request starts from the state that its last step accepted, and keeps the state after each of its tokens, so that
-    any number of drafts may be rejected. The slot of column 0 also holds its conv window: of n tokens fed, the last
-    d_conv - 2 + n inputs, oldest first. Requests have distinct slots. Tokens past the last request are padding.
+    A draft window is a row of slots, one per token of a step. It stores the state after each token, so any number of
+    drafts can be rejected. The next step starts from the state after the last accepted token. The slot in column 0 also
+    holds the conv window: after a step of n tokens, the last d_conv - 2 + n inputs, oldest first. All slots are
+    distinct. Tokens after the last request are padding.
 
     Args:
-        cu_tokens: [requests + 1] int32; request r feeds the packed tokens [cu_tokens[r], cu_tokens[r + 1]).
-        columns: [requests, columns] int32; column j's slot receives the state after token j, PAD_SLOT past the last
-            one. PAD_SLOT in column 0 marks a padding request: its outputs are zeros, and it writes nothing.
-        accepted: [requests] int32, at least 1; tokens that the last step kept. The state is in column accepted - 1, and
-            the conv window begins at input accepted - 1.
-        max_len: Host bound of the tokens of a request, at most the number of columns.
+        cu_tokens: [requests + 1] int32; request r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1] - 1.
+        columns: [requests, columns] int32; the slot in column j receives the state after token j; PAD_SLOT after the
+            last token. PAD_SLOT in column 0 marks padding, whose outputs are zeros and which writes nothing.
+        accepted: [requests] int32, at least 1; number of tokens accepted in the last step. Its state is in column
+            accepted - 1, and the conv window begins at input accepted - 1.
+        max_len: Upper bound on the host for the number of tokens per request; at most the number of columns.
     """
 
     cu_tokens: Tensor
@@ -65,7 +66,7 @@ class DecodeBatch:
 
 
 class DecodeView(NamedTuple):
-    """A kernel's view of `DecodeBatch`."""
+    """The tensors of a `DecodeBatch` as kernel arguments."""
 
     cu_tokens: Tensor
     columns: Tensor
@@ -74,18 +75,18 @@ class DecodeView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplayBatch:
-    """Packed decode requests whose states are replayed from a buffer each; all tensors on the ops' device.
+    """Packed decode requests whose states are recomputed from a buffer; all tensors are on the device of the states.
 
-    A request's slot holds its base, the state after `folded` tokens; its buffer holds the inputs of the tokens after
-    them. Requests have distinct slots and buffers. Tokens past the last request are padding.
+    A request's slot holds its base: the state after its first `folded` tokens. Its buffer holds the inputs of the
+    following tokens. Slots and buffers are distinct. Tokens after the last request are padding.
 
     Args:
-        cu_tokens: [requests + 1] int32; request r feeds the packed tokens [cu_tokens[r], cu_tokens[r + 1]).
-        slots: [requests] int32; slot of the base. PAD_SLOT marks a padding request, as in `DecodeBatch`.
-        buffers: [requests] int32; index of the buffer.
-        folded: [requests] int32; tokens that are in the base before the step.
-        computed: [requests] int32; tokens before the step, at least `folded`: the position of the first token.
-        max_tokens: Host bound of the tokens of a request.
+        cu_tokens: [requests + 1] int32; request r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1] - 1.
+        slots: [requests] int32; slot of the base. PAD_SLOT marks padding, as in `DecodeBatch`.
+        buffers: [requests] int32; index of each request's buffer.
+        folded: [requests] int32; number of tokens included in the base before the step.
+        computed: [requests] int32, at least `folded`; number of tokens before the step, so the position of the first.
+        max_tokens: Upper bound on the host for the number of tokens per request.
     """
 
     cu_tokens: Tensor
@@ -98,20 +99,21 @@ class ReplayBatch:
 
 @dataclass(frozen=True, slots=True)
 class AlignBatch:
-    """Inputs of a step's align copy; all tensors on the pools' device.
+    """Arguments of an align copy; all tensors are on the device of the pools.
 
-    A request copies at most one state. Targets are pairwise distinct and never another request's source. Where one is
-    copied, state_columns + shift is one of the request's columns.
+    At most one state per request is copied. Targets are distinct, and none is the source of another request. If a state
+    is copied, state_columns + shift must be a column of the request.
 
     Args:
-        computed: [requests] int32; tokens before the step.
-        scheduled: [requests] int32; tokens fed in the step, drafts included.
-        drafts: [requests] int32.
-        accepted: [requests] int32 or int64, of any stride; tokens kept, the base token included; 0 counts as 1.
-        columns: [requests, columns] int32; slots of the draft window, PAD_SLOT for padding requests.
+        computed: [requests] int32; number of tokens before the step.
+        scheduled: [requests] int32; number of tokens fed in the step, including drafts.
+        drafts: [requests] int32; number of drafts.
+        accepted: [requests] int32 or int64, any stride; number of accepted tokens, including the base token; 0 counts
+            as 1.
+        columns: [requests, columns] int32; slots of the draft window; PAD_SLOT for padding.
         state_columns: [requests] int32; column that holds the state after the base token.
-        targets: [requests] int32; slot that receives the state at the one boundary that the step can reach, PAD_SLOT
-            for none.
+        targets: [requests] int32; slot that receives the state at the only boundary that the step can reach; PAD_SLOT:
+            do not copy.
     """
 
     computed: Tensor
@@ -124,7 +126,7 @@ class AlignBatch:
 
 
 def full_sequences(num_requests: int, length: int, grain: int, device: torch.device) -> PrefillBatch:
-    """Return the batch of a plain full-sequence forward: equal lengths, zero initial states, no state kept."""
+    """Return a batch of equally long sequences that start from zero states and store no states."""
     chunk_starts = torch.arange(0, length, grain, dtype=torch.int32, device=device)
     request_starts = torch.arange(0, (num_requests + 1) * length, length, dtype=torch.int32, device=device)
     starts = (request_starts[:-1, None] + chunk_starts).flatten()
@@ -145,24 +147,24 @@ def full_sequences(num_requests: int, length: int, grain: int, device: torch.dev
 
 
 def check_decode_batch(rows: DecodeBatch, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of a batch fit together and are on `device`."""
+    """Raise a `ValueError` unless the tensors of the batch match each other and are on `device`."""
     num_requests = rows.accepted.shape[0]
     check_vectors({"cu_tokens": (rows.cu_tokens, num_requests + 1), "accepted": (rows.accepted, num_requests)}, device)
     columns = rows.columns
     if columns.dim() != 2 or columns.shape[0] != num_requests or not 1 <= rows.max_len <= columns.shape[1]:
         raise ValueError(
-            f"need columns for {num_requests} requests and max_len from 1 to their number, "
-            f"found {tuple(columns.shape)} and {rows.max_len}"
+            f"need columns [{num_requests}, columns] and max_len between 1 and the number of columns, "
+            f"found columns {tuple(columns.shape)} and max_len {rows.max_len}"
         )
     if columns.dtype != torch.int32 or columns.device != device or not columns[:1].is_contiguous():
         raise ValueError(
-            f"need columns of int32 on {device}, contiguous for each request, "
+            f"need int32 columns on {device}, contiguous for each request, "
             f"found {columns.dtype} on {columns.device} with strides {columns.stride()}"
         )
 
 
 def check_prefill_batch(rows: PrefillBatch, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of a batch fit together and are on `device`."""
+    """Raise a `ValueError` unless the tensors of the batch match each other and are on `device`."""
     num_requests, num_chunks = rows.final_slots.shape[0], rows.chunk_requests.shape[0]
     vectors = {
         "cu_seqlens": (rows.cu_seqlens, num_requests + 1),
@@ -178,10 +180,10 @@ def check_prefill_batch(rows: PrefillBatch, device: torch.device) -> None:
 
 
 def check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) -> None:
-    """Raise a ValueError unless each tensor is a contiguous int32 vector of the given length, on `device`."""
+    """Raise a `ValueError` unless each tensor is a contiguous int32 vector of the given length on `device`."""
     for name, (values, length) in vectors.items():
         if values.dtype != torch.int32 or values.device != device:
-            raise ValueError(f"need {name} of int32 on {device}, found {values.dtype} on {values.device}")
+            raise ValueError(f"need int32 {name} on {device}, found {values.dtype} on {values.device}")
         if tuple(values.shape) != (length,) or not values.is_contiguous():
             raise ValueError(
                 f"need contiguous {name} of shape ({length},), "
@@ -190,7 +192,7 @@ def check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) 
 
 
 class PackedTokens:
-    """Convert between packed decode tokens and [requests, max_len], where `inside` marks real tokens, not padding."""
+    """Conversion between packed tokens and a padded tensor [requests, max_len]; `inside` marks the real tokens."""
 
     def __init__(self, rows: DecodeBatch) -> None:
         starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
@@ -198,14 +200,14 @@ class PackedTokens:
         self.inside = (self._positions < ends[:, None]) & (rows.columns[:, :1] != PAD_SLOT)
 
     def gather(self, packed: Tensor) -> Tensor:
-        """Return [tokens, ...] as [requests, max_len, ...]; arbitrary tokens where `inside` is False."""
+        """Convert packed tokens [tokens, ...] to [requests, max_len, ...]; values outside `inside` are arbitrary."""
         positions = self._positions.clamp_max(packed.shape[0] - 1).flatten()
         return packed.index_select(0, positions).unflatten(0, self.inside.shape)
 
     def scatter(self, padded: Tensor, like: Tensor) -> Tensor:
-        """Return [requests, max_len, ...] as packed tokens of the shape and dtype of `like`, zeros elsewhere."""
+        """Convert [requests, max_len, ...] to packed tokens in the shape and dtype of `like`; padding becomes zeros."""
         num_tokens = like.shape[0]
-        packed = like.new_zeros(num_tokens + 1, *like.shape[1:])  # the last one receives padding
+        packed = like.new_zeros(num_tokens + 1, *like.shape[1:])  # the additional last token receives padding
         targets = torch.where(self.inside, self._positions, num_tokens).flatten()
         packed.index_copy_(0, targets, padded.flatten(0, 1).to(like.dtype))
         return packed[:num_tokens]

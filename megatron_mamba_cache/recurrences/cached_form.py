@@ -1,4 +1,4 @@
-"""The forms of cached states: like live ones, or with matrices quantized to 8 bits."""
+"""Formats in which cached states are stored: unchanged, or with matrices quantized to 8 bits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,16 @@ from .slot_copies import copy_slots
 
 @dataclass(frozen=True, slots=True)
 class CachedForm:
-    """How cached states are stored.
+    """Format in which cached states are stored.
 
     Args:
-        values: The dtype of quantized matrices, a key of `MOST_VALUES`; None if cached states are slots of the live
-            pool.
+        values: Dtype of quantized matrices, a key of `MOST_VALUES`; None: cached states are slots of the live pool.
     """
 
     values: torch.dtype | None = None
 
     def layout(self, groups: Sequence[StateGroup], live: SlotLayout) -> SlotLayout:
-        """Return the layout of a cached state's slot; `live` is that of a live state."""
+        """Return the layout of a slot that holds a cached state; `live` is the layout for live states."""
         if self.values is None:
             return live
         return SlotLayout(
@@ -46,15 +45,15 @@ class CachedForm:
 
 
 CACHED_FORMS = {"live": CachedForm(), "int8": CachedForm(torch.int8), "fp8": CachedForm(torch.float8_e4m3fn)}
-"""All forms by name; `CacheConfig.RULES` lists those that settings offer."""
+"""All formats by name; `CacheConfig.RULES` lists those that can be configured."""
 
 
 class StoredStates:
-    """The tensors that hold cached states: the live pool's, or others in a cached form.
+    """Tensors that hold cached states: those of the live pool, or separate ones in a quantized format.
 
     Args:
-        live: A tensor for each tensor of the groups, [layers, slots, ...].
-        parts: The tensors of `CachedForm.layout`; None for the live ones.
+        live: One tensor [layers, slots, ...] per `StateTensor` of the groups.
+        parts: The tensors described by `CachedForm.layout`; None: cached states are in the live tensors.
     """
 
     def __init__(self, groups: Sequence[StateGroup], live: Sequence[Tensor], parts: Sequence[Tensor] | None) -> None:
@@ -70,16 +69,16 @@ class StoredStates:
         return self.parts[0].device
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """Return the shape of one layer of the tensor `index`."""
+        """Return the shape of one layer's state in the tensor `index`."""
         storage = self._storages[index]
         return tuple((storage.values if isinstance(storage, QuantizedStates) else storage).shape[2:])
 
     def storage(self, index: int) -> Tensor | QuantizedStates:
-        """Return the tensor `index`, counted over all groups, with all layers."""
+        """Return the tensor `index`, counted over all groups; it includes all layers."""
         return self._storages[index]
 
     def layer(self, index: int, layer: int) -> Tensor | QuantizedStates:
-        """Return one layer of the tensor `index`, counted over all groups."""
+        """Return one layer of the tensor `index`; indices count over all groups."""
         storage = self._storages[index]
         return storage.of_layer(layer) if isinstance(storage, QuantizedStates) else storage[layer]
 
@@ -91,10 +90,11 @@ class StoredStates:
         tails: Mapping[int, DraftInputs] | None = None,
         only_windows: bool = False,
     ) -> None:
-        """Store the states at the boundaries that requests reached.
+        """Cache the states at the boundaries that requests reached, as `align_copy` does.
 
         Args:
-            tails: The rest of windows that are not whole in their slots, by the index of their tensor.
+            tails: By tensor index, the inputs of windows that are not stored in slots.
+            only_windows: If True, copy windows only.
         """
         moves = []
         for index, (tensor, live) in enumerate(zip(self._tensors, self._live, strict=True)):
@@ -106,16 +106,16 @@ class StoredStates:
         align_copy(moves, rows, block_size)
 
     def restore(self, src: Tensor, dst: Tensor) -> None:
-        """Copy stored slots to live ones, all tensors; do nothing if they are the same slots.
+        """Copy cached states to live slots; do nothing if cached states are slots of the live pool.
 
         Args:
-            src, dst: [n] int32 slot numbers on the device; a pair holding PAD_SLOT is skipped.
+            src, dst: [n] int32 slot numbers on the device; pairs that contain PAD_SLOT are skipped.
         """
         if not self.is_live:
             self.restore_to(self._live, src, dst)
 
     def restore_to(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Copy stored slots to slots of tensors like the live ones; arguments as in `restore`."""
+        """Copy cached states to slots of `live`, tensors shaped like the live pool's; see `restore`."""
         quantized, others = self._pairs(live)
         for storage, states in quantized:
             restore_states(storage, states, src, dst)
@@ -123,10 +123,11 @@ class StoredStates:
             copy_slots([storage for storage, _ in others], [states for _, states in others], src, dst)
 
     def store_from(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Store slots of tensors like the live ones, or of these: the inverse of `restore_to`.
+        """Cache the states in slots of `live`, tensors shaped like the live pool's: the inverse of `restore_to`.
 
         Args:
-            dst: Pairwise distinct; no slot of `src` if both are slots of the same tensors.
+            src: [n] int32 slots of `live`.
+            dst: [n] int32 distinct slots; none may be in `src` if both refer to the same tensors.
         """
         quantized, others = self._pairs(live)
         for storage, states in quantized:
@@ -136,7 +137,7 @@ class StoredStates:
             copy_slots([states for _, states in others], [storage for storage, _ in others], src, dst)
 
     def store_layer(self, index: int, layer: int, slot: int, state: Tensor) -> None:
-        """Store one layer's state of one tensor; `state` has the shape of a slot."""
+        """Store one layer's state in a slot of the tensor `index`; `state` has shape `shape(index)`."""
         storage = self._storages[index]
         if isinstance(storage, QuantizedStates):
             slots = torch.tensor([slot], dtype=torch.int32, device=self.device)
@@ -147,7 +148,7 @@ class StoredStates:
     def _pairs(
         self, live: Sequence[Tensor]
     ) -> tuple[list[tuple[QuantizedStates, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """Return (storage, live tensor) for quantized tensors, and for the others, cut to what is cached."""
+        """Return pairs (storage, live tensor): the quantized ones, then the rest, cut to the cached inputs."""
         quantized, others = [], []
         for tensor, storage, states in zip(self._tensors, self._storages, live, strict=True):
             if isinstance(storage, QuantizedStates):
@@ -159,7 +160,7 @@ class StoredStates:
 
 
 def _paired(tensors: Sequence[StateTensor], parts: Sequence[Tensor]) -> list[Any]:
-    """Return the storage of each tensor: a part of the layout, or values and scales."""
+    """Return the storage of each tensor: one entry of `parts`, or `QuantizedStates` made from two entries."""
     remaining = iter(parts)
     return [
         QuantizedStates(next(remaining), next(remaining)) if tensor.is_matrix else next(remaining) for tensor in tensors

@@ -1,6 +1,6 @@
-"""The interface of a recurrence: its state tensors, its grain, and how the states of drafts are kept.
+"""Interface of a recurrence: its state tensors, its chunk size, and the storage of draft states.
 
-A slot of the state pool holds the tensors of all groups of layers.
+A slot of the state pool holds the state tensors of all recurrent layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from .batches import AlignBatch
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of a state.
+    """Description of one tensor of a recurrent state.
 
     Args:
-        name: Unique within its group.
-        shape: What one cached state keeps of one layer. The first dimension of a window is time, oldest input first.
-        motion: "whole" if each token replaces the tensor, "window" if each token shifts it by one input.
-        per: "slot" if all layers of the group share the tensor.
-        is_matrix: True for [heads, rows, channels]: quantized forms scale each channel. All other tensors are cached
-            unchanged.
+        name: Name, unique within the group.
+        shape: Shape of one layer's tensor in a cached state. The first dimension of a window is time, oldest first.
+        motion: "whole" if each token replaces the tensor; "window" if each token shifts it by one input.
+        per: "layer" if each layer has a tensor; "slot" if all layers of the group share one.
+        is_matrix: True if the tensor is [heads, rows, channels] and may be quantized, with a scale per channel. Other
+            tensors are cached unchanged.
     """
 
     name: str
@@ -36,19 +36,19 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Layers of a recurrence with equal sizes; `layers` are indices among the recurrent layers of this rank."""
+    """Layers with the same state tensors; `layers` are indices among the recurrent layers on this rank."""
 
     layers: tuple[int, ...]
     tensors: tuple[StateTensor, ...]
 
     def num_layers_of(self, tensor: StateTensor) -> int:
-        """Return how many layers of a tensor a slot holds."""
+        """Return the number of copies of a tensor per slot: one for each layer, or one if layers share it."""
         return len(self.layers) if tensor.per == "layer" else min(len(self.layers), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StateDtypes:
-    """The configured dtypes of the parameters (`model`), and of state tensors by their motion."""
+    """Dtypes of the model's parameters and of the state tensors, by `StateTensor.motion`."""
 
     model: torch.dtype
     window: torch.dtype
@@ -57,13 +57,13 @@ class StateDtypes:
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """One layer's view of the state pool.
+    """The part of the state pool that belongs to one layer.
 
     Args:
-        live: [slots, ...] each, by name: the live states.
-        cached: Storage of the states at boundaries, by name; `live` itself unless the cached form is another. A
-            quantized tensor is a `QuantizedStates`.
-        drafts: The layer's draft storage; None if the states of drafts are in slots.
+        live: Tensors [slots, ...] of live states, by name.
+        cached: Tensors of cached states, by name; the same as `live` if cached states are not quantized. A quantized
+            tensor is a `QuantizedStates`.
+        drafts: Draft storage of the layer; None if draft states are in slots.
     """
 
     live: Mapping[str, Tensor]
@@ -72,60 +72,61 @@ class LayerStates:
 
 
 class Recurrence(Protocol):
-    """The sizes of a recurrence on this rank."""
+    """Protocol for a type of recurrence with its sizes on this rank."""
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """Name of the folder that implements the recurrence."""
 
     @property
     def grain(self) -> int:
-        """Tokens; the block size is a multiple of it."""
+        """Chunk size of the scan in tokens; the block size must be a multiple of it."""
 
     def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
-        """Return the tensors of a layer's state."""
+        """Return the tensors that make up the state of a layer."""
 
     def chunk_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that the scan allocates for a chunk of any length, besides those of its tokens."""
+        """Return the scratch memory in bytes that the scan needs per chunk, in addition to that per token."""
 
 
 class BufferLayout(Protocol):
-    """The layout of the draft storage of each running request."""
+    """Protocol for the layout of the replay buffer that each running request has."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one request's buffer, over all layers of this rank."""
+        """Size in bytes of one request's buffer, over all layers on this rank."""
 
     def storage(self, live: Any, num_requests: int, fold_len: int) -> "DraftStorage":
-        """Return draft storage for so many requests, all zero.
+        """Allocate draft storage for `num_requests` requests, filled with zeros.
 
         Args:
             live: The `StoredStates` of the live pool.
-            fold_len: Tokens after which a replayed state is written.
+            fold_len: Number of buffered tokens after which a fold applies them to the state in the slot.
         """
 
 
 @runtime_checkable
 class ReplayedRecurrence(Recurrence, Protocol):
-    """A recurrence that can replay states from the inputs of their latest tokens."""
+    """Protocol for a recurrence that can recompute a state from an older state and the inputs of later tokens."""
 
     @property
     def replays_fast(self) -> bool:
-        """True if the current device has a kernel for states of these sizes."""
+        """True if the current device has a replay kernel for these state sizes."""
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> BufferLayout:
-        """Return the layout of a request's buffer, for the layers of this rank."""
+        """Return the layout of a request's replay buffer for the layers on this rank."""
 
 
 class LiveState(NamedTuple):
-    """The live state of a decoding request between two steps.
+    """Location of a decoding request's state between two steps.
 
     Args:
         slot: The live slot.
-        accepted_slot: Slot of the accepted column of its draft window; the live slot if it has none.
-        accepted: Tokens that the last step kept.
-        buffer: Index of the request's buffer in `DraftStorage`, if it has one.
-        folded, computed: Tokens in the live slot's state, and computed tokens; the first may be fewer.
+        accepted_slot: Slot that holds the state after the last accepted token; the live slot if drafts have no slots.
+        accepted: Number of tokens accepted in the last step.
+        buffer: Index of the request's replay buffer; 0 without replay.
+        folded: Number of tokens included in the state in the live slot.
+        computed: Number of computed tokens, at least `folded`.
     """
 
     slot: int
@@ -142,17 +143,17 @@ class LiveState(NamedTuple):
 
 
 class DraftStorage(Protocol):
-    """How the states of drafts are kept until it is known how many are accepted."""
+    """Protocol for storing draft states until it is known which drafts are accepted."""
 
     def layer(self, index: int) -> Any:
-        """Return the draft storage of a recurrent layer; None if slots alone hold its states."""
+        """Return the draft storage of a recurrent layer; None if all draft states are in slots."""
 
     def cache_boundaries(self, stored: Any, replay: Any, rows: AlignBatch, block_size: int) -> None:
-        """Cache the states at the boundaries that requests reached, decided on the device.
+        """Cache the states at the block boundaries that requests reached; the device decides which.
 
         Args:
-            stored: A `StoredStates`: where cached states are.
-            replay: The step's `ReplayBatch`; None if states were not replayed.
+            stored: The `StoredStates` that receives the states.
+            replay: The `ReplayBatch` of the step; None if draft states are in slots.
         """
 
     def resolve(self, states: Sequence[LiveState]) -> None:

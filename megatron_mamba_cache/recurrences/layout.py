@@ -1,8 +1,8 @@
-"""The layout of slots and KV blocks: shapes, sizes, and views of the device memory.
+"""Memory layout of state slots and KV blocks: shapes, sizes, and views of the device memory.
 
-A KV buffer is [2, layers, blocks, block size, kv heads, head dim]: keys, then values. State tensors are those of a
-layout's parts, each [layers, slots, ...]. All are views of one memory cut into slabs, in which all layers of a block
-are contiguous, and all layers of a slot.
+The KV buffer has the shape [2, layers, blocks, block size, kv heads, head dim]: keys, then values. Each state tensor is
+[layers, slots, ...]. They are views of one allocation, which is split into slabs. Within a slab, the layers of a block
+are contiguous, and so are the layers of a slot.
 """
 
 import math
@@ -18,11 +18,11 @@ from .slab_shape import SlabShape, UnitBytes, aligned
 
 @dataclass(frozen=True, slots=True)
 class SlotPart:
-    """One tensor of a slot.
+    """Layout of one tensor within a slot.
 
     Args:
-        num_layers: Layers of this rank that have it; 1 if all layers of a group share it.
-        shape: Of one layer.
+        num_layers: Number of layers on this rank that have the tensor; 1 if all layers of a group share it.
+        shape: Shape for one layer.
     """
 
     num_layers: int
@@ -31,31 +31,31 @@ class SlotPart:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one layer."""
+        """Size of one layer in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def aligned_bytes(self) -> int:
-        """Stride between layers, if a slot's bytes are contiguous."""
+        """Stride in bytes between layers in a slab."""
         return aligned(self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """One slot over the recurrent layers of this rank.
+    """Layout of one slot over all recurrent layers on this rank.
 
     Args:
-        parts: In the order of their bytes, if a slot's bytes are contiguous; all layers of the first come first.
+        parts: The tensors, in memory order: all layers of the first part, then all layers of the second, and so on.
     """
 
     parts: tuple[SlotPart, ...]
 
     @staticmethod
     def of(groups: Sequence[StateGroup], num_drafts: int = 0) -> "SlotLayout":
-        """Return the layout of live states: a part for each tensor of each group.
+        """Return the layout of live states, with one part per tensor in each group.
 
         Args:
-            num_drafts: Inputs of drafts that a window has room for, after those that a cached one keeps.
+            num_drafts: Number of draft inputs that each window can hold in addition to the cached inputs.
         """
         return SlotLayout(
             tuple(
@@ -71,21 +71,21 @@ class SlotLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot over all layers and parts."""
+        """Size of one slot in bytes, over all layers and parts, without alignment."""
         return sum(part.num_layers * part.num_bytes for part in self.parts)
 
     @property
     def aligned_bytes(self) -> int:
-        """Bytes of a slot with contiguous layers."""
+        """Size of one slot in bytes, if each layer of each part is aligned."""
         return sum(part.num_layers * part.aligned_bytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The KV blocks of a rank.
+    """Layout of the KV blocks on a rank.
 
     Args:
-        num_layers: Attention layers.
+        num_layers: Number of attention layers.
         block_shape: (block size, kv heads, head dim).
     """
 
@@ -95,12 +95,12 @@ class BlockLayout:
 
     @property
     def num_elements(self) -> int:
-        """Elements of one layer's keys, or values, of a block."""
+        """Number of elements in one block's keys (or values) for one layer."""
         return math.prod(self.block_shape)
 
 
 def state_tensors(states: SlotLayout, num_slots: int, device: torch.device | int | str) -> tuple[Tensor, ...]:
-    """Return a tensor for each part of the states, with memory of its own, all zero."""
+    """Allocate a separate zero tensor for each part of the layout."""
     return tuple(
         torch.zeros((part.num_layers, num_slots, *part.shape), dtype=part.dtype, device=device) for part in states.parts
     )
@@ -114,12 +114,12 @@ def slab_tensors(
     num_slabs: int,
     device: torch.device | int | str,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the state tensors and a KV buffer over the same memory, all zero.
+    """Allocate one zero-filled memory, and return the state tensors and the KV buffer as views of it.
 
-    Slot s and block b are where `SlabSpace` puts them; one more block follows the last slab.
+    `SlabSpace` defines which slots and blocks each slab contains. One additional block follows the last slab.
 
     Args:
-        unit: Bytes that this rank stores of a state and of a block.
+        unit: Sizes of a state and a block on this rank.
     """
     slab_bytes = slab.slab_bytes(unit)
     memory = torch.zeros(num_slabs * slab_bytes + unit.block, dtype=torch.uint8, device=device)
@@ -136,7 +136,7 @@ def slab_tensors(
 
 
 def bytes_of(*views: Tensor) -> Tensor:
-    """Return the memory of `slab_tensors`, [bytes] uint8."""
+    """Return the whole memory that the views of `slab_tensors` share, as [bytes] uint8."""
     view = max(views, key=lambda tensor: tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 
@@ -144,7 +144,7 @@ def bytes_of(*views: Tensor) -> Tensor:
 def _view(
     memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...], lead_bytes: tuple[int, ...], first_byte: int
 ) -> Tensor:
-    """Return a view with leading strides of `lead_bytes` and contiguous other dimensions."""
+    """Return a view whose leading dimensions have the strides `lead_bytes`; the other dimensions are contiguous."""
     inner = torch.empty(shape[len(lead_bytes) :], device="meta").stride()
     strides = (*(num_bytes // dtype.itemsize for num_bytes in lead_bytes), *inner)
     if math.prod(shape) == 0:

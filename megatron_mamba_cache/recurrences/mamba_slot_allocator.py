@@ -1,4 +1,4 @@
-"""Cached Mamba states by KV block, under the method names of Megatron's documented allocator."""
+"""Slot allocator for cached Mamba states, with the method names of Megatron's documented allocator."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .pool import StatePool
 from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""Most boundaries that a prompt determines: the end of its KV match, its last and its second to last."""
+"""Maximum number of boundaries per prompt without a stride: end of the KV match, second to last and last boundary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class _StoredOffset:
 
 
 class StateSlotAllocator:
-    """Allocate slots for the Mamba states at the ends of KV blocks, over an engine's pool and slot map.
+    """Allocator of slots for the Mamba states at the ends of KV blocks, on top of an engine's state and slot pools.
 
-    Methods mirror Megatron's class, and keep its -1 and bool results.
+    Methods have the signatures and results of Megatron's class, such as -1 for a missing slot.
     """
 
     def __init__(
@@ -46,29 +46,28 @@ class StateSlotAllocator:
         self._rule = rule
         self._reservations = reservations
         self._hashes: dict[BlockId, int] = {}
-        self._stored: dict[int, list[_StoredOffset]] = {}  # request index -> boundaries of its running chunk
+        self._stored: dict[int, list[_StoredOffset]] = {}  # request index -> boundaries in its current prefill chunk
 
     def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
-        """Return a slot for each block, evicting states of lowest priority if needed.
+        """Return a slot for each block; evict the states with the lowest priority if needed.
 
-        The same block twice gets one slot. The caller must fill a new slot before it can be matched: in an engine,
-        before the next step.
+        A block that occurs twice gets one slot. The caller must write a new slot before a request can match it: in an
+        engine, before the next step.
 
         Raises:
-            CacheCapacityError: If there are too few slots; nothing has changed then.
+            CacheCapacityError: If there are too few slots; no slot is allocated or evicted in this case.
             ValueError: If a block id is negative.
         """
         blocks = [BlockId(int(block)) for block in block_ids]
         if blocks and min(blocks) < 0:
-            raise ValueError(f"block ids {blocks} contain a negative one; padding has no slot")
+            raise ValueError(f"block ids must not be negative, found {blocks}; remove padding from the list")
         held = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is not None]
         missing = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is None]
         available = self.slots.num_available - sum(not self.slots.is_pinned(block) for block in held)
         if len(missing) > available:
             raise CacheCapacityError(
-                f"need {len(missing)} state slots in addition to those of the same call, {available} available of "
-                f"{self.slots.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb "
-                "if that is set, or max_slots"
+                f"need {len(missing)} new state slots, but {available} of {self.slots.num_slots} are available; raise "
+                "--cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb if that is set, or max_slots"
             )
         for block in held:
             self.slots.pin(block)
@@ -77,11 +76,11 @@ class StateSlotAllocator:
             self.slots.unpin(block)
         for block, slot in zip(missing, new_slots, strict=True):
             self.slots.publish(slot, block)
-            self._hashes.pop(block, None)  # of a state that was evicted
+            self._hashes.pop(block, None)  # a hash may remain from an evicted state
         return [self.get_slot(block) for block in blocks]
 
     def get_slot(self, block_id: int) -> int:
-        """Return the block's slot, -1 if it has none."""
+        """Return the slot of the block's state; -1 if it has none."""
         slot = self.slots.slot_of(BlockId(int(block_id)))
         return -1 if slot is None else slot
 
@@ -90,7 +89,7 @@ class StateSlotAllocator:
         return self.get_slot(block_id) >= 0
 
     def invalidate_block(self, block_id: int) -> None:
-        """Drop the block's state and hash, and any slot reserved for it."""
+        """Drop the block's cached state and hash, and release any slot reserved for it."""
         block = BlockId(int(block_id))
         self.slots.drop(block)
         self._hashes.pop(block, None)
@@ -100,55 +99,55 @@ class StateSlotAllocator:
             self._stored[request_idx] = [item for item in stored if item.block != block]
 
     def on_kv_blocks_deregistered(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
-        """Drop the states of blocks that leave the KV cache; `hashes`, of Megatron's signature, is unused."""
+        """Drop the states of blocks that are removed from the KV cache; `hashes` is unused."""
         for block in block_ids:
             self.invalidate_block(block)
 
     def register_block_hashes_batch(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
-        """Store the hash of each block that holds a state; only positive ones count."""
+        """Store the hashes of blocks that have a cached state; hashes that are not positive are ignored."""
         for block, block_hash in zip(block_ids, hashes, strict=True):
             if block_hash > 0 and self.has_state(block):
                 self._hashes[BlockId(int(block))] = block_hash
 
     def hash_of(self, block_id: int) -> int | None:
-        """Return the hash registered for the block's state; None if there is none."""
+        """Return the hash registered for the block; None if it has no hash or no cached state."""
         return self._hashes.get(BlockId(int(block_id))) if self.has_state(block_id) else None
 
     def store_from_tensors(self, block_id: int, layer_idx: int, ssm_state: Tensor, conv_state: Tensor) -> None:
-        """Write one layer's state of a block that has a slot.
+        """Write one layer's state to the slot of a block.
 
         Raises:
-            ValueError: If the block has no slot (allocate one first), or the layer or a shape is not the pool's.
+            ValueError: If the block has no slot, the layer does not exist, or a state has another shape than the pool.
         """
         slot, cached = self.get_slot(block_id), self.state_pool.cached
         if slot < 0:
             raise ValueError(f"block {block_id} has no state slot; call allocate_slots_batch first")
         num_layers = len(self.state_pool.groups[0].layers)
         if not 0 <= layer_idx < num_layers:
-            raise ValueError(f"layer_idx is {layer_idx}; it must be from 0 to {num_layers - 1}")
+            raise ValueError(f"layer_idx must be between 0 and {num_layers - 1}, found {layer_idx}")
         states = {"conv_state": conv_state, "ssm_state": ssm_state}
         for index, (name, state) in enumerate(states.items()):
             if tuple(state.shape) != (shape := cached.shape(index)):
-                raise ValueError(f"{name} has shape {tuple(state.shape)}; a layer's is {shape}")
+                raise ValueError(f"{name} must have shape {shape}, found {tuple(state.shape)}")
         for index, state in enumerate(states.values()):
             cached.store_layer(index, layer_idx, slot, state)
 
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
-        """Copy the live states of requests to slots, all layers and state types.
+        """Copy the live states of requests to slots, for all layers and state tensors.
 
         Raises:
-            ValueError: If a slot is negative or the lengths disagree; nothing has changed then.
+            ValueError: If a slot is negative or the lengths differ; nothing is copied in this case.
         """
         targets, sources = [int(slot) for slot in slots], [int(request_idx) for request_idx in request_indices]
         if targets and min(targets) < 0:
-            raise ValueError(f"slots {targets} contain a negative one; padding takes no state")
+            raise ValueError(f"slots must not be negative, found {targets}; remove padding from the list")
         if len(targets) != len(sources):
-            raise ValueError(f"{len(targets)} slots for {len(sources)} request indices; give one for each")
+            raise ValueError(f"need one slot per request, found {len(targets)} slots and {len(sources)} requests")
         live_slots = [self._live_slot(request_idx) for request_idx in sources]
         self.state_pool.cached.store_from(self._live_states, *self._sent(live_slots, targets))
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
-        """Copy the block's state to the request's live slot; return False if there is none."""
+        """Copy the block's cached state to the request's live slot; return False if the block has no state."""
         slot = self.get_slot(block_id)
         if slot < 0:
             return False
@@ -165,11 +164,11 @@ class StateSlotAllocator:
         matched_block_ids: Sequence[int],
         overall_required_blocks: int,
     ) -> None:
-        """Reserve a slot for each boundary of a prefill chunk that should have a state and has none.
+        """Reserve slots for the boundaries in a prefill chunk at which a state should be cached and is not yet.
 
-        The chunk covers `prefill_chunk_length` tokens from `req.finished_chunk_token_count`; its first `skip_tokens`
-        are not computed, and offsets count from the first computed one. Boundaries without a free slot are skipped. The
-        last two arguments, of Megatron's signature, are unused.
+        The chunk has `prefill_chunk_length` tokens, starting at `req.finished_chunk_token_count`. Its first
+        `skip_tokens` are not computed; offsets count from the first computed token. If no slot is available, the
+        boundary is skipped. The last two arguments are unused; they are part of Megatron's signature.
         """
         chunk_start = req.finished_chunk_token_count
         start = chunk_start + skip_tokens
@@ -190,10 +189,11 @@ class StateSlotAllocator:
         self._stored[current_id] = stored
 
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return the running step's boundaries: offsets [prefills, k] int32 (padded with 0), counts [prefills] int32.
+        """Return the boundaries reserved in the current step: offsets [prefills, k] int32 and counts [prefills] int32.
 
-        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, ceil(max_tokens / block) with a stride, or more where waiting
-        requests branch elsewhere; (None, None) if no boundary is reserved.
+        Offsets are padded with 0. k is at least `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens /
+        block size) with a stride; it is larger if waiting requests need further boundaries. (None, None) if no boundary
+        is reserved.
         """
         rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
         rows = rows or self._reservations.boundary_offsets()
@@ -212,9 +212,9 @@ class StateSlotAllocator:
         )
 
     def commit_intermediate_states(self) -> None:
-        """Publish the boundary states that the forward, or its graph replay, has written; they are read-only now."""
+        """Publish the boundary states that the forward pass or graph replay wrote; they become read-only."""
         for stored in self._stored.values():
-            while stored:  # one by one, so that a failure leaves the rest reserved
+            while stored:  # removed one by one, so that the remaining ones stay reserved if an error occurs
                 item = stored[0]
                 if self.has_state(item.block):
                     self.slots.cancel(item.slot)
@@ -225,7 +225,7 @@ class StateSlotAllocator:
         self._reservations.publish_prompts()
 
     def reset(self) -> None:
-        """Drop every cached state, hash and stored boundary; live slots stay."""
+        """Drop all cached states, hashes and reserved boundaries; live slots are not affected."""
         for request_idx in list(self._stored):
             self._cancel(request_idx)
         self._hashes.clear()
@@ -240,7 +240,7 @@ class StateSlotAllocator:
         return self.context.mamba_conv_states, self.context.mamba_ssm_states
 
     def _sent(self, src: Sequence[int], dst: Sequence[int]) -> Tensor:
-        """Return `src` and `dst` as [2, n] int32 on the pool's device."""
+        """Copy `src` and `dst` to the pool's device as one tensor, [2, n] int32."""
         return torch.tensor([list(src), list(dst)], dtype=torch.int32).to(self.state_pool.device)
 
     def _live_slot(self, request_idx: int) -> int:
@@ -248,7 +248,7 @@ class StateSlotAllocator:
 
 
 class MambaSlotAllocator(StateSlotAllocator):
-    """A `StateSlotAllocator` that owns `max_slots` slots in the caller's shapes."""
+    """A `StateSlotAllocator` that allocates its own pool of `max_slots` slots with the given state shapes."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class MambaSlotAllocator(StateSlotAllocator):
         ssm_states_dtype: torch.dtype,
     ) -> None:
         if max_slots < 1:
-            raise ValueError(f"max_slots is {max_slots}; at least 1 state slot is needed")
+            raise ValueError(f"max_slots must be at least 1, found {max_slots}")
         tensors = (
             StateTensor("conv", tuple(conv_states_shape), conv_states_dtype),
             StateTensor("ssm", tuple(ssm_states_shape), ssm_states_dtype),
@@ -272,5 +272,5 @@ class MambaSlotAllocator(StateSlotAllocator):
 
 
 def states_by_megatron(pool: StatePool) -> tuple[Tensor, Tensor]:
-    """Return a pool's conv windows and SSM states in Megatron's layout: [layers, slots, ...] each."""
+    """Return the conv and SSM states of a pool in Megatron's layout, [layers, slots, ...] each."""
     return pool.tensor("conv"), pool.tensor("ssm")

@@ -1,4 +1,4 @@
-"""The sizes of a hybrid model that the cache depends on."""
+"""Sizes of a hybrid model, from which the sizes and settings of the cache are derived."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,19 +13,20 @@ from .layout import SlotLayout
 from .slab_shape import SlabShape, UnitBytes
 
 RECURRENT, ATTENTION, EXPERTS = "M", "*", "E"
-"""Symbols of layer types, as in Megatron's hybrid patterns."""
+"""Symbols for layer types in Megatron's hybrid patterns."""
 _MOST_IN_WINDOWS = 2
-"""Up to so many requests, draft windows are as fast as replay without drafts; see `step_cost.md`."""
+"""Maximum number of requests for which draft states in slots are as fast as replay; see `step_cost.md`."""
 _MOST_DRAFT_BYTES = 8 * 2**20
-"""Up to so many bytes of a layer's draft states, windows are as fast too; see `speculation.md`."""
+"""Maximum size of a layer's draft states, in bytes, for which slots are as fast as replay; see `speculation.md`."""
 _LAUNCHED_MACS = 270_000_000_000
-"""Multiply-adds that take a GPU as long as the host takes to launch a layer without graphs, which is
-1.2 ms at 450 TFLOP/s (measured on one rank: 1.1 to 2 ms; see `mixed_steps.md`)."""
+"""Number of multiply-adds per layer that take the GPU as long as an eager launch takes the host: 1.2 ms at 450 TFLOP/s.
+
+Launch times measured on one rank are 1.1 to 2 ms; see `mixed_steps.md`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayers:
-    """Layers of one recurrence with equal sizes; `layers` are indices among the recurrent layers of this rank."""
+    """Layers with the same recurrence and sizes; `layers` are indices among the recurrent layers on this rank."""
 
     recurrence: Recurrence
     layers: tuple[int, ...]
@@ -33,16 +34,16 @@ class RecurrentLayers:
 
 @dataclass(frozen=True, slots=True)
 class HybridModelShape:
-    """Sizes of a hybrid model on this rank, and a fingerprint of the whole model's architecture.
+    """Sizes of a hybrid model on this rank, and a fingerprint of its whole architecture.
 
     Args:
-        layer_types: One symbol for each layer of this rank: M recurrent, * attention, - MLP, E mixture of experts.
-        recurrent: The recurrences of the whole model, even those without a layer on this rank.
-        num_heads, num_kv_heads: Query and key/value heads.
-        softmax_scale: Factor on attention scores.
-        fingerprint: The same on all ranks.
-        layer_weights: Weights that a token is multiplied with in a layer of this rank, on average; 0 if unknown.
-        waits_for_experts: True if the host waits within a step for the experts that tokens choose.
+        layer_types: One symbol per layer on this rank: M recurrent, * attention, - MLP, E mixture of experts.
+        recurrent: The recurrences of the whole model, including those without a layer on this rank.
+        num_heads, num_kv_heads: Number of query heads and of KV heads.
+        softmax_scale: Factor for attention scores.
+        fingerprint: Hash of the architecture; equal on all ranks.
+        layer_weights: Average number of weights per layer on this rank that each token uses; 0: unknown.
+        waits_for_experts: True if the host waits for the routing result within a step.
     """
 
     layer_types: tuple[str, ...]
@@ -59,49 +60,49 @@ class HybridModelShape:
 
     @property
     def has_experts(self) -> bool:
-        """True if this rank has a mixture of experts."""
+        """True if this rank has MoE layers."""
         return EXPERTS in self.layer_types
 
     @property
     def num_recurrent_layers(self) -> int:
-        """Recurrent layers of this rank."""
+        """Number of recurrent layers on this rank."""
         return self.layer_types.count(RECURRENT)
 
     @property
     def grain(self) -> int:
-        """Tokens; the block size is a multiple of it."""
+        """Least common multiple of the recurrences' chunk sizes; the block size must be a multiple of it."""
         return math.lcm(*(layers.recurrence.grain for layers in self.recurrent))
 
     @property
     def num_attention_layers(self) -> int:
-        """Attention layers of this rank."""
+        """Number of attention layers on this rank."""
         return self.layer_types.count(ATTENTION)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of one KV block over all attention layers of this rank."""
+        """Return the size in bytes of one KV block over all attention layers on this rank."""
         per_token = 2 * self.num_attention_layers * self.num_kv_heads * self.kv_channels
         return block_size * per_token * self.params_dtype.itemsize
 
     def scan_bytes(self, num_tokens: int, num_requests: int) -> int:
-        """Return the most bytes that a prefill scan of a layer allocates, besides those of its tokens.
+        """Return the maximum scratch memory in bytes for one layer's prefill scan, in addition to that per token.
 
-        A request cuts one chunk short, its last; only one request of a step continues within a chunk.
+        Only the last chunk of a request may be short, and only one request per step starts within a chunk.
         """
         num_chunks = min(num_tokens // self.grain + num_requests + 1, num_tokens)
         used = (layers.recurrence for layers in self.recurrent if layers.layers)
         return num_chunks * max((recurrence.chunk_bytes(self.params_dtype) for recurrence in used), default=0)
 
     def state_groups(self, config: CacheConfig) -> tuple[StateGroup, ...]:
-        """Return the groups of recurrent layers, with their tensors in the configured dtypes."""
+        """Return the groups of recurrent layers and their state tensors in the configured dtypes."""
         dtypes = self._dtypes(config)
         return tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
 
     def state_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a live state's slot; its windows have room for drafts if draft states are in slots."""
+        """Return the layout of a live slot; its windows include draft inputs if draft states are in slots."""
         return SlotLayout.of(self.state_groups(config), config.num_draft_slots)
 
     def cached_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a cached state's slot: a live one's, unless cached states are quantized."""
+        """Return the layout of a slot for a cached state, which equals a live slot's unless states are quantized."""
         form = CACHED_FORMS[config.cached_state_dtype if config.quantizes_states else "live"]
         return form.layout(self.state_groups(config), self.state_layout(config))
 
@@ -110,44 +111,48 @@ class HybridModelShape:
         return StateDtypes(self.params_dtype, named[config.conv_state_dtype], named[config.ssm_state_dtype])
 
     def running_bytes(self, config: CacheConfig) -> int:
-        """Return the bytes of all requests' live and draft states if they have separate memory, else 0."""
+        """Return the size in bytes of live and draft states if they are stored apart from cached states, else 0."""
         return config.num_running_slots * self.state_layout(config).slot_bytes if config.quantizes_states else 0
 
     def draft_buffers(self, config: CacheConfig) -> BufferLayout | None:
-        """Return the layout of a request's replay buffer; None if states are not replayed."""
+        """Return the layout of a request's replay buffer; None without replay.
+
+        Raises:
+            ValueError: If replay is configured, but the model does not support it.
+        """
         if not config.replays:
             return None
         recurrence = self._replayed
         if recurrence is None:
             names = ", ".join(layers.recurrence.name for layers in self.recurrent)
             raise ValueError(
-                f"draft_states is 'replay', which a model of {names} layers does not have: set --draft-states window"
+                f"draft_states 'replay' is not supported for models with {names} layers; set --draft-states window"
             )
         dtypes, num_drafts = self._dtypes(config), config.num_speculative_tokens
         return recurrence.buffers(self.num_recurrent_layers, dtypes, config.fold_len, num_drafts)
 
     @property
     def _replayed(self) -> ReplayedRecurrence | None:
-        """The recurrence of all layers if its states can be replayed, else None."""
+        """The model's only recurrence if it supports replay, else None."""
         recurrence = self.recurrent[0].recurrence
         return recurrence if len(self.recurrent) == 1 and isinstance(recurrence, ReplayedRecurrence) else None
 
     def request_buffer_bytes(self, config: CacheConfig) -> int:
-        """Return the bytes of a running request's buffer; 0 if states are not replayed."""
+        """Return the size in bytes of a running request's replay buffer; 0 without replay."""
         buffers = self.draft_buffers(config)
         return 0 if buffers is None else buffers.num_bytes
 
     def rounding_len(self, config: CacheConfig) -> int | None:
-        """Return after how many tokens a replayed state is stored with less precision; None if never."""
+        """Return the number of tokens after which replay rounds a state to its storage dtype; None if it is fp32."""
         is_inexact = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
         return config.fold_len if is_inexact else None
 
     def buffers_bytes(self, config: CacheConfig) -> int:
-        """Return the bytes of the buffers of all requests; 0 if states are not replayed."""
+        """Return the total size in bytes of the replay buffers of all requests; 0 without replay."""
         return config.max_requests * self.request_buffer_bytes(config)
 
     def unit_bytes(self, config: CacheConfig) -> UnitBytes:
-        """Return the bytes that this rank stores of a cached state and of a KV block."""
+        """Return the sizes of a cached state and of a KV block on this rank."""
         token_row = (
             self.num_kv_heads * self.kv_channels * self.params_dtype.itemsize if self.num_attention_layers else 0
         )
@@ -158,13 +163,13 @@ class HybridModelShape:
     def resolved(
         self, config: CacheConfig, gather: Callable[[UnitBytes], Sequence[UnitBytes]] = lambda unit: [unit]
     ) -> CacheConfig:
-        """Return the settings with `draft_states`, `cuda_graph_prefill_tokens` and `max_requests` decided.
+        """Resolve automatic values of `draft_states`, `cuda_graph_prefill_tokens` and `max_requests`.
 
-        Replay is faster for more than a request or two, and for drafts with large states. Each request has a buffer, so
-        `max_requests` is limited: the budget must have room for one request of the longest sequence.
+        Replay is faster for more than two requests and for large draft states. Each request needs a replay buffer, so
+        `max_requests` is lowered until one request of the maximum sequence length also fits in the budget.
 
         Args:
-            gather: Returns the `unit_bytes` of all ranks of the model, from this one's. Called once.
+            gather: Function that exchanges `unit_bytes` between all ranks of the model. It is called once.
         """
         config = self.with_forms(config)
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
@@ -176,7 +181,7 @@ class HybridModelShape:
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, after_longest)))
 
     def with_forms(self, config: CacheConfig) -> CacheConfig:
-        """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided."""
+        """Resolve automatic values of `draft_states` and `cuda_graph_prefill_tokens`."""
         tensors = [tensor for group in self.state_groups(config) for tensor in group.tensors]
         state_bytes = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if tensor.is_matrix)
         draft_bytes = config.max_requests * config.num_speculative_tokens * state_bytes
@@ -188,51 +193,51 @@ class HybridModelShape:
 
     @property
     def most_launched(self) -> int | None:
-        """Most tokens of a step that takes longer to launch than to compute; None if unknown."""
+        """Maximum number of tokens in a step whose eager launches take longer than the GPU; None if unknown."""
         return _LAUNCHED_MACS // self.layer_weights if self.layer_weights else None
 
     @staticmethod
     def limits_requests(config: CacheConfig) -> bool:
-        """Return True if the budget limits `max_requests`: if it includes their buffers and live states."""
+        """Return True if replay buffers and live states are part of the budget, which then limits `max_requests`."""
         return config.replays and not config.quantizes_states
 
     def request_bytes(self, config: CacheConfig) -> int:
-        """Return the least bytes of a running request with replayed states: a state, a KV block and a buffer."""
+        """Return the minimum memory in bytes for a running request with replay: a state, a KV block and a buffer."""
         unit = self.unit_bytes(config)
         return unit.state + unit.block + self.request_buffer_bytes(config)
 
     def longest_bytes(self, config: CacheConfig, slab: SlabShape) -> int:
-        """Return the budget, in bytes, of one request of the longest sequence, without its buffer."""
+        """Return the memory in bytes for one request of the maximum sequence length, without its replay buffer."""
         unit = self.unit_bytes(config)
         num_blocks = -(-config.max_sequence_length // config.block_size_tokens)
         return slab.slabs_of_request(num_blocks, config.num_request_slots) * slab.slab_bytes(unit) + unit.block
 
     def check(self, config: CacheConfig) -> None:
-        """Raise `ValueError` if the settings do not fit the model."""
+        """Raise `ValueError` if the block size does not match the model's chunk size."""
         if config.prefix_caching and config.block_size_tokens % self.grain:
             raise ValueError(
-                f"block_size_tokens is {config.block_size_tokens}, which is not a multiple of the recurrence's chunk "
-                f"of {self.grain}: set --inference-dynamic-batching-block-size to a multiple of it, or "
+                f"block_size_tokens must be a multiple of the recurrence's chunk size {self.grain}, found "
+                f"{config.block_size_tokens}; set --inference-dynamic-batching-block-size to a multiple of it, or "
                 "--no-prefix-caching"
             )
 
 
 def kv_heads_of_rank(num_kv_heads: int, num_tensor_ranks: int) -> int:
-    """Return the KV heads of a rank: its share, or a copy of one head if there are more ranks than heads.
+    """Return the number of KV heads per rank; with more ranks than heads, each rank has a copy of one head.
 
     Raises:
         ValueError: If neither number divides the other.
     """
     if num_kv_heads % num_tensor_ranks and num_tensor_ranks % num_kv_heads:
         raise ValueError(
-            f"number of KV heads {num_kv_heads} is not divisible by {num_tensor_ranks} tensor-parallel ranks, nor the "
-            "ranks by it; choose a --tensor-model-parallel-size that divides it or is a multiple of it"
+            f"number of KV heads {num_kv_heads} is not divisible by {num_tensor_ranks} tensor-parallel ranks, nor is "
+            f"{num_tensor_ranks} a multiple of {num_kv_heads}; choose a --tensor-model-parallel-size that does either"
         )
     return max(1, num_kv_heads // num_tensor_ranks)
 
 
 def _row_bytes(groups: Sequence[StateGroup]) -> int:
-    """Return the alignment of a matrix state's size, in bytes: that of a request."""
+    """Return the number of bytes of which the size of a matrix state must be a multiple."""
     rows = (
         tensor.shape[-1] * tensor.dtype.itemsize
         for group in groups

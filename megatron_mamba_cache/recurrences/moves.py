@@ -1,4 +1,4 @@
-"""The moves of an align copy, its torch twin, and the checks of its arguments; no host sync."""
+"""Arguments of an align copy, their checks, and its torch reference; none synchronizes with the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,13 +14,14 @@ from .quantized_states import QuantizedStates, store_quantized_ref
 
 @dataclass(frozen=True, slots=True)
 class StateMove:
-    """The move of one state tensor from running requests to the cache.
+    """Copy of one state tensor from running requests to the cache.
 
     Args:
-        source: [layers, slots, *shape]; a slot contiguous, and of a window each input.
-        target: Likewise, the same tensor or another one with other slots; quantized, for [heads, rows, channels].
-        window_len: The inputs that a cached window keeps; 0 if the whole tensor is copied.
-        tail: The rest of the windows from input `window_len` on, all layers; None if slots hold whole windows.
+        source: [layers, slots, *shape]; each slot is contiguous, or for a window each input.
+        target: A tensor of the same layout, which may be `source` itself or have another number of slots; or
+            `QuantizedStates` if the shape is [heads, rows, channels].
+        window_len: Number of inputs in a cached window; 0: the tensor is copied as a whole.
+        tail: Inputs of the windows from `window_len` on, for all layers; None if slots hold whole windows.
     """
 
     source: Tensor
@@ -35,16 +36,16 @@ class StateMove:
 
     @property
     def num_targets(self) -> int:
-        """Slots of the target."""
+        """Number of slots in the target."""
         return (self.target.values if isinstance(self.target, QuantizedStates) else self.target).shape[1]
 
 
 def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int) -> None:
-    """Torch reference for `align_copy`; every source is read before any write."""
+    """Torch reference for `align_copy`; all sources are read before any target is written."""
     if rows.targets.shape[0] == 0:
         return
     keeps, window, whole, shift = _decide(rows, block_size)
-    # A request that copies nothing repeats the first copy; if there is none, slot 0 gets its own content.
+    # A request without a copy repeats the first request's copy; if no request copies, slot 0 is copied to itself.
     redirect = redirect_padding(keeps)
     targets = torch.where(keeps, rows.targets, 0).index_select(0, redirect).to(torch.int64)
     sources = whole.index_select(0, redirect)
@@ -67,13 +68,11 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int
 
 
 def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return flags of kept states, the slots of windows and of whole tensors, and shifts: [requests], 0 if none is
-    kept.
-    """
+    """Return, [requests] each: whether a state is kept; source slots of windows and of whole tensors; shifts."""
     running = rows.computed + rows.scheduled - rows.drafts
     accepted = rows.accepted.to(torch.int32).clamp_min(1)
     aligned = (running + accepted - 1).div(block_size, rounding_mode="floor") * block_size
-    # The counts of padding requests may be stale: their columns are the bound.
+    # The counts of padding requests may be stale, so check the column index against the number of columns.
     in_window = rows.state_columns + aligned - running < rows.columns.shape[1]
     reached = (aligned >= running) & (aligned > 0) & (rows.targets != PAD_SLOT) & in_window
 
@@ -86,7 +85,7 @@ def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _windows(move: StateMove, keeps: Tensor, slots: Tensor, shift: Tensor) -> Tensor:
-    """Return windows [layers, requests, window_len, ...]; slot 0's for requests that keep none."""
+    """Return the windows to cache, [layers, requests, window_len, ...]; slot 0's window if none is kept."""
     pool = move.source if move.tail is None else move.source[:, :, : move.window_len]
     stored = windows_with_drafts(pool.index_select(1, slots), move.tail, keeps)
     times = shift[:, None] + torch.arange(move.window_len, device=shift.device)  # [requests, window_len]
@@ -95,17 +94,17 @@ def _windows(move: StateMove, keeps: Tensor, slots: Tensor, shift: Tensor) -> Te
 
 
 def check_moves(moves: Sequence[StateMove], num_rows: int) -> None:
-    """Raise a ValueError unless an align copy can make these moves together."""
+    """Raise a `ValueError` unless one align copy can make all of these moves."""
     first = moves[0]
     for move in moves:
         source = move.source
         if source.dim() < 3 or source.shape[1] != first.source.shape[1] or source.device != first.source.device:
             raise ValueError(
-                f"need sources [layers, slots, ...] of {first.source.shape[1]} slots on {first.source.device}, "
+                f"need sources [layers, {first.source.shape[1]} slots, ...] on {first.source.device}, "
                 f"found {tuple(source.shape)} on {source.device}"
             )
         if (move.is_in_place, move.num_targets) != (first.is_in_place, first.num_targets):
-            raise ValueError("need all tensors to move within their pools, or all into pools of equally many slots")
+            raise ValueError("all moves must stay within their pools, or all targets must have equally many slots")
         if isinstance(move.target, QuantizedStates):
             _check_contiguous(source, "source")
             move.target.check(source)
@@ -122,31 +121,32 @@ def _check_window(move: StateMove) -> None:
     _check_contiguous(target, "target", 3 if window_len else 2)
     if window_len and not window_len <= min(source.shape[2], target.shape[2]):
         raise ValueError(
-            f"need windows of at least {window_len} inputs, found {tuple(source.shape)} and {tuple(target.shape)}"
+            f"need windows of at least {window_len} inputs, found source {tuple(source.shape)} and target "
+            f"{tuple(target.shape)}"
         )
     lead = 3 if window_len else 2
     fits = source.shape[:1] + source.shape[lead:] == target.shape[:1] + target.shape[lead:]
     if not fits or source.dtype != target.dtype or source.device != target.device:
         raise ValueError(
-            f"need source and target that differ in slots only, found {tuple(source.shape)} of {source.dtype} on "
-            f"{source.device} and {tuple(target.shape)} of {target.dtype} on {target.device}"
+            f"source and target may differ only in the number of slots; found source {tuple(source.shape)} "
+            f"{source.dtype} on {source.device} and target {tuple(target.shape)} {target.dtype} on {target.device}"
         )
 
 
 def _check_contiguous(pool: Tensor, name: str, lead: int = 2) -> None:
     if not pool[(slice(1),) * lead].is_contiguous():
         inner = "inputs" if lead == 3 else "slots"
-        raise ValueError(f"need contiguous {inner} in the {name}, found strides {pool.stride()}")
+        raise ValueError(f"need {name} with contiguous {inner}, found strides {pool.stride()}")
 
 
 def check_rows(rows: AlignBatch, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of a batch fit together and are on `device`."""
+    """Raise a `ValueError` unless the tensors of the batch match each other and are on `device`."""
     num_rows = rows.targets.shape[0]
     for name, values in ((field.name, getattr(rows, field.name)) for field in fields(rows)):
         dtypes = (torch.int32, torch.int64) if name == "accepted" else (torch.int32,)
         if values.dtype not in dtypes or values.device != device:
-            raise ValueError(f"need {name} of {dtypes} on {device}, found {values.dtype} on {values.device}")
+            raise ValueError(f"need {name} in one of {dtypes} on {device}, found {values.dtype} on {values.device}")
         if values.dim() != (2 if name == "columns" else 1) or values.shape[0] != num_rows:
-            raise ValueError(f"need {name} for {num_rows} rows, found {tuple(values.shape)}")
+            raise ValueError(f"need {name} for {num_rows} requests, found {tuple(values.shape)}")
         if name != "accepted" and values.shape[-1] > 1 and values.stride(-1) != 1:
             raise ValueError(f"need contiguous {name}, found strides {values.stride()}")

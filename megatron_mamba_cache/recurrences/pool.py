@@ -1,4 +1,4 @@
-"""The pool of states: all slots of all layers; quantized ones have separate tensors."""
+"""State pool: the tensors that hold all state slots of all recurrent layers."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from .window import WindowStorage
 
 
 class StatePool:
-    """State tensors of all slots and layers, at fixed addresses for the pool's life.
+    """State tensors for all slots and layers, at addresses that do not change.
 
     Args:
-        groups: The recurrent layers of this rank.
-        tensors: A tensor for each tensor of the groups, [layers, slots, ...]; slots and layers contiguous.
-        cached: The tensors of cached states, if their form differs.
+        groups: Groups of the recurrent layers on this rank.
+        tensors: One tensor [layers, slots, ...] per `StateTensor` of the groups; each layer of a slot is contiguous.
+        cached: Tensors for cached states in a quantized format; None: cached states are in `tensors`.
 
     Attributes:
         live, cached, drafts: Storage of live, cached and draft states.
@@ -35,37 +35,37 @@ class StatePool:
 
     @staticmethod
     def zeros(groups: Sequence[StateGroup], num_slots: int, device: torch.device | int | str) -> "StatePool":
-        """Return a pool with memory of its own, all zero."""
+        """Allocate a pool filled with zeros."""
         return StatePool(groups, state_tensors(SlotLayout.of(groups), num_slots, device))
 
     def keep_drafts_in(self, drafts: DraftStorage) -> None:
-        """Replace the storage of draft states."""
+        """Use another storage for draft states."""
         self.drafts = drafts
         self._layers = self._views()
 
     @property
     def device(self) -> torch.device:
-        """Device of the pool."""
+        """Device of the state tensors."""
         return self.live.device
 
     def layer(self, index: int) -> LayerStates:
-        """Return the states of a recurrent layer, counted over those of this rank."""
+        """Return the states of a recurrent layer; `index` counts the recurrent layers on this rank."""
         return self._layers[index]
 
     def tensor(self, name: str, group: int = 0) -> Tensor:
-        """Return a tensor of a group by its name, [layers, slots, ...].
+        """Return the tensor [layers, slots, ...] with this name in a group.
 
         Raises:
             ValueError: If the group has no tensor of this name.
         """
         names = [tensor.name for tensor in self.groups[group].tensors]
         if name not in names:
-            raise ValueError(f"the model's states have no tensor {name!r}; they have {names}")
+            raise ValueError(f"the model's states have no tensor {name!r}, only {names}")
         return self.tensors[sum(len(before.tensors) for before in self.groups[:group]) + names.index(name)]
 
     def _views(self) -> list[LayerStates]:
         found: dict[int, LayerStates] = {}
-        first = 0  # the index of the group's first tensor among all
+        first = 0  # index of the group's first tensor, counted over all groups
         for group in self.groups:
             for number, layer in enumerate(group.layers):
                 indices = [

@@ -1,13 +1,13 @@
-"""States quantized to 8 bits: int8 or fp8 (e4m3) values times a float32 scale for each channel of a head.
+"""States quantized to 8 bits: int8 or fp8 (e4m3) values, with one float32 scale per head and channel.
 
     scale = max over rows of |state| / most;  value = round(state / scale);  state' = value * scale
 
-`most` is the largest value of the dtype. Quotients are rounded to nearest (int8: floor(x + 1/2); fp8: ties to even) and
-nothing is fused, so every kernel that writes quantized states, and the twin, writes the same bits. A channel whose
-scale would be denormal is all zeros.
+`most` is the largest value of the dtype. Quotients are rounded to nearest (int8: floor(x + 1/2); fp8: ties to even),
+and no operations are fused, so all kernels that quantize states, and the reference, write the same bits. If the scale
+of a channel would be denormal, the channel is stored as zeros.
 
-A restore's tile is a head's channels over all rows; each resident program takes every n-th tile of the slots that are
-not padding. Graph safe: no host sync, one launch, grid fixed at capture.
+A tile of the restore kernel covers all rows of some channels of a head. Each resident program takes every n-th tile of
+the slots that are not padding. Safe in CUDA graphs: no host sync, one launch, grid fixed at capture.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ WIDTH = 64
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 4
 SLOTS_AT_A_TIME = 256
-"""Slot numbers read at once; more take several rounds."""
+"""Number of slot numbers that one loop iteration reads."""
 MOST_VALUES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The dtypes of quantized values, and the largest value of each."""
+"""Supported dtypes for quantized values, and the largest value of each."""
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 _PAD = tl.constexpr(PAD_SLOT)
 MOST_INT8, MOST_FP8 = tl.constexpr(MOST_VALUES[torch.int8]), tl.constexpr(MOST_VALUES[torch.float8_e4m3fn])
@@ -38,11 +38,11 @@ LEAST = tl.constexpr(_LEAST_SCALE)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedStates:
-    """One layer's quantized states, or all layers' with the layers as first dimension.
+    """Quantized states of one layer, or of all layers with an additional first dimension.
 
     Args:
-        values: [slots, heads, rows, channels] of a dtype of `MOST_VALUES`; a slot contiguous.
-        scales: [slots, heads, channels] float32; likewise.
+        values: [slots, heads, rows, channels] in a dtype of `MOST_VALUES`; each slot is contiguous.
+        scales: [slots, heads, channels] float32; each slot is contiguous.
     """
 
     values: Tensor
@@ -53,7 +53,7 @@ class QuantizedStates:
         return QuantizedStates(self.values[layer], self.scales[layer])
 
     def check(self, pool: Tensor) -> None:
-        """Raise a ValueError unless the shapes fit `pool`, for any number of slots."""
+        """Raise a `ValueError` unless dtypes, device and shapes match `pool`; the number of slots may differ."""
         states, lead = pool.shape, pool.dim() - 3
         heads, d_state, head_dim = states[lead:]
         shapes = {"values": (self.values, (heads, d_state, head_dim)), "scales": (self.scales, (heads, head_dim))}
@@ -65,13 +65,13 @@ class QuantizedStates:
             is_typed = tensor.dtype in dtypes and tensor.device == pool.device
             if not is_typed or not fits or layers != states[: lead - 1]:
                 raise ValueError(
-                    f"need {name} of {dtypes} on {pool.device}, [..., slots, {', '.join(map(str, inner))}], "
+                    f"need contiguous {name} [..., slots, {', '.join(map(str, inner))}] in {dtypes} on {pool.device}, "
                     f"found {tensor.dtype} on {tensor.device}, {tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
 
 
 class QuantizedPointers(NamedTuple):
-    """A kernel's view of `QuantizedStates`; strides count elements."""
+    """`QuantizedStates` as kernel arguments; strides count elements."""
 
     stored: Tensor
     scales: Tensor
@@ -82,7 +82,7 @@ class QuantizedPointers(NamedTuple):
 
 
 def quantized_pointers(states: QuantizedStates | None) -> QuantizedPointers | None:
-    """Return a kernel's view of quantized states; None without them."""
+    """Convert quantized states to kernel arguments; None stays None."""
     if states is None:
         return None
     of_layers = states.values.dim() == 5
@@ -96,11 +96,12 @@ def quantized_pointers(states: QuantizedStates | None) -> QuantizedPointers | No
 def store_quantized(
     pointers, layer, slot, state, head, n, p, has_n, has_p, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Quantize channels `p` of a head's float32 state [n, p] into a slot; layer and slot are int64.
+    """Quantize the channels `p` of a head's float32 state [n, p] and store them in a slot.
 
     Args:
-        n: All rows, padded to a power of two.
-        has_n, has_p: Which rows and channels exist; others are zero.
+        layer, slot: int64 indices.
+        n: Indices of all rows, padded to a power of two.
+        has_n, has_p: Masks of the rows and channels that exist; the state is zero elsewhere.
     """
     IS_INT8: tl.constexpr = pointers.stored.dtype.element_ty == tl.int8
     MOST: tl.constexpr = MOST_INT8 if IS_INT8 else MOST_FP8
@@ -152,13 +153,13 @@ def _restore_kernel(
 
 
 def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Dequantize states into slots of a pool, all layers, in place.
+    """Dequantize states into slots of a pool, for all layers, in place.
 
     Args:
-        states: With the layers as first dimension.
-        pool: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
-        src: [n] int32 slots of `states`; a pair holding PAD_SLOT is skipped.
-        dst: [n] int32 slots of `pool`, otherwise unique.
+        states: States of all layers.
+        pool: [layers, slots, heads, d_state, head_dim]; each layer of a slot is contiguous.
+        src: [n] int32 slots of `states`; pairs that contain PAD_SLOT are skipped.
+        dst: [n] int32 slots of `pool`; distinct, except for PAD_SLOT.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -194,31 +195,33 @@ def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tens
 def _check(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
     if pool.dim() != 5 or not pool[:1, :1].is_contiguous():
         raise ValueError(
-            "need pool [layers, slots, heads, d_state, head_dim] of contiguous states, "
+            "need pool [layers, slots, heads, d_state, head_dim] with contiguous states, "
             f"found {tuple(pool.shape)} with strides {pool.stride()}"
         )
     states.check(pool)
     for name, slots in (("src", src), ("dst", dst)):
         if slots.dtype != torch.int32 or slots.dim() != 1 or slots.device != pool.device:
-            raise ValueError(f"need {name} [n] int32 on {pool.device}, found {slots.dtype} on {slots.device}")
+            raise ValueError(
+                f"need int32 {name} [n] on {pool.device}, found {slots.dtype} {tuple(slots.shape)} on {slots.device}"
+            )
     if src.shape != dst.shape or not (src.is_contiguous() and dst.is_contiguous()):
         raise ValueError(f"need contiguous src and dst of one length, found {src.shape[0]} and {dst.shape[0]}")
 
 
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return states [..., rows, channels] as values of `dtype` and float32 scales [..., channels]."""
+    """Quantize states [..., rows, channels]; return values in `dtype` and float32 scales [..., channels]."""
     states = states.to(torch.float32)
     largest = states.abs().amax(-2)
-    scales = largest / torch.full_like(largest, MOST_VALUES[dtype])  # CUDA multiplies by a number's inverse
+    scales = largest / torch.full_like(largest, MOST_VALUES[dtype])  # CUDA would multiply by a scalar's inverse
     scales = torch.where(scales < _LEAST_SCALE, 0.0, scales)
     values = states / torch.where(scales == 0, 1.0, scales)[..., None, :]
     return (torch.floor(values + 0.5) if dtype == torch.int8 else values).to(dtype), scales
 
 
 def store_quantized_ref(pointers: QuantizedStates, slots: Tensor, states: Tensor) -> None:
-    """Quantize states [n, heads, rows, channels] into slots [n] int32 of one layer in place; skip PAD_SLOT."""
+    """Quantize states [n, heads, rows, channels] into the slots [n] int32 of one layer, in place; skip PAD_SLOT."""
     values, scales = quantize(states, pointers.values.dtype)
-    # Copied as bytes: torch cannot index fp8.
+    # Copy the values as bytes, because torch cannot index fp8 tensors.
     store_slots(pointers.values.view(torch.int8), slots, values.view(torch.int8))
     store_slots(pointers.scales, slots, scales)
 

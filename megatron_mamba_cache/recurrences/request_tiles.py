@@ -1,9 +1,9 @@
-"""Tiles of a scan: requests cut at absolute positions.
+"""Split the requests of a scan into tiles at absolute token positions.
 
-A request is cut into chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only the
-first tile of a request may begin between two cuts, and only its last may end there. (Inside one chunk no cut gives the
-absolute position; it is cut from its own start on.) Chunk c owns the tile numbers from c * per_chunk on; the tiles of a
-first chunk take the last of its numbers, so the numbers of a request are consecutive.
+A request consists of chunks, and each chunk is split into tiles of 64 tokens, 16 for float32. Splits are at absolute
+positions, so only the first tile of a request may start, and only its last tile may end, between two splits. (The
+absolute position is unknown if a request has only one chunk; that chunk is split from its start.) Chunk c has the tile
+numbers from c * per_chunk on. A short first chunk uses the last of its numbers, so a request's numbers are consecutive.
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from .batches import PrefillBatch
 
 TILE_LEN = 64
 LEAST_WIDTH = 16
-"""The fewest rows of a tensor-core matmul."""
+"""Minimum number of rows in a tensor-core matmul."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Tiles of a chunk; a tile never crosses the end of its chunk.
+    """Sizes of the tiles in a chunk; no tile spans two chunks.
 
     Args:
-        length: Tokens of a full tile.
-        width: Tokens that a tile has room for, a power of two.
-        per_chunk: Tiles of a full chunk.
+        length: Number of tokens in a full tile.
+        width: `length` rounded up to a power of two.
+        per_chunk: Number of tiles in a full chunk.
     """
 
     length: int
@@ -37,7 +37,7 @@ class TileShape:
 
 
 class CutView(NamedTuple):
-    """A kernel's view of `PrefillBatch`, for finding a tile by its number."""
+    """The tensors of a `PrefillBatch` that kernels need to find a tile by its number."""
 
     cu_seqlens: Tensor
     cu_chunks: Tensor
@@ -47,7 +47,7 @@ class CutView(NamedTuple):
 
 
 class TiledView(NamedTuple):
-    """A scan kernel's view of `PrefillBatch`."""
+    """The tensors of a `PrefillBatch` that scan kernels need."""
 
     cu_seqlens: Tensor
     cu_chunks: Tensor
@@ -58,19 +58,19 @@ class TiledView(NamedTuple):
 
 
 def cut_view(rows: PrefillBatch) -> CutView:
-    """Return the view of a kernel that finds a tile by its number."""
+    """Return the kernel arguments for finding a tile by its number."""
     return CutView(*(getattr(rows, name) for name in CutView._fields))
 
 
 def tiled_view(rows: PrefillBatch) -> TiledView:
-    """Return the view of the scan kernels."""
+    """Return the kernel arguments for a scan."""
     return TiledView(*(getattr(rows, name) for name in TiledView._fields))
 
 
 def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
-    """Return how chunks are cut for tokens of a dtype; None if a chunk is not a multiple of a tile.
+    """Return the tile sizes for tokens in `dtype`; None if the chunk size is not a multiple of the tile length.
 
-    float32 matmuls run without tensor cores, unrolled: long tiles would not fit in registers.
+    float32 tiles are short: their matmuls are unrolled without tensor cores, and long tiles would not fit in registers.
     """
     longest = TILE_LEN if dtype == torch.bfloat16 else LEAST_WIDTH
     if chunk_size % longest == 0:
@@ -82,7 +82,7 @@ def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
 
 @triton.jit
 def find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
-    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position where it is cut."""
+    """Return the index of a tile within its chunk, which has `in_chunk` tiles, and its packed start position."""
     row = tl.load(rows.chunk_requests + tile // PER_CHUNK)
     first_chunk = tl.load(rows.cu_request_chunks + row)
     number = tile % PER_CHUNK
@@ -92,6 +92,6 @@ def find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK:
         begin = start + number * LENGTH
         if (
             tl.load(rows.cu_request_chunks + row + 1) > first_chunk + 1
-        ):  # the chunk's end is a cut, its start need not be
+        ):  # the end of this chunk is a split position, but its start may not be
             begin = end - (in_chunk - number) * LENGTH
     return number, begin

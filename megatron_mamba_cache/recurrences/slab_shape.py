@@ -1,4 +1,4 @@
-"""How one memory is cut into slabs that hold KV blocks or states, and its bytes by use."""
+"""Split of the cache memory into slabs that hold KV blocks or states, and the memory in bytes by use."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,16 +8,16 @@ _ALIGNMENT = 256
 _FEW = 16
 _MOST_UNITS = 4096
 _SMALL_LOSS = 0.03
-_ANY_NUMBER = 2**40  # other ranks set the limit
+_ANY_NUMBER = 2**40  # stands for "unlimited": other ranks set the limit
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Bytes that one rank stores of a cached state and of a KV block; 0 without such layers.
+    """Sizes in bytes of a cached state and of a KV block on one rank; 0 if the rank has no such layers.
 
     Args:
-        token_row: Bytes of one token's keys of one layer; aligns the addresses of a block.
-        state_row: Bytes of a row of a head's state; aligns the addresses of states.
+        token_row: Size of one token's keys in one layer; block addresses are multiples of it.
+        state_row: Size of a row of a head's state; state addresses are multiples of it.
     """
 
     state: int
@@ -28,17 +28,17 @@ class UnitBytes:
 
 @dataclass(frozen=True, slots=True)
 class SlabShape:
-    """How many KV blocks or states a slab holds; the same on all ranks of a model."""
+    """Number of KV blocks, and number of states, that fit in a slab; equal on all ranks of a model."""
 
     blocks_per_slab: int
     slots_per_slab: int
 
     @staticmethod
     def fitting(units: Sequence[UnitBytes]) -> "SlabShape":
-        """Return the smallest slab that wastes little on any rank, else the one that wastes least.
+        """Return the smallest slab whose loss is at most 3 % on all ranks, or else the slab with the smallest loss.
 
         Args:
-            units: Of all ranks, in the same order on each.
+            units: Sizes on all ranks, in the same order on each rank.
         """
         with_both = [unit for unit in units if unit.state and unit.block]
         total = UnitBytes(sum(unit.state for unit in units) or 1, sum(unit.block for unit in units) or 1, 1)
@@ -48,32 +48,35 @@ class SlabShape:
         return fitting[0] if fitting else min(shapes, key=lambda shape: shape.loss(measured))
 
     def slab_bytes(self, unit: UnitBytes) -> int:
-        """Return the bytes of a slab on a rank; its units are of equal size and aligned."""
+        """Return the size of a slab in bytes on a rank, such that blocks and states in it are aligned."""
         row = math.lcm(_ALIGNMENT, unit.token_row or 1, unit.state_row or 1)
         grain = row * math.lcm(self.blocks_per_slab, self.slots_per_slab)
         needed = max(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state)
         return -(-needed // grain) * grain
 
     def slabs_in(self, num_bytes: int, unit: UnitBytes) -> int:
-        """Return how many slabs a rank's memory holds next to the dummy block; a huge number if slabs take no bytes."""
+        """Return the number of slabs that fit in a rank's memory together with the dummy block.
+
+        If slabs have size 0 on this rank, the number is huge.
+        """
         slab_bytes = self.slab_bytes(unit)
         return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
 
     def slabs_of_request(self, num_blocks: int, num_states: int) -> int:
-        """Return the slabs that one request needs for its KV and its states; the last state is the one to cache.
+        """Return the number of slabs that one request may need for its KV blocks and states.
 
-        The others, live and draft states, never move. Each may be alone in a slab that other requests' states filled
-        when it was taken, and then no KV block can use the rest of that slab.
+        The last state is a cached one. Live and draft states never move, so each may be the only one left in a slab
+        that was shared with other requests; KV blocks cannot use the rest of such a slab.
         """
         packed = -(-num_states // self.slots_per_slab)
         return -(-num_blocks // self.blocks_per_slab) + max(packed, num_states - 1)
 
     def blocks_of_request(self, num_slabs: int, num_states: int) -> int:
-        """Return the most KV blocks that fit in `num_slabs` with these states; 0 if none does."""
+        """Return the maximum number of KV blocks for a request with `num_states` states in `num_slabs` slabs."""
         return max(num_slabs - self.slabs_of_request(0, num_states), 0) * self.blocks_per_slab
 
     def loss(self, units: Sequence[UnitBytes]) -> float:
-        """Return the largest share of a slab that either use leaves empty on any rank."""
+        """Return the largest fraction of a slab left empty, over both uses (KV blocks, states) and all ranks."""
         return max(
             (
                 1 - min(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state) / self.slab_bytes(unit)
@@ -86,14 +89,14 @@ class SlabShape:
 
 @dataclass(frozen=True, slots=True)
 class MemorySizes:
-    """The sizes of one rank's memory for KV blocks and states.
+    """Sizes in bytes of one rank's memory for KV blocks and states.
 
     Args:
-        unit: Bytes of a cached state and of a block.
-        total: Bytes of the memory, without the dummy block.
-        slab: How it is cut.
-        rings: Bytes of replay buffers, in the same budget but separate memory.
-        running: Likewise, of all requests' live and draft states, if they have separate memory.
+        unit: Sizes of a cached state and of a block.
+        total: Size of the memory that is split into slabs, without the dummy block.
+        slab: Number of blocks or states per slab.
+        rings: Size of the replay buffers, which are allocated separately but count towards the same budget.
+        running: Size of live and draft states if they are allocated separately, else 0.
     """
 
     unit: UnitBytes
@@ -103,10 +106,12 @@ class MemorySizes:
     running: int = 0
 
     def by_use(self, slots: Mapping[str, int], blocks: Mapping[str, int], slabs: Mapping[str, int]) -> dict[str, int]:
-        """Return bytes by use; `unusable` bytes are in slabs of the other use.
+        """Return the memory in bytes by use; `unusable` bytes do not fit a whole block or state in their slab.
 
         Args:
-            slots, blocks, slabs: States by owner, KV blocks by kind, slabs by use.
+            slots: Number of states by owner.
+            blocks: Number of KV blocks by kind.
+            slabs: Number of slabs by use.
         """
         owners = ("reserved",) if self.running else ("live", "reserved", "draft")
         running = sum(slots[owner] for owner in owners)
@@ -130,12 +135,12 @@ class MemorySizes:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round bytes up to the alignment of tensors."""
+    """Round a size in bytes up to the alignment of tensors."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _candidates(ratio: float) -> Iterator[SlabShape]:
-    """Yield shapes with few of the larger unit, fewest first; a state has `ratio` times the bytes of a block."""
+    """Yield slab shapes, smallest first; `ratio` is the size of a state divided by that of a block."""
     for few in range(1, _FEW + 1):
         many = few * max(ratio, 1 / ratio)
         for number in sorted({math.floor(many), math.ceil(many)}):

@@ -1,4 +1,4 @@
-"""Protocols of the context that a slot allocator needs, naming exactly what is read."""
+"""Protocols for the objects that a slot allocator reads, limited to the attributes that it uses."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LiveStateIndex(Protocol):
-    """The live slot of each request."""
+    """Protocol for the mapping from requests to live slots."""
 
     @property
     def request_to_mamba_state_idx(self) -> Sequence[int] | Tensor:
@@ -15,50 +15,50 @@ class LiveStateIndex(Protocol):
 
 
 class SlotAllocatorContext(Protocol):
-    """The attributes of an inference context that a slot allocator reads."""
+    """Protocol for an inference context, limited to what a slot allocator reads."""
 
     block_size_tokens: int
     max_tokens: int
 
     @property
     def mamba_conv_states(self) -> Tensor:
-        """[layers, live slots, *conv_states_shape]."""
+        """Conv states, [layers, live slots, *conv_states_shape]."""
 
     @property
     def mamba_ssm_states(self) -> Tensor:
-        """[layers, live slots, *ssm_states_shape]."""
+        """SSM states, [layers, live slots, *ssm_states_shape]."""
 
     @property
     def mamba_metadata(self) -> LiveStateIndex:
-        """The live slot of each request."""
+        """Mapping from requests to live slots."""
 
     @property
     def request_to_kv_block_ids(self) -> Sequence[Sequence[int]] | Tensor:
-        """[requests][block index] KV block ids."""
+        """KV block ids, [requests][block index]."""
 
 
 class PromptRequest(Protocol):
-    """The attributes of a request that `compute_and_store_offsets` reads."""
+    """Protocol for a request, limited to what `compute_and_store_offsets` reads."""
 
     prompt_tokens: Sequence[int] | Tensor
     finished_chunk_token_count: int
 
 
 class StepReservations(Protocol):
-    """Boundaries that an engine itself reserved for the running step."""
+    """Protocol for the boundaries that an engine reserved for the current step."""
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return each prefill's boundaries, relative to its first token of this step."""
+        """Return the boundaries of each prefill request, relative to its first token in this step."""
 
     def publish_prompts(self) -> None:
         """Publish the states that the step wrote for prompts."""
 
 
 class NoReservations:
-    """The reservations of an allocator without an engine: none."""
+    """`StepReservations` for an allocator without an engine; always empty."""
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return no boundaries."""
+        """Return an empty list."""
         return []
 
     def publish_prompts(self) -> None:

@@ -1,8 +1,8 @@
-"""Whole-slot copies of state pools: all layers and state types in one launch.
+"""Copy whole state slots, with all layers and state tensors, in one launch.
 
-Layout: as in `slot_tiles`; a slot and layer are one time, so only their bytes matter. Each resident program reads all
-slot numbers, skips padding, and takes every n-th remaining tile: one slot uses the whole device. Graph safe: no host
-sync, one launch, grid fixed at capture.
+Layout: as in `slot_tiles`, with one time per slot and layer, so the tensors' inner shapes do not matter. Each resident
+program reads all slot numbers, skips padding, and copies every n-th tile of the rest, so a single slot uses the whole
+device. Safe in CUDA graphs: no host sync, one launch, grid fixed at capture.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .slot_tiles import CopyTiling, access_bytes, copy_tiles, cut_slots, next_tu
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 SLOTS_AT_A_TIME = 256
-"""Slot numbers read at once; more take several rounds."""
+"""Number of slot numbers that one loop iteration reads."""
 _PAD = tl.constexpr(PAD_SLOT)
 
 
@@ -46,15 +46,16 @@ def _copy_slots_kernel(
 def copy_slots(
     sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor, tiling: CopyTiling = TILING
 ) -> None:
-    """Copy whole slots of each source pool into the pool of the same index, possibly itself, in place, all layers.
+    """Copy slots from each source to the pool with the same index, for all layers, in place.
 
-    Slots not in `dst`, and bytes between the slots of a strided pool, are unchanged. If dtypes differ, the reference
-    casts.
+    A source and its pool may be the same tensor. Slots not in `dst` are unchanged, and so are bytes between the slots
+    of a strided pool. If dtypes differ, the reference runs and casts.
 
     Args:
-        sources, pools: Each [layers, slots, ...]; a slot and layer contiguous. They differ in slots only.
-        src, dst: [n] int32 slot numbers; a pair holding PAD_SLOT is skipped. Otherwise dst is unique, and within a pool
-            no pair's dst is the src of another: copies happen in any order.
+        sources, pools: [layers, slots, ...] each; each layer of a slot is contiguous. Only the number of slots may
+            differ between a source and its pool.
+        src, dst: [n] int32 slot numbers; pairs that contain PAD_SLOT are skipped. The remaining `dst` are distinct.
+            Copies run in any order, so within one pool no `dst` may be the `src` of another pair.
 
     Raises:
         ValueError: If lengths, shapes, dtypes, strides or devices disagree.
@@ -63,9 +64,8 @@ def copy_slots(
     """
     for source, pool in zip(sources, pools, strict=True):
         if source.shape[:1] + source.shape[2:] != pool.shape[:1] + pool.shape[2:]:
-            raise ValueError(
-                f"need pools that differ in slots only, found {tuple(source.shape)} and {tuple(pool.shape)}"
-            )
+            shapes = f"{tuple(source.shape)} and {tuple(pool.shape)}"
+            raise ValueError(f"source and pool may differ only in the number of slots; found {shapes}")
     _check([*sources, *pools], src, dst)
     moved = [pair for pair in zip(sources, pools, strict=True) if pair[0].numel() and pair[1].numel()]
     if not moved or src.shape[0] == 0:
@@ -98,29 +98,32 @@ def copy_slots(
 def _check(pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
     for name, slots in (("src", src), ("dst", dst)):
         if slots.dtype != torch.int32 or slots.dim() != 1 or not slots.is_contiguous():
-            raise ValueError(f"need contiguous {name} [n] int32, found {slots.dtype} of strides {slots.stride()}")
+            raise ValueError(
+                f"need contiguous int32 {name} [n], found {slots.dtype} {tuple(slots.shape)} with strides "
+                f"{slots.stride()}"
+            )
     if src.shape != dst.shape:
-        raise ValueError(f"need as many src as dst, found {src.shape[0]} and {dst.shape[0]}")
+        raise ValueError(f"need src and dst of one length, found {src.shape[0]} and {dst.shape[0]}")
     for pool in pools:
         if pool.device != src.device or pool.device != dst.device:
-            raise ValueError(f"need pools and slots on one device, found {pool.device}, {src.device}, {dst.device}")
+            raise ValueError(f"need one device, found pool on {pool.device}, src on {src.device}, dst on {dst.device}")
         if pool.dim() < 3 or not pool[:1, :1].is_contiguous():
             raise ValueError(
-                "need pools [layers, slots, ...] whose slots are contiguous, "
+                "need pools [layers, slots, ...] with contiguous slots, "
                 f"found {tuple(pool.shape)} with strides {pool.stride()}"
             )
 
 
 def load_slots(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read slots as fresh tensors [n, ...] of `dtype`, zeros for PAD_SLOT in `slots` [n] int32."""
+    """Copy the states in `slots` [n] int32 to a new tensor [n, ...] of `dtype`; zeros for PAD_SLOT."""
     states = pool.index_select(0, slots.clamp_min(0).to(torch.int64))
     return torch.where(along_first_dim(slots != PAD_SLOT, states), states, 0).to(dtype)
 
 
 def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Write values [n, ...], cast to the pool's dtype, into slots [n] int32, in place; skip PAD_SLOT.
+    """Write values [n, ...] to `slots` [n] int32, cast to the pool's dtype, in place; skip PAD_SLOT.
 
-    A masked write must not index with a mask, so padding repeats a valid write, or gives slot 0 its own content.
+    Indexing with a mask would need a host sync. So padding repeats a valid write, or writes slot 0's content back.
     """
     if slots.shape[0] == 0:
         return
@@ -132,7 +135,7 @@ def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def store_empty_requests(pool: Tensor, rows: PrefillBatch) -> None:
-    """Write the initial state of each request without tokens into its final slot."""
+    """Copy the initial state of each request that has no tokens to its final slot."""
     is_empty = rows.cu_seqlens[1:] == rows.cu_seqlens[:-1]
     states = load_slots(pool, rows.initial_slots, pool.dtype)
     store_slots(pool, torch.where(is_empty, rows.final_slots, PAD_SLOT), states)

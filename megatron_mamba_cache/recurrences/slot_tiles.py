@@ -1,8 +1,8 @@
-"""Slots of a pool cut into tiles, so that resident programs share the copy of one slot.
+"""Split slots into tiles, so that all resident programs share the copy of one slot.
 
-Copies ignore dtypes: a slot and layer hold [times, elements] of the widest integer that size and alignment allow. A
-window that moves has one time for each input, all else only one. A tile has all times of a power of two of elements, so
-a window may move left within its own slot. Two 8-byte elements make a 16-byte access.
+Copies ignore dtypes: each layer of a slot is viewed as [times, elements], with the widest integers that its size and
+alignment allow. A window has one time per input; other tensors have a single time. A tile covers all times for a power
+of two of elements, so a window can be shifted within its own slot. A 16-byte access consists of two 8-byte elements.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ _ELEMENT_DTYPES = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int
 
 @dataclass(frozen=True, slots=True)
 class CopyTiling:
-    """How a copy is split over the device; every choice copies the same bytes.
+    """Tile and grid sizes for a copy; they do not affect the result.
 
     Args:
-        tile_len: Elements of a tile, a power of two; 8 bytes each where alignment allows.
-        programs_per_sm: Programs launched for each multiprocessor.
+        tile_len: Number of elements per tile, a power of two; an element has 8 bytes if the alignment allows it.
+        programs_per_sm: Number of programs per multiprocessor.
     """
 
     tile_len: int
@@ -32,9 +32,9 @@ class CopyTiling:
 
 
 class SlotStates(NamedTuple):
-    """A kernel's view of a pool; strides count accesses of `lanes` elements."""
+    """A pool as kernel arguments; strides count accesses of `lanes` elements."""
 
-    first: Tensor  # elements of layer 0, slot 0, time 0
+    first: Tensor  # the elements of layer 0, slot 0, time 0; its address is the base of the pool
     layer_stride: int
     slot_stride: int
     time_stride: int
@@ -42,12 +42,13 @@ class SlotStates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotTiles:
-    """A pool's view and the compile-time sizes of `copy_tiles`.
+    """A pool as kernel arguments, and the compile-time sizes for `copy_tiles`.
 
     Args:
-        times, length: Times of a slot and layer that are copied, elements of each.
-        lanes: Elements of an access.
-        width: Elements of a tile.
+        times: Number of times to copy per layer of a slot.
+        length: Number of elements per time.
+        lanes: Number of elements per memory access.
+        width: Number of elements per tile and time.
     """
 
     states: SlotStates
@@ -58,17 +59,18 @@ class SlotTiles:
 
 
 def access_bytes(*pools: Tensor) -> int:
-    """Return the widest access, at most 16 bytes, that is aligned everywhere in pools of `cut_slots`."""
+    """Return the size in bytes, at most 16, of the widest access that is aligned everywhere in these pools."""
     addresses = [pool.data_ptr() for pool in pools]
     sizes = [number * pool.element_size() for pool in pools for number in (pool.shape[3], *pool.stride()[:3])]
     return gcd(16, *addresses, *sizes)
 
 
 def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> SlotTiles:
-    """Cut a pool [layers, slots, times, elements] of some slots, whose elements, if any, are contiguous.
+    """Split the slots of a pool [layers, slots, times, elements] into tiles; there must be at least one slot.
 
     Args:
-        access: Bytes of an access, at most those of `access_bytes`, which is the default.
+        pool: The last dimension must be contiguous.
+        access: Size of a memory access in bytes, at most `access_bytes(pool)`; None: that maximum.
     """
     num_times, num_elements = pool.shape[2:]
     strides = [stride * pool.element_size() for stride in pool.stride()[:3]]
@@ -86,27 +88,27 @@ def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> Sl
 
 
 def one_time(pool: Tensor) -> Tensor:
-    """Return a pool [layers, slots, ...] as [layers, slots, 1, elements]."""
+    """Reshape a pool [layers, slots, ...] to [layers, slots, 1, elements]."""
     return pool.flatten(2)[:, :, None]
 
 
 @triton.jit
 def numbered(chosen):
-    """Number the chosen ones from 1 on; 0 for the others."""
+    """Number the True entries of `chosen` from 1 on; False entries get 0."""
     return tl.where(chosen, tl.cumsum(chosen.to(tl.int32), axis=0), 0)
 
 
 @triton.jit
 def of_number(values, numbers, number):
-    """Return the value with a number of `numbered`."""
+    """Return the entry of `values` whose entry in `numbers` equals `number`."""
     return tl.sum(tl.where(numbers == number, values, 0), axis=0)
 
 
 @triton.jit
 def next_turn(turn, TILES: tl.constexpr):
-    """Return a program's first tile of the next slot, from its first tile (`turn`) of this slot's TILES.
+    """Return a program's first tile in the next slot, given its first tile `turn` in this slot of TILES tiles.
 
-    Tiles are dealt out without a gap between slots: a program's first turn is its number.
+    Programs take tiles round-robin across slots; for the first slot, `turn` is the program id.
     """
     programs = tl.num_programs(0)
     return (turn + programs - TILES % programs) % programs
@@ -117,9 +119,9 @@ def copy_tiles(
     states, target_states, source, target, first_tile,
     LAYERS: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Copy every n-th tile of slot `source` to `target`, from `first_tile` on, for n programs: all layers, one time.
+    """Copy every n-th tile of slot `source` to slot `target`, starting at `first_tile`; n is the grid size.
 
-    Slots are int64; `target` is one of `target_states`, which may be `states`.
+    Tensors have one time. Slots are int64; `target_states` may be `states`.
     """
     TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
     # Multiplying by LANES last lets the compiler know that every address is aligned to LANES elements.
@@ -141,12 +143,12 @@ def copy_windows(
     LAYERS: tl.constexpr, TIMES: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Copy every n-th tile of a window, all layers, from input `shift` on, as `copy_tiles` does.
+    """Copy every n-th tile of a window, starting at input `shift`, as `copy_tiles` does for whole tensors.
 
-    The source and target slots may be equal if the states are.
+    Source and target may be the same slot of the same tensor.
 
     Args:
-        tail: Holds the inputs from TIMES on, at `buffer`, if HAS_TAIL; else they are in the slot as well.
+        tail: If HAS_TAIL, its entry `buffer` holds the inputs from TIMES on; otherwise they are in the slot.
     """
     TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
     time = tl.arange(0, triton.next_power_of_2(TIMES))[:, None]
@@ -171,5 +173,5 @@ def copy_windows(
             values = tl.where(
                 is_in_tail, tl.load(later, mask=inside & is_in_tail), tl.load(sources, mask=inside & ~is_in_tail)
             )
-        tl.debug_barrier()  # a write may overwrite what another thread of this program reads
+        tl.debug_barrier()  # all threads must read before any writes, as source and target may overlap
         tl.store(targets, values, mask=inside)

@@ -1,7 +1,7 @@
-"""Draft states in slots of their own: works for every recurrence.
+"""Storage of draft states in slots of the pool; works for every recurrence.
 
-A draft window is a request's columns of slots. Column 0 is its live slot; column j has the state after token j of the
-step. Windows of inputs are in column 0's slot only, which has room for those of drafts.
+A draft window is a row of slots for one request. Column 0 is the live slot; column j holds the state after token j of
+the step. Conv windows are stored only in the slot in column 0, which also has room for the inputs of drafts.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from .interface import LiveState
 
 
 class WindowStorage:
-    """Draft states in slots of the pool, whose own tensors are `live`; a `DraftStorage`."""
+    """`DraftStorage` that keeps draft states in slots of the live pool."""
 
     def __init__(self, live: StoredStates) -> None:
         self._live = live
 
     def layer(self, index: int) -> None:
-        """Return None: slots alone hold a layer's states."""
+        """Return None: all draft states are in slots."""
 
     def cache_boundaries(self, stored: StoredStates, replay: object, rows: AlignBatch, block_size: int) -> None:
-        """Cache the states at the boundaries that requests reached, by an align copy."""
+        """Cache the states at the block boundaries that requests reached, with an align copy."""
         stored.align_copy(rows, block_size)
 
     def resolve(self, states: Sequence[LiveState]) -> None:
-        """Copy the accepted column of each draft window to column 0, all layers, in place."""
+        """Copy the state after the last accepted token of each request to column 0, for all layers, in place."""
         shifted = [state for state in states if state.accepted > 1]
         if shifted:
             rows, _ = accepted_columns(shifted, self._live.device)
@@ -36,7 +36,7 @@ class WindowStorage:
 
 
 def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple[AlignBatch, Tensor]:
-    """Return an align copy to column 0, as of blocks of one token that end at the accepted one, and the buffers."""
+    """Return the align copy, for block size 1, of each accepted state to its live slot, and the buffer indices."""
     width = max(state.accepted for state in states)
     numbers = [
         [state.slot, state.accepted, state.buffer]
@@ -58,7 +58,7 @@ def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple
 
 
 def columns_of(lines: Sequence[Sequence[int]]) -> Tensor:
-    """Return lines of numbers as columns, [numbers, at least lines] int32, padded so that all counts run one kernel."""
+    """Transpose equally long `lines` to [numbers, lines] int32, padded so that one compiled kernel fits all counts."""
     table = torch.full((len(lines[0]), -(-len(lines) // 4) * 4), PAD_SLOT, dtype=torch.int32)
     table[:, : len(lines)] = torch.tensor(lines, dtype=torch.int32).T
     return table

@@ -1,4 +1,4 @@
-"""Access rules of a coordinator: local processes only, holders of a key, or anything on the network."""
+"""Access rules for a coordinator: local processes only, holders of a key, or any process on the network."""
 
 import hashlib
 import socket
@@ -19,11 +19,11 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Requirements of a listening coordinator for its replicas.
+    """Proof that a coordinator requires of its replicas, and the function that revokes it.
 
     Args:
-        proof: The proof that a replica's hello must carry.
-        end: Must be called when the coordinator ends.
+        proof: Proof that a replica's hello must contain.
+        end: Function to call when the coordinator ends.
     """
 
     proof: str
@@ -32,11 +32,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """Proof and channel with which a replica joins.
+    """Proof and channel with which a replica joins a coordinator.
 
     Args:
-        proof: The proof that its hello carries.
-        channel: Channel of connections between ranks.
+        proof: Proof to send in the hello.
+        channel: Channel for connections between ranks.
     """
 
     proof: str
@@ -44,13 +44,13 @@ class Joining:
 
 
 class Access:
-    """Access rules for the sockets of a coordinator, its replicas and its front end.
+    """Base of the access rules for the sockets of a coordinator, its replicas and its front end.
 
-    This class admits every peer that the channel admits, from any host.
+    The base class admits every peer that the channel admits, from any host.
 
     Args:
-        host: Name or address of the interface on which sockets listen.
-        fingerprint: Equal in processes that can talk to each other; it does not reveal the secret.
+        host: Name or address of the interface to which sockets bind.
+        fingerprint: Equal in processes that can communicate; it does not reveal the secret.
     """
 
     def __init__(self, host: str, channel: Channel, fingerprint: str) -> None:
@@ -65,16 +65,16 @@ class Access:
         """Raise `ValueError` if no coordinator under these rules can have this address."""
 
     def open_for_replicas(self, port: int) -> Admission:
-        """Let replicas join the coordinator that listens on a port."""
-        return Admission("", lambda: None)  # the channel is proof enough
+        """Allow replicas to join the coordinator that listens on a port."""
+        return Admission("", lambda: None)  # the channel already authenticates the replica
 
     def joining(self, port: int) -> Joining:
-        """Return what a replica needs to join the coordinator on a port; raises `ConnectionError` if unavailable."""
+        """Return the proof and channel for joining the coordinator on a port; raise `ConnectionError` without one."""
         return Joining("", self.channel)
 
 
 class LoopbackAccess(Access):
-    """Loopback only: any local process may be a client, the user's processes replicas."""
+    """Rules for loopback only: any local process may be a client; only the user's processes may be replicas."""
 
     def __init__(self) -> None:
         super().__init__(_LOOPBACK, Channel(), "loopback")
@@ -82,7 +82,7 @@ class LoopbackAccess(Access):
     def check_hosts(self, hosts: Collection[str]) -> None:
         if len(set(hosts)) > 1:
             raise ValueError(
-                f"the ranks run on {len(set(hosts))} hosts, and without a key the coordinator listens on loopback "
+                f"the ranks run on {len(set(hosts))} hosts, but without a key the coordinator listens on loopback "
                 f"only: {REMEDY}"
             )
 
@@ -90,8 +90,8 @@ class LoopbackAccess(Access):
         host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
         if not _is_loopback(host):
             raise ValueError(
-                f"the coordinator's address {address} is not on loopback, and without a key it listens nowhere else: "
-                f"{REMEDY}"
+                f"the coordinator's address {address} is not on loopback, but without a key it can listen "
+                f"only on loopback: {REMEDY}"
             )
 
     def open_for_replicas(self, port: int) -> Admission:
@@ -104,7 +104,7 @@ class LoopbackAccess(Access):
 
 
 class KeyedAccess(Access):
-    """Holders of a secret may do everything, from any host; all others fail the handshake."""
+    """Rules for a secret: its holders have full access from any host; other peers fail the handshake."""
 
     def __init__(self, secret: bytes) -> None:
         digest = hashlib.blake2b(secret, digest_size=8, person=b"fingerprint")
@@ -112,14 +112,14 @@ class KeyedAccess(Access):
 
 
 class InsecureAccess(Access):
-    """Any process that can reach the ports may do everything."""
+    """Rules without protection: any process that can reach the ports has full access."""
 
     def __init__(self) -> None:
         super().__init__(socket.gethostname(), Channel(), "insecure")
 
 
 def port_of(address: str) -> int:
-    """Return the port of an address such as "tcp://host:5555"; raise `ValueError` if it has none."""
+    """Return the port in an address such as "tcp://host:5555"; raise `ValueError` if it has no port."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not host or not port.isdecimal():
         raise ValueError(f"the coordinator's address is {address!r}; it must look like tcp://host:5555")

@@ -1,4 +1,4 @@
-"""Reports of resumable boundaries and their salt to a coordinator."""
+"""Report a replica's cached boundaries and their salt to the coordinator."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CacheReports:
-    """Reports net changes of the cached boundaries in a context's slot pool."""
+    """Reporter of net changes to the cached boundaries in a context's slot pool."""
 
     def __init__(self, context: MambaCacheContext, link: "ReplicaLink") -> None:
         self._context = context
@@ -22,15 +22,15 @@ class CacheReports:
             self.watch()
 
     def watch(self) -> None:
-        """Watch newly allocated memory."""
+        """Start to record changes in newly allocated memory."""
         self._context.cache.slots.observe(self._journal)
 
     def note_freed(self) -> None:
-        """Note that the memory was freed, with everything cached in it."""
+        """Record that the memory was freed, and with it all cached boundaries."""
         self._journal.flushed()
 
     def send(self) -> None:
-        """Report the changes since the last report, if any."""
+        """Report the changes since the last report, if there are any."""
         context = self._context
         if not context.is_tensor_state_allocated:
             changes = self._journal.take(lambda _: None)
@@ -52,7 +52,7 @@ class CacheReports:
 
 
 class NoReports:
-    """Stand-in for `CacheReports` and `ProgressReports` without a coordinator: reports nothing."""
+    """Null object for `CacheReports` and `ProgressReports` when there is no coordinator."""
 
     def send(self, *_: object) -> None:
         """Do nothing."""

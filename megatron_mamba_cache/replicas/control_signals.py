@@ -1,4 +1,4 @@
-"""Signals to all replicas, one at a time, and their answers."""
+"""Send control signals to all replicas, one at a time, and collect the answers."""
 
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -16,57 +16,57 @@ _MOST_WAITING = 1000
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A message to all replicas, and to all clients if it is an answer."""
+    """Message to all replicas; an answer also goes to all clients."""
 
     header: Headers
 
     @property
     def is_for_clients(self) -> bool:
-        """True when clients wait for it."""
+        """True if clients also receive this message."""
         return self.header in ANSWERS.values()
 
 
 class ControlSignals:
-    """Orders the signals of clients. A repeated signal is answered again.
+    """Queue of signals from clients; a repeated signal is answered again.
 
-    No signal follows a PAUSE or a STOP until all living replicas have answered it: a Megatron engine that is unpaused
-    while its answer is in flight stays paused forever.
+    After a PAUSE or a STOP, the next signal is sent only when all living replicas have answered: a Megatron engine that
+    is unpaused while its answer is in flight stays paused forever.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Headers] = deque()
-        self._asked: Headers | None = None  # the signal that is being answered
+        self._asked: Headers | None = None  # signal whose answers are pending
         self._answered: set[str] = set()
-        self._steady: list[Headers] = []  # the signals that a joining replica has missed
+        self._steady: list[Headers] = []  # signals to send to a replica that joins later
 
     @property
     def is_stopping(self) -> bool:
-        """True when a STOP was requested; engines accept no requests after it."""
+        """True after a STOP was requested; engines then accept no requests."""
         return self._asked is Headers.STOP or Headers.STOP in self._waiting or self.is_over
 
     @property
     def is_over(self) -> bool:
-        """True when all replicas have answered a STOP."""
+        """True after all replicas have answered a STOP."""
         return Headers.STOP_ACK in self._steady
 
     def ask(self, signal: Headers) -> None:
-        """Queue a client's signal; raise `ValueError` if too many wait for the replicas' answers."""
+        """Queue a signal from a client; raise `ValueError` if too many signals are pending."""
         if len(self._waiting) >= _MOST_WAITING:
             raise ValueError(f"{_MOST_WAITING} signals are already pending; wait until they are answered")
         if not self.is_stopping:
             self._waiting.append(signal)
 
     def answer(self, replica: str, header: Headers) -> None:
-        """Note a replica's answer; an unexpected one is ignored."""
+        """Record a replica's answer; ignore an unexpected answer."""
         if self._asked is not None and ANSWERS[self._asked] is header:
             self._answered.add(replica)
 
     def missed(self) -> tuple[Headers, ...]:
-        """Return the signals that bring a newly joined replica to the state of the others."""
+        """Return the signals that put a newly joined replica into the same state as the other replicas."""
         return tuple(self._steady) if self._asked is None else (*self._steady, self._asked)
 
     def due(self, living: Collection[str]) -> Iterator[Announcement]:
-        """Yield, in order, what to send now; only the answers of `living` replicas count."""
+        """Yield the messages to send now, in order; wait only for answers from `living` replicas."""
         while not self.is_over:
             if self._asked is not None:
                 if not self._answered >= set(living):

@@ -1,7 +1,8 @@
-"""Megatron's coordinator with routing by cached prefix and tolerance of dead replicas.
+"""Megatron's coordinator with prefix-aware routing and recovery from dead replicas.
 
-A replica is alive while its connection is. ZMQ's heartbeats are answered by an I/O thread, however long a replica's
-step takes, and a process that ends closes its connections; in both cases the coordinator's next send fails.
+A replica counts as alive as long as its connection is open. ZMQ answers heartbeats in an I/O thread, so a long step is
+not mistaken for a failure. If a process exits, its connections close; if its host stops responding, heartbeats time
+out. Either way, the coordinator's next send to that process fails.
 """
 
 import hmac
@@ -35,19 +36,20 @@ _CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
 
 
 class PrefixCoordinator(DataParallelInferenceCoordinator):
-    """Serves Megatron's `InferenceClient`s over replicas that join and leave.
+    """Coordinator that routes requests from Megatron's `InferenceClient`s to replicas, which may join and leave.
 
-    A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
-    The sender of a request or a signal counts as a client even without a CONNECT: a client whose idle connection was
-    closed reconnects under another identity without noticing. Messages that only a replica may send (replies, answers
-    to signals, key reports) are ignored and logged when they come from other senders, as are malformed messages.
+    If a replica dies, its requests are sent to another replica, or fail after `RoutingSettings.num_attempts`.
+    The sender of a request or a signal counts as a client even without a CONNECT: if an idle connection was closed, its
+    client reconnects under another identity without noticing. Malformed messages are ignored and logged, and so are
+    replies, answers to signals and key reports from senders that are not replicas.
 
     Args:
-        pipe_connection: Receives the coordinator's address.
-        tokenizer: Has `tokenize`, `detokenize` and `bos`.
-        inference_coordinator_port: Tried first; None: any.
-        num_replicas: Replicas that `wait_for_replicas` waits for.
-        starter_has_left: Returns whether the starting process has left; the end of the parent process counts as well.
+        pipe_connection: Connection to which the coordinator's address is sent.
+        tokenizer: Object with `tokenize`, `detokenize` and `bos`.
+        inference_coordinator_port: Preferred port; another free port is used if it is taken. None: any free port.
+        num_replicas: Number of replicas for which `wait_for_replicas` waits.
+        starter_has_left: Function that returns whether the starting process has left; it also counts as left if the
+            parent process ends.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         num_replicas: int = 1,
         starter_has_left: Callable[[], bool] = lambda: False,
     ) -> None:
-        # Megatron's own would bind before any option could be set, and its loop wait for replicas forever.
+        # Megatron's constructor would bind before any socket option is set, and wait for replicas forever.
         self._settings = settings
         self._num_replicas = settings.num_replicas or num_replicas
         self._parent = os.getppid()
@@ -85,12 +87,12 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"{len(self._members.serving)} of {self._num_replicas} replicas joined {self.addr} in "
-                    f"{self._settings.join_timeout_s:g} s; see why the others did not start"
+                    f"{self._settings.join_timeout_s:g} s; see the logs of the other replicas"
                 )
 
     @override
     def start(self) -> None:
-        """Serve until the engines are stopped, or the starter and all peers have left."""
+        """Run until the engines are stopped, or the starting process and all peers have left."""
         while not self._signals.is_over and not self._is_abandoned():
             self._serve_round()
 
@@ -103,7 +105,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         return not is_used and (os.getppid() != self._parent or self._starter_has_left())
 
     def _serve_round(self) -> None:
-        """Handle incoming messages, at most until the next probe is due."""
+        """Handle incoming messages until the next probe is due."""
         for frames in self._mailbox.receive(max(self._next_probe - time.monotonic(), 0.0)):
             self._handle_frames(frames)
         if time.monotonic() >= self._next_probe:
@@ -114,7 +116,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
 
     @override
     def detokenize(self, finished_request_record: Any) -> None:
-        """Add the texts of a record; the first part of an interrupted reply gets all of it."""
+        """Add the text to a record; in an interrupted reply, the first part gets the whole text."""
         super().detokenize(finished_request_record)
         first, *others = finished_request_record["requests"]
         if others:
@@ -124,9 +126,9 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
                 part["generated_text"] = ""
 
     def _probe(self) -> None:
-        """Probe all connections; clients ignore a repeated answer."""
+        """Send a probe to all connections; clients ignore a repeated answer to CONNECT."""
         self._send_all(self._members.identities, PROBE)
-        self._send_all(self._members.dead_identities, FENCED)  # a fenced process that is idle sends nothing
+        self._send_all(self._members.dead_identities, FENCED)  # also reaches idle fenced processes
         self._send_all(self._clients, _CONNECTED)
 
     def _handle_frames(self, frames: list[bytes]) -> None:
@@ -142,7 +144,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
                 return
             message = msgpack.unpackb(payload, raw=False)
             if not isinstance(message, list) or not message or type(message[0]) not in (int, str):
-                raise WireError("need a list that begins with a number or a word")
+                raise WireError("the message is not a list that begins with an int or a string")
             self._handle(sender, message[0], message[1:])
         except Exception as error:  # one bad message must not stop the service
             self._mailbox.ignore(sender, error)
@@ -169,7 +171,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         elif replica is not None and kind in {answer.value for answer in ANSWERS.values()}:
             self._signals.answer(replica.name, Headers(kind))
         else:
-            raise WireError(f"{kind!r:.50} from a sender that may not send it")
+            raise WireError(f"message kind {kind!r:.50} is not allowed from this sender")
 
     # Replicas.
 
@@ -178,7 +180,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         try:
             hello = hello_of(greeting)
             if not hmac.compare_digest(hello.proof.encode(), self._mailbox.proof.encode()):
-                raise WireError("a hello without the coordinator's secret; start replicas as its user")
+                raise WireError("the hello lacks the coordinator's secret; start replicas as the coordinator's user")
             replica = self._members.greet(sender, hello)
         except WireError:
             if self._members.is_dead(sender):
@@ -206,11 +208,11 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         buried = self._members.bury(identity)
         names = {replica.name for replica in buried}
         orphans = [request for request in self._in_flight if request.replica in names]
-        for replica in buried:  # all leave before any request is re-routed
+        for replica in buried:  # remove all dead replicas before re-routing requests
             logger.error("replica %s is dead: %s", replica.name, reason)
             self._router.leave(replica.name)
-            self._send_all(replica.members.values(), FENCED)  # its remaining members cannot go on alone
-        for request in orphans:  # before any is sent: losing a client drops all of its requests
+            self._send_all(replica.members.values(), FENCED)  # remaining members cannot continue alone
+        for request in orphans:  # clear all before sending any: losing a client drops all of its requests
             request.replica = None
         for request in orphans:
             self._dispatch(request)
@@ -220,7 +222,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     def _submit(self, client: bytes, body: list[Any]) -> None:
         client_request_id, prompt, sampling = body
         if not isinstance(sampling, dict):
-            raise WireError("sampling parameters that are not a dict")
+            raise WireError(f"the sampling parameters of a request must be a dict, found {sampling!r:.50}")
         request = self._entered(client, client_request_id, prompt)
         try:
             request.sampling = readable_sampling(sampling)
@@ -235,7 +237,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._dispatch(request)
 
     def _refuse_large(self, client: bytes, payload: bytes) -> None:
-        """Fail a request that is too large to read; ignore any other such message."""
+        """Fail a request that is too large to read; raise `WireError` for other large messages."""
         kind, client_request_id = opening_of(payload)
         problem = f"a message of {len(payload)} bytes, above max_request_bytes={self._settings.max_request_bytes}"
         if kind != Headers.SUBMIT_REQUEST.value:
@@ -245,7 +247,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
 
     def _entered(self, client: bytes, client_request_id: Any, prompt: Any) -> RequestInFlight:
         if type(client_request_id) is not int:
-            raise WireError(f"a request that its client calls {client_request_id!r:.50}; it must be an int")
+            raise WireError(f"the client's request id is {client_request_id!r:.50}; it must be an int")
         request = RequestInFlight(self.next_request_id, client, client_request_id, prompt, [], {})
         self._in_flight.add(request)
         self.next_request_id += 1
@@ -254,7 +256,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     def _dispatch(self, request: RequestInFlight) -> None:
         """Send an unassigned request to a replica, or fail it."""
         if request not in self._in_flight:
-            return  # its client has left in the meantime
+            return  # the client has left in the meantime
         if self._signals.is_stopping:
             self._fail(request, "the engines are being stopped; send it to others")
         elif not self._router.replicas:
@@ -279,13 +281,13 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         for record in records:
             try:
                 self._forward_reply(replica, record)
-            except Exception as error:  # the other replies in the message are still valid
+            except Exception as error:  # other replies in the message are still valid
                 logger.warning("ignored a reply of %s: %s: %s", replica.name, type(error).__name__, error)
 
     def _forward_reply(self, replica: Replica, record: Any) -> None:
         request = self._in_flight.get(record["requests"][0]["request_id"])
         if request is None or request.replica != replica.name:
-            return  # it has been re-routed to another replica
+            return  # the request was re-routed to another replica
         try:
             self.detokenize(record)
             reply = request.reply(record)
@@ -296,7 +298,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._send(request.client, reply)
 
     def _fail_unsent(self, replica: Replica, body: list[Any]) -> None:
-        """Fail and cancel a request whose reply or progress is too large to send."""
+        """Fail and cancel a request if its reply or progress is too large to send."""
         unsent = unsent_of(body)
         request = self._in_flight.get(unsent.request_id)
         if request is not None and request.replica == replica.name:
@@ -318,7 +320,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     # All connections.
 
     def _announce(self) -> None:
-        """Send the control signals that are due."""
+        """Send the control signals that can be sent now."""
         for announcement in self._signals.due({replica.name for replica in self._members.serving}):
             if self._signals.is_over:
                 for request in self._in_flight:
@@ -333,7 +335,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._send(identity, message)
 
     def _send(self, identity: bytes, message: bytes) -> None:
-        """Send a message; a replica that cannot be reached is dead, a client forgotten."""
+        """Send a message; if the send fails, treat a replica as dead and drop a client."""
         try:
             self._mailbox.send(identity, message)
         except zmq.ZMQError as error:

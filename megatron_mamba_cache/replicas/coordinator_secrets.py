@@ -1,4 +1,4 @@
-"""The secrets of a coordinator: a joining secret on one host, or a key file that all hosts share."""
+"""Secrets for a coordinator: a joining secret on one host, or a key file that all hosts share."""
 
 import hashlib
 import os
@@ -17,9 +17,9 @@ _MAKE = "(umask 077; openssl rand -hex 32 > FILE)"
 
 @dataclass(frozen=True, slots=True)
 class JoiningSecret:
-    """A secret in a temporary file that only this user's processes can read.
+    """Secret in a temporary file that only this user's processes can read.
 
-    A client needs only the address, as with Megatron. A replica gets other clients' prompts, so it must know the
+    As with Megatron, a client needs only the address. A replica receives other clients' prompts, so it must have the
     secret.
     """
 
@@ -28,10 +28,10 @@ class JoiningSecret:
 
     @classmethod
     def create(cls, port: int) -> Self:
-        """Write a new secret for the replicas of a port, replacing an earlier one.
+        """Write a new secret for replicas of the coordinator on a port, replacing an earlier secret.
 
         Raises:
-            PermissionError: If the folder belongs to another user or is open to others.
+            PermissionError: If the folder belongs to another user or is accessible to other users.
         """
         made = cls(_path_of(port), secrets.token_bytes(_NUM_BYTES))
         draft = made.path.with_name(f"{made.path.name}.{secrets.token_hex(8)}")
@@ -42,11 +42,11 @@ class JoiningSecret:
 
     @classmethod
     def read(cls, port: int) -> Self:
-        """Return the secret of the coordinator on a port of this host.
+        """Return the secret for the coordinator on a port of this host.
 
         Raises:
-            ConnectionError: If there is none.
-            PermissionError: As `create`.
+            ConnectionError: If there is no secret for this port.
+            PermissionError: Same as `create`.
         """
         path = _path_of(port)
         try:
@@ -77,16 +77,16 @@ def _path_of(port: int) -> Path:
 
 
 def read_key_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the secret of a key file: 32 bytes as 64 hexadecimal digits.
+    """Return the 32-byte secret in a key file, which contains 64 hexadecimal digits.
 
     Raises:
-        ValueError: If the file cannot be read, holds something else, or other users can read or change it.
+        ValueError: If the file cannot be read, has other contents, or is accessible to other users.
     """
     try:
         mode = os.stat(path).st_mode
         text = Path(path).read_text(encoding="ascii").strip()
     except OSError as error:
-        raise ValueError(f"key file {path}: {error.strerror or error}; create one with {_MAKE}") from error
+        raise ValueError(f"cannot read key file {path}: {error.strerror or error}; create one with {_MAKE}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"key file {path} is not text; create one with {_MAKE}") from error
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
@@ -100,13 +100,13 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def host_identity() -> str:
-    """Return a string equal only in processes that share a loopback interface.
+    """Return a string that is equal only in processes with the same loopback interface.
 
-    The hostname alone is not enough: containers may share it, or share the host's kernel but not its network.
+    The hostname is not sufficient: containers may have equal hostnames, or share the host's kernel but not its network.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         network = os.readlink("/proc/self/ns/net")
-    except OSError:  # not Linux, or a sandbox that hides them
+    except OSError:  # not Linux, or a sandbox that hides these files
         boot = network = ""
     return "/".join((socket.gethostname(), boot, network))

@@ -1,4 +1,4 @@
-"""The engine as a replica of a coordinator; without one, a plain `MambaCacheEngine`."""
+"""Engine that can be a replica of a coordinator."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ MOST_FAILED_STEPS = 16
 
 
 class ReplicaEngine(MambaCacheEngine):
-    """Serves the requests of a coordinator and reports its cached prefixes.
+    """Engine that serves requests from a coordinator and reports its cached prefixes to it.
 
-    Sampling parameters carry values that Megatron's protocol has no field for: a client may add a spec, as in
-    `sampling.add_attributes({"spec": {"tenant": "red"}})`, and those of a reply have `cached_tokens`,
-    `cached_tokens_from_host`, `cached_tokens_from_disk` and `replica`.
+    Without a coordinator, it works like `MambaCacheEngine`. Sampling parameters contain the values for which Megatron's
+    protocol has no field: a client may add a spec, as in `sampling.add_attributes({"spec": {"tenant": "red"}})`, and a
+    reply's parameters contain `cached_tokens`, `cached_tokens_from_host`, `cached_tokens_from_disk` and `replica`.
     """
 
     socket_for_receiving_requests: Any
@@ -61,18 +61,18 @@ class ReplicaEngine(MambaCacheEngine):
         coordinator_address: str | None = None,
         routing: RoutingSettings | None = None,
     ) -> str:
-        """Serve a coordinator and return its address; a collective of the launch's ranks.
+        """Join a coordinator and return its address; all ranks of the launch call it.
 
         Args:
-            inference_coordinator_port: The port that a launched coordinator tries first, or that of a running one.
-            launch_inference_coordinator: True if the launch's first rank starts a coordinator.
-            coordinator_address: Address of a coordinator that another launch has started, such as "tcp://host:5555";
-                none is launched.
-            routing: Settings of a coordinator that is started here; key and message limits apply to all replicas.
+            inference_coordinator_port: Preferred port for a new coordinator, or the port of a running coordinator.
+            launch_inference_coordinator: True if the first rank starts a coordinator.
+            coordinator_address: Address of a running coordinator from another launch, such as "tcp://host:5555"; no
+                coordinator is started then.
+            routing: Settings for a coordinator that is started here; key and message limits apply to all replicas.
 
         Raises:
             MissingExtraError: If pyzmq or msgpack is missing.
-            ValueError: If ranks or the coordinator are on other hosts, and neither a key nor `insecure` is set.
+            ValueError: If ranks or the coordinator are on different hosts, but neither a key nor `insecure` is set.
             ConnectionError: If no coordinator answers at the address.
         """
         require_extra("server", "a coordinator")
@@ -104,18 +104,18 @@ class ReplicaEngine(MambaCacheEngine):
 
     @property
     def zmq_context(self) -> Any:
-        """The context that makes the sockets between ranks."""
+        """ZMQ context for the sockets between ranks."""
         return self._zmq_context
 
     @zmq_context.setter
     def zmq_context(self, found: Any) -> None:
-        """Keep a `RankContext`: Megatron's own context makes unprotected sockets."""
+        """Ignore contexts other than a `RankContext`, because Megatron's context creates unprotected sockets."""
         self._zmq_context = self._zmq_context or found
 
     async def _take_part(
         self, identity: ReplicaIdentity, routing: RoutingSettings, loop: asyncio.AbstractEventLoop | None
     ) -> None:
-        """Open the sockets between ranks, and join."""
+        """Open the sockets between ranks and join the coordinator."""
         from .access import port_of
         from .rank_sockets import RankContext
 
@@ -129,7 +129,7 @@ class ReplicaEngine(MambaCacheEngine):
         await self._join(identity, joining.proof, access.channel, routing)
 
     async def _join(self, identity: ReplicaIdentity, proof: str, channel: "Channel", routing: RoutingSettings) -> None:
-        """Replace Megatron's socket by a link to the coordinator, before the engine's loop uses it."""
+        """Replace Megatron's socket with a link to the coordinator before the engine's loop uses it."""
         from .progress_reports import ProgressReports
         from .replica_link import ReplicaLink
         from .wire import Hello
@@ -139,7 +139,7 @@ class ReplicaEngine(MambaCacheEngine):
         self._link = ReplicaLink(self.zmq_context, identity.address, hello, routing.max_message_bytes, channel)
         self.zmq_sockets.append(self._link)
         if self.is_mp_coordinator:
-            # Its name is the data-parallel rank, which a replica of another launch may share.
+            # Megatron's socket is named by data-parallel rank, which is not unique across launches.
             self.zmq_sockets.remove(self.socket_for_receiving_requests)
             self.socket_for_receiving_requests.close(linger=0)
             self.socket_for_receiving_requests = self._link
@@ -149,7 +149,7 @@ class ReplicaEngine(MambaCacheEngine):
         await self._link.wait_for_welcome(routing.join_timeout_s)
 
     def _watch_peers(self) -> None:
-        """Make waits for another rank fail when the replica dies."""
+        """Let waits for another rank fail if the replica dies."""
         from .rank_sockets import PeerSocket
 
         for name in ("model_parallel_subscriber_socket", "model_parallel_num_msgs_subscriber_socket"):
@@ -172,9 +172,9 @@ class ReplicaEngine(MambaCacheEngine):
         seed: int | None = None,
         tenant: str = "",
     ) -> asyncio.Future[Any]:
-        """Add a request; see `MambaCacheEngine`. A coordinator's request that cannot be read fails alone.
+        """Add a request; see `MambaCacheEngine`. An unreadable request from the coordinator only fails itself.
 
-        A request from a coordinator may also be a cancel or a flush; see `replicas.front_end`.
+        A request from the coordinator may also be a cancel or a flush; see `replicas.front_end`.
         """
         if self.use_coordinator:
             from .progress_reports import obeyed
@@ -196,27 +196,27 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     def schedule_requests(self) -> int:
-        """Read the coordinator's messages; return how many there were."""
+        """Read the coordinator's messages; return the number of messages."""
         num_messages: int = super().schedule_requests()
         if not self.is_mp_coordinator:
             self._link.drain()
-        self.land_idle_copies()  # every rank is here at the same point
+        self.land_idle_copies()  # all ranks call this at the same point
         if self.is_suspended and not self.suspend_signal:
-            self.resume()  # before the loop looks for work: a suspended engine cannot run any
+            self.resume()  # resume first, because the loop cannot run work on a suspended engine
         self._reports.send()
         self._progress.send_state()
         return num_messages
 
     @override
     async def async_step(self) -> Any:
-        """Run one step; with a coordinator, queue the requests of a failed step again."""
+        """Run one step; if it fails with a coordinator, queue its requests again."""
         try:
             outcome = await super().async_step()
         except CacheIntegrityError:
-            raise  # the cache can no longer be trusted
+            raise  # the cache may be corrupt
         except Exception:
             self._failed_in_a_row += 1
-            # Ranks that compute together cannot each decide alone to try again.
+            # Ranks that step together cannot decide individually to retry.
             is_one_process = self.use_coordinator and self.pg_collection.mp.size() == 1 and self.ep_world_size == 1
             if not is_one_process or self._failed_in_a_row >= MOST_FAILED_STEPS:
                 raise
@@ -227,7 +227,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
-        """Report the step; see `MambaCacheEngine`."""
+        """Report the results of a step; see `MambaCacheEngine`."""
         report = await super().async_bookkeep(step_result, *args, **settings)
         self._progress.send(report["active_request_ids"])
         return report
@@ -243,7 +243,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     def suspend(self) -> None:
-        """Drop running requests' states and the memory that is not resident."""
+        """Drop the states of running requests, and free memory that is not resident."""
         had_memory = self.context.is_tensor_state_allocated
         super().suspend()
         if had_memory and not self.context.is_tensor_state_allocated:
@@ -259,7 +259,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Step until the coordinator stops the engine; others get unfinished requests."""
+        """Run steps until the coordinator stops the engine; unfinished requests then go to other replicas."""
         try:
             await super().run_engine_with_coordinator(loop=loop)
         finally:
@@ -268,14 +268,14 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def _ep_group_has_work(self, local_work: int) -> bool:
-        """Return 1 if the expert-parallel group steps; report failed requests before idling."""
+        """Return 1 if the expert-parallel group runs a step; report failed requests before idling."""
         if not local_work and (self.failed_request_ids or self._unreported):
             await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
         found = self.owes_step or await all_step(self._standing(local_work), self._highest_standing)
         if self.context.is_tensor_state_allocated:
             runner = self.context.runner
             if not found:
-                runner.sharing.forget()  # the next step is another one, and some ranks may suspend before it
+                runner.sharing.forget()  # the agreed step will not run; some ranks may suspend first
             elif not local_work:
                 runner.queue.note_waiting(has_waiting=False)
                 runner.queue.note_scheduled(is_settled=self._is_at_rest())
@@ -301,7 +301,7 @@ class ReplicaEngine(MambaCacheEngine):
         return highest
 
     def _send_unreported(self) -> None:
-        """Send the requests that ended in a step that raised."""
+        """Report the requests that ended in a step that raised."""
         if self._unreported and self.is_mp_coordinator:
             import msgpack
 

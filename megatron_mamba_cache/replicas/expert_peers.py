@@ -1,17 +1,17 @@
-"""Steps of ranks that share experts: all of them step together, or none.
+"""Synchronize expert-parallel ranks: either all of them step, or none.
 
-The engine imports this module without pyzmq.
+This module must not import pyzmq, because the engine imports it.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
 
-_ROUND_S = 0.02  # as long as Megatron's idle loop sleeps
+_ROUND_S = 0.02  # equals the sleep of Megatron's idle loop
 
 
 class Standing(IntEnum):
-    """State of a rank before a round; the highest of a group counts for all its ranks."""
+    """State of a rank before a step; the highest state in a group applies to all its ranks."""
 
     STOPPED = 0
     """It has received the final stop, and leaves once all ranks have received it."""
@@ -24,13 +24,13 @@ class Standing(IntEnum):
 
 
 async def all_step(mine: Standing, highest: Callable[[Standing], Awaitable[int]]) -> bool:
-    """Return True if the ranks of a group step now; a collective of each round.
+    """Return whether the group runs a step now; all of its ranks call it before each step.
 
     If this rank has stopped, it returns once all have stopped.
 
     Args:
-        mine: Standing of this rank.
-        highest: All-reduces standings over the group.
+        mine: State of this rank.
+        highest: Function that returns the maximum state over the group.
     """
     found = await highest(mine)
     while mine is Standing.STOPPED and found > Standing.STOPPED:

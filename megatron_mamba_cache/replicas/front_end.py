@@ -1,10 +1,10 @@
-"""Messages of a front end to its engines, in addition to Megatron's.
+"""Messages between a front end and its engines, in addition to Megatron's.
 
-Megatron sends a reply whole, when a request has ended. A client whose sampling parameters set `streams` also gets
-`["progress", client's request id, {...}]` after each step; the reply still comes at the end. A client may send
+Megatron sends a complete reply when a request has ended. If the sampling parameters set `streams`, the client also gets
+`["progress", client's request id, {...}]` after each step, followed by the reply at the end. A client may send
 `["cancel", request id]`, `["flush", weights version or None]` and `["watch"]`, which subscribes it to
-`["states", {replica: {...}}]`. Cancels and flushes reach the replicas as special submissions, since all ranks of a
-replica see submissions in the same order.
+`["states", {replica: {...}}]`. Cancels and flushes reach the replicas as special submissions, because all ranks of a
+replica receive submissions in the same order.
 """
 
 from megatron.core.inference.headers import Headers
@@ -26,5 +26,5 @@ def pack_cancel(request_id: int) -> bytes:
 
 
 def pack_flush(request_id: int, weights_version: str | None) -> bytes:
-    """Return the message that makes a replica flush its cache; no request may have this id."""
+    """Return the message that makes a replica flush its cache; `request_id` must be unused."""
     return packed(Headers.SUBMIT_REQUEST.value, request_id, [], {FLUSHES: [weights_version]})

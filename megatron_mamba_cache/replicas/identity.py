@@ -1,4 +1,4 @@
-"""Identity of a process in its launch: replica, rank and coordinator."""
+"""Identify a process in its launch: replica, rank and coordinator."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """A process's replica.
+    """Replica to which a process belongs, and its rank in that replica.
 
     Args:
-        replica: Name, unique across all launches.
-        member, num_members: Rank in the model-parallel group, and its size.
-        domain: Shared by replicas that compute together by expert parallelism, else "".
+        replica: Name of the replica, unique across all launches.
+        member, num_members: Rank in the model-parallel group, and size of that group.
+        domain: Name shared by replicas that step together (expert parallelism); otherwise "".
     """
 
     replica: ReplicaName
@@ -32,35 +32,33 @@ class ReplicaIdentity:
 
 
 def starts_coordinator(groups: Any) -> bool:
-    """Return True if this process starts the coordinator of its launch."""
+    """Return whether this process starts the coordinator for its launch."""
     return _is_first_member(groups) and get_pg_rank(groups.dp) == 0
 
 
 def address_on_this_host(port: int | None, host: str) -> str:
-    """Return the address of a coordinator already running on this host.
+    """Return the address of a coordinator that is running on this host.
 
     Args:
-        host: Name of the interface on which it listens.
+        host: Name of the interface to which the coordinator is bound.
 
     Raises:
-        ValueError: If the port is not given.
+        ValueError: If no port is given.
     """
     if port is None:
         raise ValueError(
-            "joining a coordinator needs coordinator_address, or inference_coordinator_port of one on this host"
+            "no coordinator is given; set coordinator_address, or inference_coordinator_port for one on this host"
         )
     return f"tcp://{host}:{port}"
 
 
 def check_ranks(groups: Any, access: "Access") -> None:
-    """Raise `ValueError`, on all processes, if they may not reach each other or their rules differ; a collective."""
+    """Raise `ValueError` on all processes if they cannot reach each other or their access rules differ."""
     ranks = {(host_identity(), access.fingerprint)}
     for group in (groups.mp, groups.dp):
         ranks = set().union(*_gathered(ranks, group))
     if len({fingerprint for _, fingerprint in ranks}) > 1:
-        raise ValueError(
-            "the ranks do not agree on what may reach the coordinator: give all of them the same key file or none"
-        )
+        raise ValueError("the access rules differ between ranks: give all of them the same key file, or none")
     access.check_hosts([host for host, _ in ranks])
 
 
@@ -72,12 +70,12 @@ def _gathered(found: set[Any], group: Any) -> list[set[Any]]:
 
 
 def agree_on_identity(groups: Any, address: str | None) -> ReplicaIdentity:
-    """Agree on replicas and address across the launch's processes; a collective.
+    """Return the replica of each process and the coordinator's address; all processes of the launch call it.
 
     Args:
-        address: On the process that starts the coordinator, or on all; None elsewhere.
+        address: Coordinator's address, given on the process that starts it or on all processes; None elsewhere.
     """
-    shared: list[Any] = [address, uuid4().hex]  # a broadcast overwrites it
+    shared: list[Any] = [address, uuid4().hex]  # overwritten by the broadcast
     dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.dp), group=groups.dp)
     if _is_first_member(groups):
         address, launch = shared

@@ -1,4 +1,4 @@
-"""Megatron's client for a coordinator that requires a key."""
+"""Client for a coordinator that requires a key."""
 
 import os
 
@@ -10,11 +10,11 @@ from .coordinator_secrets import read_key_file
 
 
 class KeyedInferenceClient(InferenceClient):
-    """Megatron's `InferenceClient` over a connection secured by a key file.
+    """Megatron's `InferenceClient` with a connection that is secured by a key file.
 
     Args:
-        inference_coordinator_address: Such as "tcp://host:5555".
-        key_file: The coordinator's; see `read_key_file`.
+        inference_coordinator_address: Address such as "tcp://host:5555".
+        key_file: Key file of the coordinator; see `read_key_file`.
 
     Raises:
         ValueError: If the file is not a valid key file.

@@ -1,4 +1,4 @@
-"""Coordinators in their own processes."""
+"""Start a coordinator in a separate process."""
 
 import faulthandler
 import logging
@@ -18,13 +18,14 @@ _LOGGERS = ("megatron", "torch", "torch.utils.cpp_extension", "megatron_mamba_ca
 
 @dataclass(frozen=True, slots=True)
 class LaunchedCoordinator:
-    """A coordinator's process.
+    """Handle for a coordinator's process.
 
-    It outlives this process, which does not wait for it at exit, as long as replicas or clients are connected.
+    The coordinator outlives this process as long as replicas or clients are connected; this process does not wait for
+    it at exit.
 
     Args:
-        ready: Set once all expected replicas have joined.
-        presence: Open while this process participates.
+        ready: Event that is set when all expected replicas have joined.
+        presence: Connection that stays open as long as this process takes part.
     """
 
     process: BaseProcess
@@ -42,15 +43,17 @@ def launch_coordinator(
 ) -> LaunchedCoordinator:
     """Start a coordinator and return once it listens.
 
-    It ends when clients stop the engines, or when this process has left and no replica or client is connected.
+    The coordinator ends when clients stop the engines, or when this process has left and no replica or client is
+    connected.
 
     Args:
-        tokenizer: Must be picklable.
-        port: Tried first; None: any.
-        num_replicas: Replicas to wait for before it is ready, unless the settings give another number.
+        tokenizer: Picklable tokenizer.
+        port: Preferred port; another free port is used if it is taken. None: any free port.
+        num_replicas: Number of replicas to wait for before the coordinator is ready; `settings.num_replicas` overrides
+            it.
 
     Raises:
-        RuntimeError: If the process ends before it listens.
+        RuntimeError: If the coordinator's process ends before it listens.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -62,7 +65,7 @@ def launch_coordinator(
         name="inference-coordinator",
     )
     process.start()
-    # Otherwise this process would wait for it at exit, while it waits for the end of this process.
+    # Otherwise this process and the coordinator would wait for each other at exit.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # private, so typeshed omits it
     theirs.close()
     starter.close()
@@ -70,7 +73,7 @@ def launch_coordinator(
         address = ours.recv()
     except EOFError:
         process.join()
-        raise RuntimeError(f"the coordinator ended with status {process.exitcode}; its log says why") from None
+        raise RuntimeError(f"the coordinator ended with exit status {process.exitcode}; see its log") from None
     finally:
         ours.close()
     return LaunchedCoordinator(process, address, ready, presence)
@@ -78,7 +81,7 @@ def launch_coordinator(
 
 @dataclass(frozen=True, slots=True)
 class _Quiet:
-    """Warnings and log levels that a process hides."""
+    """Warning filters and log levels to apply in the coordinator's process."""
 
     hides_warnings: bool
     levels: tuple[int, ...]
@@ -106,11 +109,11 @@ def _run(
     num_replicas: int,
 ) -> None:
     quiet.apply()
-    from .serving_coordinator import ServingCoordinator  # imports Megatron, which warns
+    from .serving_coordinator import ServingCoordinator  # imported late, because Megatron emits warnings
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        faulthandler.unregister(number)  # Megatron prints a stack for signals, which end nothing here
-    # Nothing is ever sent over `starter`: it becomes readable only when the other end closes.
+        faulthandler.unregister(number)  # Megatron prints a stack trace on these signals, which are harmless here
+    # Nothing is sent over `starter`, so it becomes readable only when the other end closes.
     coordinator = ServingCoordinator(pipe, tokenizer, port, settings, num_replicas, starter.poll)
     try:
         coordinator.wait_for_replicas()

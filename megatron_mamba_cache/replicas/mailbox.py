@@ -1,4 +1,4 @@
-"""The coordinator's socket, with bounded messages and log lines."""
+"""Coordinator's socket, with limits on message size and log lines."""
 
 import logging
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ _MOST_LINES_A_ROUND = 20
 
 
 class Mailbox:
-    """Receives from replicas and clients, and sends to them.
+    """Socket that receives messages from replicas and clients, and sends messages to them.
 
     Args:
-        port: Tried first; None: any.
-        max_message_bytes: Most bytes of one frame; a connection that announces more is closed.
+        port: Preferred port; another free port is used if it is taken. None: any free port.
+        max_message_bytes: Maximum size of one frame; a connection that announces a larger frame is closed.
     """
 
     def __init__(self, port: int | None, access: Access, max_message_bytes: int) -> None:
@@ -34,7 +34,7 @@ class Mailbox:
             self.context = zmq.Context()
             undo.callback(self.context.destroy, linger=0)
             self._end_admitting = access.channel.admit_clients(self.context)
-            undo.callback(self._end_admitting)  # before: the context waits for its sockets
+            undo.callback(self._end_admitting)  # registered before the context, which waits for its sockets
             self.socket = _listening_router(self.context, port, access, max_message_bytes)
             self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             admission = access.open_for_replicas(port_of(self.address))
@@ -42,7 +42,7 @@ class Mailbox:
         self._end_joining, self.proof = admission.end, admission.proof
 
     def receive(self, wait_s: float) -> Iterator[list[bytes]]:
-        """Wait for messages and yield the frames of those that have arrived."""
+        """Wait for messages and yield the frames of each message that has arrived."""
         if not self.socket.poll(int(wait_s * 1000) + 1):
             return
         for _ in range(_MOST_MESSAGES_A_ROUND):
@@ -52,17 +52,17 @@ class Mailbox:
                 return
 
     def send(self, identity: bytes, message: bytes) -> None:
-        """Send a message; raise `zmq.ZMQError` if no peer has this identity any more, or it does not read."""
+        """Send a message; raise `zmq.ZMQError` if the peer is not connected or does not read."""
         self.socket.send_multipart([identity, message], zmq.NOBLOCK)
 
     def ignore(self, sender: bytes, error: Exception) -> None:
-        """Log that a message was ignored."""
+        """Log an ignored message."""
         self._num_ignored += 1
         if self._num_ignored <= _MOST_LINES_A_ROUND:
             logger.warning("ignored a message of %r: %s: %s", sender, type(error).__name__, error)
 
     def summarize(self) -> None:
-        """Log how many messages were ignored without a log line since the last call."""
+        """Log the number of messages that were ignored without a log line since the last call."""
         if self._num_ignored > _MOST_LINES_A_ROUND:
             logger.warning("ignored %s more messages", self._num_ignored - _MOST_LINES_A_ROUND)
         self._num_ignored = 0
@@ -78,9 +78,9 @@ class Mailbox:
 def _listening_router(
     context: zmq.Context[zmq.Socket[bytes]], port: int | None, access: Access, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
-    """Return a router on a port of the access's interface, or on any free port."""
+    """Return a ROUTER socket that is bound to `port`, or to any free port if it is taken."""
     router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected peer raises
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # makes a send to a disconnected peer raise
     router.setsockopt(zmq.SNDHWM, _MOST_UNSENT)
     router.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
     router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)

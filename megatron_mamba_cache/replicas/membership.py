@@ -1,4 +1,4 @@
-"""Processes of each replica, and dead replicas."""
+"""Keep track of the processes of each replica, and of dead replicas."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,11 @@ from .wire import Hello, WireError
 
 @dataclass(slots=True)
 class Replica:
-    """A replica, complete or still assembling.
+    """Replica, of which some processes may not have joined yet.
 
     Args:
-        members: Socket identities by rank in the replica; number 0 takes the requests.
-        salt: Salt of its block keys; None: not reported yet.
+        members: Socket identities by rank in the replica; rank 0 receives the requests.
+        salt: Salt for the replica's block keys; None before it is reported.
     """
 
     name: ReplicaName
@@ -25,12 +25,12 @@ class Replica:
 
     @property
     def is_complete(self) -> bool:
-        """True when all of its processes have joined."""
+        """True if all processes of the replica have joined."""
         return len(self.members) == self.num_members
 
     @property
     def identity(self) -> bytes:
-        """The socket that takes its requests."""
+        """Identity of the socket that receives the requests."""
         return self.members[0]
 
 
@@ -38,7 +38,10 @@ _MOST_DEAD = 4096
 
 
 class Membership:
-    """Replicas by name and by socket. A dead one may not rejoin; the newest `_MOST_DEAD` are remembered."""
+    """Replicas by name and by socket; a dead replica may not rejoin.
+
+    Only the newest `_MOST_DEAD` dead replicas are remembered.
+    """
 
     def __init__(self) -> None:
         self._replicas: dict[ReplicaName, Replica] = {}
@@ -48,17 +51,17 @@ class Membership:
 
     @property
     def serving(self) -> list[Replica]:
-        """Complete replicas."""
+        """Replicas whose processes have all joined."""
         return [replica for replica in self._replicas.values() if replica.is_complete]
 
     @property
     def identities(self) -> list[bytes]:
-        """Sockets of all living processes."""
+        """Socket identities of all living processes."""
         return list(self._name_of)
 
     @property
     def dead_identities(self) -> list[bytes]:
-        """Sockets of dead replicas' processes; some may still be connected."""
+        """Socket identities of the processes of dead replicas; some may still be connected."""
         return list(self._dead_sockets)
 
     def __getitem__(self, name: ReplicaName) -> Replica:
@@ -70,18 +73,18 @@ class Membership:
         return None if name is None else self._replicas[name]
 
     def is_dead(self, identity: bytes) -> bool:
-        """Return True if the socket belongs to a dead replica."""
+        """Return whether a socket belongs to a dead replica."""
         return identity in self._dead_sockets
 
     def greet(self, identity: bytes, hello: Hello) -> Replica:
         """Register a process and return its replica.
 
         Raises:
-            WireError: If it contradicts what is known of its replica; nothing has changed then.
+            WireError: If the hello contradicts an earlier hello from the replica; nothing has changed then.
         """
         if hello.replica in self._dead:
             _remember(self._dead_sockets, identity)
-            raise WireError(f"replica {hello.replica} counts as dead; restart it, so that it takes a new name")
+            raise WireError(f"replica {hello.replica} has been declared dead; restart it to get a new name")
         replica = self._replicas.get(hello.replica)
         if replica is None:
             replica = Replica(hello.replica, hello.num_members, hello.domain)
@@ -98,7 +101,7 @@ class Membership:
         return replica
 
     def bury(self, identity: bytes) -> list[Replica]:
-        """Remove and return the replica of a lost process and those of its domain."""
+        """Remove the replica of a lost process and all replicas in its domain; return them."""
         lost = self.of_socket(identity)
         if lost is None:
             return []

@@ -1,4 +1,4 @@
-"""Reports of streamed tokens and of the engine's state to a coordinator."""
+"""Report streamed tokens and the engine's state to the coordinator."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -18,26 +18,26 @@ _STATE_INTERVAL_S = 0.25
 
 
 class ProgressReports:
-    """The reports of one replica."""
+    """Reporter of streamed tokens and engine state for one replica."""
 
     def __init__(self, engine: "MambaCacheEngine", link: "ReplicaLink") -> None:
         self._engine = engine
         self._link = link
-        self._known: dict[int, int] = {}  # request id -> tokens reported
+        self._known: dict[int, int] = {}  # request id -> number of tokens reported
         self._state_at = 0.0
         self._last_state: dict[str, Any] = {}
 
     def send(self, request_ids: Iterable[int]) -> None:
-        """Report the tokens of these requests since the last report."""
+        """Report the new tokens of these requests since the last report."""
         news = [(request_id, self._progress(request_id)) for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
             self._link.send(msgpack.packb([PROGRESS, news]))
-        # Only now: what could not be sent is reported the next time.
+        # Updated after the send, so that tokens are reported again if it fails.
         self._known |= {request_id: progress["start"] + len(progress["tokens"]) for request_id, progress in news}
         self._known = {request_id: count for request_id, count in self._known.items() if self._streams(request_id)}
 
     def send_state(self) -> None:
-        """Report the state of the engine if it has changed, at most every `_STATE_INTERVAL_S`."""
+        """Report the engine's state if it has changed, at most once every `_STATE_INTERVAL_S` seconds."""
         now, engine = time.monotonic(), self._engine
         if now - self._state_at < _STATE_INTERVAL_S or not engine.context.is_tensor_state_allocated:
             return
@@ -64,7 +64,7 @@ class ProgressReports:
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
-    """Return a request's progress after its first `start` tokens; its prompt's log-probs come with the first."""
+    """Return a request's progress after its first `start` tokens; prompt log-probs are added to the first progress."""
     first = parts[0] if start == 0 else None
     sampling = getattr(first, "sampling_params", None)
     return {
@@ -80,7 +80,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
 
 
 def obeyed(engine: "MambaCacheEngine", request_id: int, sampling: Any) -> bool:
-    """Carry out a submission if it is a cancel or a flush; return True if it was."""
+    """Execute a submission that is a cancel or a flush; return False for other submissions."""
     if getattr(sampling, CANCELS, False):
         engine.cancel_request(request_id)
         return True

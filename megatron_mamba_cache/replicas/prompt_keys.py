@@ -1,4 +1,4 @@
-"""Tokens and block keys of a prompt, equal in coordinator and replica."""
+"""Compute a prompt's tokens and block keys in the same way as a replica."""
 
 from array import array
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..policy.identifiers import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class KeySalt:
-    """Salt of a replica's block keys, without the tenant."""
+    """Salt for a replica's block keys, without the tenant."""
 
     fingerprint: str
     weights_version: str
@@ -18,12 +18,12 @@ class KeySalt:
     block_size: int
 
     def root_of(self, tenant: str) -> bytes:
-        """Return the digest at the root of a tenant's chains."""
+        """Return the digest at the root of a tenant's key chains."""
         return CacheSalt(self.fingerprint, self.weights_version, self.epoch, tenant).root()
 
 
 class PromptKeys:
-    """Block keys of one prompt, hashed once per salt; replicas mostly share one salt."""
+    """Block keys for one prompt, computed once per salt; replicas usually have the same salt."""
 
     def __init__(self, tokens: list[int], tenant: str) -> None:
         self._tokens = tokens
@@ -31,34 +31,35 @@ class PromptKeys:
         self._keys: dict[KeySalt, list[BlockKey]] = {}
 
     def under(self, salt: KeySalt) -> list[BlockKey]:
-        """Return the keys of the complete blocks."""
+        """Return the keys of the prompt's complete blocks under a salt."""
         if salt not in self._keys:
             self._keys[salt] = block_keys(salt.root_of(self._tenant), self._tokens, salt.block_size)
         return self._keys[salt]
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
-    """Return a prompt's token ids, tokenized as the engine does.
+    """Return a prompt's token ids, tokenized in the same way as in the engine.
 
     Raises:
-        ValueError: If it is neither text nor a list of 32-bit integers, or `add_bos` is set and there is no BOS.
+        ValueError: If the prompt is neither text nor a list of 32-bit integers, or `add_bos` is set but there is no BOS
+            token.
     """
     if isinstance(prompt, list):
         if not _are_int32(prompt):
-            raise ValueError("a prompt is text or a list of token ids, which are 32-bit integers")
+            raise ValueError("a prompt must be text or a list of token ids, which are 32-bit integers")
         return prompt
     if not isinstance(prompt, str):
-        raise ValueError(f"a prompt is text or a list of token ids, found {prompt!r:.100}")
+        raise ValueError(f"a prompt must be text or a list of token ids, found {prompt!r:.100}")
     tokens = list(tokenizer.tokenize(prompt))
     bos = tokenizer.bos
     if add_bos and bos is None:
-        raise ValueError("add_BOS is set, but the tokenizer has no token that begins a text; leave it out")
+        raise ValueError("add_BOS is set, but the tokenizer has no BOS token; leave add_BOS out")
     first = next((index for index, token in enumerate(tokens) if token != bos), len(tokens))
     return [*([bos] if add_bos else []), *tokens[first:]]
 
 
 def _are_int32(tokens: list[Any]) -> bool:
-    """Return True if all are 32-bit integers, without a Python loop."""
+    """Return whether all tokens are 32-bit integers, without a Python loop."""
     if [*map(type, tokens)] != [int] * len(tokens):
         return False
     try:

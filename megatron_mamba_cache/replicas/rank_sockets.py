@@ -1,7 +1,7 @@
-"""Sockets between the ranks of a replica, and between ranks that share experts.
+"""Sockets between the ranks of a replica, and between expert-parallel ranks.
 
-Megatron binds its own to the hostname's interface, sends every prompt over them to any subscriber, and waits forever
-for a rank that has ended.
+Megatron binds its sockets to the hostname's interface, sends every prompt to any subscriber, and waits forever for a
+rank that has ended.
 """
 
 import time
@@ -17,17 +17,17 @@ _POLL_MS = 100
 
 
 class RankSocket(zmq.Socket[bytes]):
-    """A socket that binds to its context's interface and uses its channel."""
+    """Socket that uses the interface and channel of its context."""
 
     context: "RankContext"
 
     def bind(self, address: str) -> Any:
-        """Bind to the same port of the context's interface."""
+        """Bind to the port in `address`, but on the context's interface."""
         self.context.channel.secure_listener(self)
         return super().bind(f"tcp://{self.context.host}:{address.rsplit(':', 1)[1]}")
 
     def connect(self, address: str) -> Any:
-        """Connect, except to the coordinator: a `ReplicaLink` replaces that socket."""
+        """Connect, except to the coordinator, for which a `ReplicaLink` is used."""
         if self.type == zmq.DEALER:
             return super().connect("inproc://replaced")
         self.context.channel.secure_connection(self)
@@ -42,16 +42,16 @@ class RankSocket(zmq.Socket[bytes]):
             elif time.monotonic() > end:
                 raise ConnectionError(
                     f"{num_subscribers} ranks of this replica have not subscribed to "
-                    f"{self.getsockopt_string(zmq.LAST_ENDPOINT)} within {timeout_s:g} s; see why they did not start"
+                    f"{self.getsockopt_string(zmq.LAST_ENDPOINT)} within {timeout_s:g} s; see their logs"
                 )
 
 
 class RankContext(zmq.Context[RankSocket]):
-    """Makes the sockets of Megatron's engine.
+    """ZMQ context that creates the sockets for Megatron's engine.
 
     Args:
-        host: Interface on which they listen.
-        max_message_bytes: Most bytes of one frame; a connection that announces more is closed.
+        host: Interface to which the sockets bind.
+        max_message_bytes: Maximum size of one frame; a connection that announces a larger frame is closed.
     """
 
     host: str = ""
@@ -67,13 +67,13 @@ class RankContext(zmq.Context[RankSocket]):
         self.publishers = []
 
     def wait_for_ranks(self, num_members: int, num_experts: int, timeout_s: float) -> None:
-        """Wait until all ranks receive this rank's messages; call it before publishing.
+        """Wait until all ranks have subscribed to this rank; call it before publishing.
 
         Args:
-            num_members, num_experts: Ranks of the replica, and ranks that share its experts.
+            num_members, num_experts: Number of ranks in the replica, and expert-parallel size.
 
         Raises:
-            ConnectionError: If that takes longer than `timeout_s`.
+            ConnectionError: If a rank has not subscribed within `timeout_s`.
         """
         of_replica, of_experts = self.publishers[:2], self.publishers[2:]  # in Megatron's order of creation
         for publisher in of_replica:
@@ -82,25 +82,25 @@ class RankContext(zmq.Context[RankSocket]):
             publisher.wait_for_subscribers(num_experts - 1, timeout_s)
 
     def socket(self, socket_type: int, socket_class: Any = RankSocket, **settings: Any) -> Any:
-        """Return a socket; an XPUB instead of a PUB, since it reports subscribers."""
+        """Return a new socket, with XPUB instead of PUB because XPUB reports subscribers."""
         is_publisher = socket_type == zmq.PUB
         made = super().socket(zmq.XPUB if is_publisher else socket_type, socket_class, **settings)
         if is_publisher:
             self.publishers.append(made)
-            made.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, repeated ones included
+            made.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, including repetitions
         made.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
         made.setsockopt(zmq.LINGER, _LINGER_MS)
         return made
 
 
 class PeerSocket:
-    """A socket of Megatron's engine that fails if the rank it waits for has ended.
+    """Socket that raises instead of waiting for a rank that has ended.
 
-    The coordinator notices the death and notifies all ranks that cannot go on.
+    The coordinator detects the end of a rank and notifies all ranks that cannot continue.
 
     Args:
-        socket: The socket to read; closed with this one.
-        link: This rank's link to the coordinator; checked while no message arrives.
+        socket: Socket to read; it is closed together with this socket.
+        link: Link to the coordinator, which is checked while no message arrives.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], link: ReplicaLink) -> None:
@@ -111,15 +111,15 @@ class PeerSocket:
         """Return the next message.
 
         Raises:
-            zmq.Again: If there is none, with `zmq.NOBLOCK`.
-            ReplicaFencedError: If the coordinator has declared this replica dead, or is gone.
+            zmq.Again: If there is no message and `flags` has `zmq.NOBLOCK`.
+            ReplicaFencedError: If the coordinator has ended or has declared this replica dead.
         """
         self._wait(flags)
         message: bytes = self._socket.recv(flags)
         return message
 
     def recv_multipart(self, flags: int = 0) -> list[bytes]:
-        """Return the parts of the next message; raises as `recv`."""
+        """Return the frames of the next message; raise like `recv`."""
         self._wait(flags)
         parts: list[bytes] = self._socket.recv_multipart(flags)
         return parts
@@ -131,7 +131,7 @@ class PeerSocket:
         self._socket.close()
 
     def _wait(self, flags: int) -> None:
-        """Return once there is a message, or at once with `zmq.NOBLOCK`."""
+        """Wait until there is a message; with `zmq.NOBLOCK`, return immediately."""
         while not self._socket.poll(0 if flags & zmq.NOBLOCK else _POLL_MS):
             self._link.check()
             if flags & zmq.NOBLOCK:

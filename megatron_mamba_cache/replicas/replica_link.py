@@ -1,4 +1,4 @@
-"""A replica's connection to the coordinator, instead of Megatron's socket."""
+"""A replica's connection to the coordinator, which replaces Megatron's socket."""
 
 import asyncio
 import secrets
@@ -21,22 +21,22 @@ _LINGER_MS = 1000
 _ENCRYPTION_BYTES = 64
 """CURVE adds 33 bytes to a message, and the coordinator's socket counts them."""
 _WELCOME_POLL_S = 0.01
-_REPORT_BYTES = 1024  # of a report without its keys
+_REPORT_BYTES = 1024  # size of a report without its keys
 
 COORDINATOR_SILENCE_S = 60.0
 """Silence of the coordinator after which a replica gives up."""
 
 
 class ReplicaFencedError(RuntimeError):
-    """The coordinator has declared this replica dead, or has ended."""
+    """Raised when the coordinator has ended or has declared this replica dead."""
 
 
 class ReplicaLink:
-    """Joins the coordinator, then passes Megatron's messages through.
+    """Connection that joins the coordinator and then forwards Megatron's messages.
 
     Args:
-        max_message_bytes: Most bytes of a message to the coordinator; see `RoutingSettings`.
-        channel: The channel that the coordinator requires.
+        max_message_bytes: Maximum size of a message to the coordinator; see `RoutingSettings`.
+        channel: Channel that the coordinator requires.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ReplicaLink:
         self._socket = context.socket(zmq.DEALER, zmq.Socket)
         name = f"{hello.replica}/{hello.member}"
         if hello.proof:
-            name += f"/{secrets.token_hex(16)}"  # clients cannot guess it
+            name += f"/{secrets.token_hex(16)}"  # random, so that clients cannot guess it
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         (channel or Channel()).secure_connection(self._socket)
         set_heartbeats(self._socket)
@@ -69,13 +69,13 @@ class ReplicaLink:
         """Return the next message for the engine.
 
         Raises:
-            zmq.Again: If there is none, with `zmq.NOBLOCK`.
-            ReplicaFencedError: If the coordinator has declared this replica dead, or is gone.
+            zmq.Again: If there is no message and `flags` has `zmq.NOBLOCK`.
+            ReplicaFencedError: If the coordinator has ended or has declared this replica dead.
         """
         return self._unread.popleft() if self._unread else self._next(flags)
 
     def check(self) -> None:
-        """Check that this replica still counts as alive; keep messages for the engine. Raises as `recv`."""
+        """Raise `ReplicaFencedError` if `recv` would; keep received messages for the engine."""
         try:
             while True:
                 self._unread.append(self._next(zmq.NOBLOCK))
@@ -108,7 +108,7 @@ class ReplicaLink:
         return message
 
     async def wait_for_welcome(self, timeout_s: float) -> None:
-        """Wait for the coordinator's welcome while another task reads; raise `ConnectionError` after `timeout_s`."""
+        """Wait for the coordinator's welcome, which another task reads; raise `ConnectionError` after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while not self._is_welcome:
             if time.monotonic() > end:
@@ -119,7 +119,7 @@ class ReplicaLink:
             await asyncio.sleep(_WELCOME_POLL_S)
 
     def drain(self) -> None:
-        """Read and drop messages, on a rank that gets requests from another one. Raises as `recv`."""
+        """Discard messages, on a rank that gets its requests from another rank; raise like `recv`."""
         try:
             while True:
                 self.recv(zmq.NOBLOCK)
@@ -127,31 +127,32 @@ class ReplicaLink:
             return
 
     def send(self, message: bytes) -> None:
-        """Send a message of the engine; a part above the limit fails its request."""
+        """Send a message from the engine; a request whose part exceeds the size limit fails."""
         for part in messages_within(self._max_message_bytes, message):
             self._socket.send(part)
 
     def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
-        """Report changes of the cache; `salt` is None if unchanged."""
+        """Report changes in the cache; `salt` is None if it is unchanged."""
         for part in reports_within(self._max_message_bytes, KeyReport(changes, salt)):
             self._socket.send(part)
 
     def close(self) -> None:
-        """Close the connection; the replica counts as dead unless it was stopped."""
+        """Close the connection; the coordinator treats the replica as dead unless it was stopped."""
         self._socket.close()
 
 
 def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
-    """Split an engine's message into ones of at most `max_bytes`, in order: replies and progress, by request.
+    """Split a message with replies or progress by request into messages of at most `max_bytes`, in order.
 
-    If the part of a single request exceeds the limit, an `Unsent` replaces it, and the coordinator fails that request.
+    If the part for a single request exceeds the limit, it is replaced by an `Unsent`, and the coordinator fails that
+    request.
     """
     if len(message) <= max_bytes:
         yield message
         return
     kind, *body = msgpack.unpackb(message, strict_map_key=False)
     if kind not in (Headers.ENGINE_REPLY.value, PROGRESS):
-        raise ValueError(f"a message of kind {kind!r} is above max_message_bytes={max_bytes} and cannot be split")
+        raise ValueError(f"a message of kind {kind!r} exceeds max_message_bytes={max_bytes} and cannot be split")
     for entry in body[0]:
         part = msgpack.packb([kind, [entry]])
         if len(part) > max_bytes:
@@ -164,7 +165,7 @@ def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
 
 
 def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
-    """Split a report into ordered messages of at most `max_bytes`, one key at least."""
+    """Split a report into ordered messages of at most `max_bytes`, each with at least one key."""
     changes, salt, flushed = report.changes, report.salt, report.changes.were_flushed
     most = max((max_bytes - _REPORT_BYTES) // KEY_BYTES, 1)
     dropped, published = changes.dropped, changes.published
@@ -179,5 +180,5 @@ def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
 
 
 def _request_id(kind: Any, entry: Any) -> int:
-    """Return the request of an entry: a record of a reply, or a pair of progress."""
+    """Return the request id of an entry, which is a reply's record or a progress pair."""
     return int(entry[0] if kind == PROGRESS else entry["requests"][0]["request_id"])

@@ -1,4 +1,4 @@
-"""Requests in flight, kept so that those of a dead replica can be sent again."""
+"""Store the requests in flight, so that they can be sent again if their replica dies."""
 
 import time
 from collections import defaultdict
@@ -17,21 +17,21 @@ from .wire import packed
 
 _CLIENTS_SHARE = 4
 _TOKEN_BYTES = 8
-_REQUEST_BYTES = 1024  # bookkeeping of a request
+_REQUEST_BYTES = 1024  # estimated bookkeeping per request
 _MOST_NESTED = 8
-_MOST_NEW_TOKENS = 2**20  # most that the router counts; a replica refuses requests that are too long for it
+_MOST_NEW_TOKENS = 2**20  # cap for the router's estimate; replicas reject requests that are too long
 
 
 @dataclass(slots=True)
 class RequestInFlight:
-    """A request of a client.
+    """Unfinished request from a client.
 
     Args:
-        request_id: The coordinator's number, unique over all clients; replicas use it.
-        client: Socket identity.
-        client_request_id: The client's number.
-        prompt: Text or token ids, as the client sent it.
-        sampling: Megatron's sampling parameters as a dict, with any additions of the client.
+        request_id: Id assigned by the coordinator, unique over all clients; replicas use it.
+        client: Socket identity of the client.
+        client_request_id: Id assigned by the client.
+        prompt: Text or token ids, as sent by the client.
+        sampling: Megatron's sampling parameters as a dict, including additions by the client.
     """
 
     request_id: int
@@ -46,13 +46,13 @@ class RequestInFlight:
 
     @property
     def tenant(self) -> str:
-        """Tenant whose prefixes it may share."""
+        """Tenant whose prefixes the request may reuse."""
         tenant = self.sampling.get(SPEC, {}).get("tenant", "")
         return tenant if isinstance(tenant, str) else ""
 
     @property
     def max_new_tokens(self) -> int:
-        """Most tokens to generate; 0 if the client set no limit."""
+        """Maximum number of tokens to generate; 0 if the client set no limit."""
         for name, before in (("num_tokens_to_generate", 0), ("num_tokens_total", len(self.tokens))):
             value = self.sampling.get(name)
             if isinstance(value, int):
@@ -60,32 +60,32 @@ class RequestInFlight:
         return 0
 
     def arrive(self, at_s: int) -> None:
-        """Stamp the request with the second of its arrival."""
+        """Store the arrival time, in seconds, in the sampling parameters."""
         self.sampling = {**self.sampling, SPEC: {**self.sampling.get(SPEC, {}), "arrived_s": at_s}}
 
     def size(self) -> int:
-        """Return roughly how many bytes it takes."""
+        """Return the approximate size of the request in bytes."""
         text = len(self.prompt) if isinstance(self.prompt, str) else 0
         return text + _TOKEN_BYTES * len(self.tokens) + len(msgpack.packb(self.sampling)) + _REQUEST_BYTES
 
     def submission(self) -> bytes:
-        """Return Megatron's message that submits it to a replica."""
+        """Return Megatron's message that submits the request to a replica."""
         return packed(Headers.SUBMIT_REQUEST.value, self.request_id, self.prompt, self.sampling)
 
     def reply(self, record: dict[str, Any]) -> bytes:
-        """Return Megatron's message that sends a record to its client."""
+        """Return Megatron's message that sends a record to the client."""
         return packed(Headers.ENGINE_REPLY.value, self.client_request_id, record)
 
 
 class PendingLimitError(ValueError):
-    """The unfinished requests leave no room for one more."""
+    """Raised when unfinished requests leave no room for another request."""
 
 
 class RequestsInFlight:
-    """All unfinished requests, by the coordinator's number and by their client's.
+    """All unfinished requests, by the coordinator's id and by the client's id.
 
     Args:
-        max_bytes: Most bytes of prompts and parameters; see `RoutingSettings.max_pending_bytes`.
+        max_bytes: Maximum size of prompts and parameters; see `RoutingSettings.max_pending_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -105,29 +105,29 @@ class RequestsInFlight:
         return len(self._requests)
 
     def get(self, request_id: int) -> RequestInFlight | None:
-        """Return a request by the coordinator's number."""
+        """Return a request by the coordinator's id."""
         return self._requests.get(request_id)
 
     def of_client(self, client: bytes) -> list[RequestInFlight]:
-        """Return a client's requests."""
+        """Return all requests from a client."""
         return list(self._of_client[client].values()) if client in self._of_client else []
 
     def find(self, client: bytes, client_request_id: int) -> RequestInFlight | None:
-        """Return a request by its client's number."""
+        """Return a request by the client's id."""
         return self._of_client[client].get(client_request_id) if client in self._of_client else None
 
     def add(self, request: RequestInFlight) -> None:
-        """Add a request; raise `ValueError` if its client has an unfinished one with this number."""
+        """Add a request; raise `ValueError` if the client has an unfinished request with the same id."""
         if self.find(request.client, request.client_request_id) is not None:
-            raise ValueError(f"request {request.client_request_id} of this client is unfinished; use another number")
+            raise ValueError(f"request {request.client_request_id} of this client is unfinished; use another id")
         self._requests[request.request_id] = request
         self._of_client[request.client][request.client_request_id] = request
 
     def charge(self, request: RequestInFlight) -> None:
-        """Count the bytes of a request until it is removed.
+        """Add a request's size to the totals until it is removed.
 
         Raises:
-            PendingLimitError: If its client or all clients together exceed their limit; it is counted all the same.
+            PendingLimitError: If the client or all clients together exceed their limit; the request is still counted.
         """
         request.num_bytes = request.size()
         self._num_bytes += request.num_bytes
@@ -151,22 +151,22 @@ class RequestsInFlight:
 
 
 def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Check that every replica can read sampling parameters, and return them.
+    """Return sampling parameters after checking that every replica can read them.
 
     Raises:
-        ValueError: If Megatron would refuse them, or treat them as anything but data.
+        ValueError: If Megatron would reject them, or treat a value as anything but data.
     """
     if not _is_plain(sampling, _MOST_NESTED):
-        raise ValueError(f"sampling parameters hold plain values and lists of them, at most {_MOST_NESTED} deep")
+        raise ValueError(f"sampling parameters must be plain values or lists nested at most {_MOST_NESTED} deep")
     for name in sampling:
         if name.startswith("_") or name in (CANCELS, FLUSHES) or callable(getattr(SamplingParams, name, None)):
-            raise ValueError(f"sampling parameter {name!r} has a name that is already used; rename it")
+            raise ValueError(f"sampling parameter {name!r} has a reserved name; rename it")
     if not isinstance(sampling.get(SPEC, {}), dict):
         raise ValueError(f"sampling parameter {SPEC!r} is {sampling[SPEC]!r:.100}; it must be a mapping")
     try:
         SamplingParams.deserialize(dict(sampling))
     except Exception as error:
-        raise ValueError(f"Megatron refuses the sampling parameters: {error or type(error).__name__}") from error
+        raise ValueError(f"Megatron rejects the sampling parameters: {error or type(error).__name__}") from error
     return sampling
 
 
@@ -181,10 +181,10 @@ def _is_plain(value: Any, most_nested: int) -> bool:
 
 
 def failed_record(request: RequestInFlight, reason: str) -> dict[str, Any]:
-    """Return Megatron's serialized record of a request that failed outside an engine, with the reason in its events."""
+    """Return Megatron's serialized record for a request that failed outside an engine, with the reason."""
     now = time.time()
     error = {
-        "type": "ContextOverflowError",  # the only kind of error that Megatron's events carry
+        "type": "ContextOverflowError",  # the only error type in Megatron's events
         "request_id": request.request_id,
         "message": reason,
         "is_transient": False,

@@ -1,4 +1,4 @@
-"""Coordinator of a server: streamed replies, cancels, flushes, replica states."""
+"""Coordinator for a server, with streamed replies, cancels, flushes and replica states."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .wire import WireError, packed
 
 
 class ServingCoordinator(PrefixCoordinator):
-    """A `PrefixCoordinator` that also handles the messages of `front_end`."""
+    """Extension of `PrefixCoordinator` for the messages in `front_end`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -56,7 +56,7 @@ class ServingCoordinator(PrefixCoordinator):
     def _cancel(self, client: bytes, body: list[Any]) -> None:
         (client_request_id,) = body
         request = self._in_flight.find(client, client_request_id)
-        if request is not None:  # else it has already ended
+        if request is not None:  # None if the request has already ended
             self._drop(request)
 
     def _drop(self, request: RequestInFlight) -> None:
@@ -68,7 +68,7 @@ class ServingCoordinator(PrefixCoordinator):
     def _flush(self, body: list[Any]) -> None:
         (weights_version,) = body
         if not isinstance(weights_version, str | None):
-            raise WireError(f"a weights version of {weights_version!r:.50}")
+            raise WireError(f"the weights version is {weights_version!r:.50}; it must be text or None")
         request_id, self.next_request_id = self.next_request_id, self.next_request_id + 1
         for replica in self._members.serving:
             self._send(replica.identity, pack_flush(request_id, weights_version))

@@ -1,4 +1,4 @@
-"""Settings of a coordinator: routing, probes, limits and access."""
+"""Settings for a coordinator: routing, probes, limits and access."""
 
 import os
 from dataclasses import dataclass
@@ -17,31 +17,32 @@ _COUNTS = ("num_replicas", "num_attempts", "max_message_bytes", "max_request_byt
 
 @dataclass(frozen=True, slots=True)
 class RoutingSettings:
-    """Settings of a coordinator; every value is checked on construction.
+    """Settings for a coordinator; every value is checked on construction.
 
     Args:
-        policy: "prefix" sends a request to the replica that caches its longest prefix, "round-robin" to the next one.
-        load_factor: With "prefix": a replica takes more requests while its work in flight is at most this multiple of
-            the mean.
-        share_factor: With "prefix": conversations begin on a replica while its recent work is at most this multiple of
-            the mean; see `PrefixRouter`.
-        max_keys: Boundaries remembered per replica.
-        num_replicas: Replicas to wait for before the coordinator is ready; None: those of the launching world. Others
-            may join later.
-        num_attempts: Replicas that a request may be sent to, one after another as they die; then it fails.
-        join_timeout_s: How long the coordinator waits for its first replicas.
+        policy: "prefix" sends a request to the replica with its longest cached prefix, "round-robin" to the next
+            replica.
+        load_factor: For "prefix": a replica gets more requests as long as its work in flight is at most this multiple
+            of the mean.
+        share_factor: For "prefix": a replica gets new conversations as long as its recent work is at most this multiple
+            of the mean; see `PrefixRouter`.
+        max_keys: Maximum number of boundaries remembered per replica.
+        num_replicas: Number of replicas to wait for before the coordinator is ready; None: all replicas of the launch.
+            More replicas may join later.
+        num_attempts: Maximum number of replicas to which a request is sent, each after the previous replica died.
+        join_timeout_s: Seconds that the coordinator waits for `num_replicas` replicas.
         probe_interval_s: Seconds between probes of the connections.
-        key_file: File of the secret that all processes share, clients included; see `read_key_file`. With one the
-            coordinator listens on the hostname's interface, without one on loopback.
-        insecure: Listen on the hostname's interface without a key, and serve anything that reaches the port.
-        max_message_bytes: Limit of a message from a replica or between ranks; a connection that announces more is
-            closed.
-        max_request_bytes: Limit of a client's message; a larger request fails.
-        max_pending_bytes: Limit of all unfinished requests, at 8 bytes a token. One client gets a quarter of it; a
-            request beyond that fails.
+        key_file: File with the secret that all processes share, including clients; see `read_key_file`. With a key
+            file, the coordinator listens on the hostname's interface, otherwise on loopback.
+        insecure: True to listen on the hostname's interface without a key; any process that reaches the port is served.
+        max_message_bytes: Maximum size of a message from a replica or between ranks; a connection that announces a
+            larger message is closed.
+        max_request_bytes: Maximum size of a message from a client; a larger request fails.
+        max_pending_bytes: Maximum size of all unfinished requests, at 8 bytes per token. One client may use a quarter
+            of it; a request that exceeds a limit fails.
 
     Raises:
-        ValueError: Naming the setting, the value and what is allowed.
+        ValueError: Naming the setting, the value and the allowed values.
     """
 
     policy: Literal["prefix", "round-robin"] = "prefix"
@@ -71,12 +72,12 @@ class RoutingSettings:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a positive number of seconds")
         if self.key_file is not None:
             if self.insecure:
-                raise ValueError("insecure is True, but there is a key_file; leave one of them out")
+                raise ValueError("insecure is True, but key_file is also set; leave one of them out")
             read_key_file(self.key_file)
         self.router()
 
     def access(self) -> "Access":
-        """Return the access rules; needs pyzmq.
+        """Return the access rules for these settings; needs pyzmq.
 
         Raises:
             ValueError: If the key file can no longer be read.
@@ -90,6 +91,6 @@ class RoutingSettings:
         return InsecureAccess() if self.insecure else LoopbackAccess()
 
     def router(self) -> PrefixRouter:
-        """Return a new router of this policy; raise `ValueError` if a factor or `max_keys` is out of range."""
+        """Return a new router for this policy; raise `ValueError` if a factor or `max_keys` is out of range."""
         prefix = PrefixRouter(self.load_factor, self.share_factor, self.max_keys)
         return prefix if self.policy == "prefix" else RoundRobinRouter()

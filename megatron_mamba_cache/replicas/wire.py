@@ -1,7 +1,8 @@
 """Messages between replicas and the coordinator, in addition to Megatron's.
 
-Both kinds are lists packed by msgpack. Megatron's begin with a number, these with a word, so the two cannot be
-confused: `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reason]` from a replica, `["welcome"]`,
+All messages are lists packed by msgpack. Megatron's messages begin with a number, and these with a string, so they
+cannot be confused: `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reason]` from a replica,
+`["welcome"]`,
 `["probe"]` and `["fenced"]` to it.
 """
 
@@ -34,25 +35,26 @@ _OPENING_BYTES = 64
 
 
 class WireError(ValueError):
-    """A malformed or inadmissible message."""
+    """Raised for a malformed or forbidden message."""
 
 
 def packed(*message: Any) -> bytes:
-    """Return a message of these parts."""
+    """Pack the parts of a message with msgpack."""
     found: bytes = msgpack.packb(message)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a process: its replica and its rank.
+    """First message from a process, with its replica and its rank.
 
     Args:
-        replica: Unique name of its replica.
+        replica: Unique name of the replica.
         member: Rank within the replica's model-parallel group; member 0 gets the requests.
-        num_members: Size of that group. The replica is complete once all members have joined, and dies with any.
-        domain: Replicas of one domain compute together (expert parallel) and die together; "" stands for none.
-        proof: Proves that it may receive other clients' prompts; "" where the connection itself proves it.
+        num_members: Size of that group. The replica is complete when all members have joined, and dies if any member
+            dies.
+        domain: Name shared by replicas that step together (expert parallelism) and die together; "" for none.
+        proof: Proof that the process may receive other clients' prompts; "" if the connection is already authenticated.
     """
 
     replica: ReplicaName
@@ -64,7 +66,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """Changes of a replica's resumable boundaries; `salt` is None if unchanged."""
+    """Changes in a replica's cached boundaries; `salt` is None if it is unchanged."""
 
     changes: BoundaryChanges
     salt: KeySalt | None = None
@@ -72,7 +74,7 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """A request whose results are too large to send."""
+    """Notice that a request's results are too large to send."""
 
     request_id: int
     reason: str
@@ -86,27 +88,27 @@ def opening_of(message: bytes) -> tuple[Any, ...]:
         if opening.read_array_header() >= 2:
             return opening.unpack(), opening.unpack()
     except Exception as error:
-        raise WireError(f"a message that begins with {message[:_OPENING_BYTES]!r}") from error
-    raise WireError("a message without a body")
+        raise WireError(f"the message does not begin with a kind and a body: {message[:_OPENING_BYTES]!r}") from error
+    raise WireError("the message has no body")
 
 
 def pack_hello(hello: Hello) -> bytes:
-    """Return the message."""
+    """Pack a hello."""
     return packed(HELLO, asdict(hello))
 
 
 def hello_of(body: Any) -> Hello:
-    """Read what follows the word "hello"; raise `WireError` if it is not a valid hello."""
+    """Parse the body of a "hello" message; raise `WireError` if it is invalid."""
     fields = _fields(body, {"replica": str, "member": int, "num_members": int, "domain": str, "proof": str})
     if max(len(fields[name]) for name in ("replica", "domain", "proof")) > _MOST_CHARACTERS:
-        raise WireError(f"a name of more than {_MOST_CHARACTERS} characters")
+        raise WireError(f"a name in the hello has more than {_MOST_CHARACTERS} characters")
     if not 0 <= fields["member"] < fields["num_members"]:
-        raise WireError(f"member {fields['member']} of {fields['num_members']} members")
+        raise WireError(f"member is {fields['member']}; it must be less than num_members={fields['num_members']}")
     return Hello(**fields)
 
 
 def pack_report(report: KeyReport) -> bytes:
-    """Return the message, with 32 bytes per key."""
+    """Pack a key report, with 32 bytes per key."""
     changes, salt = report.changes, report.salt
     body = {
         "salt": None if salt is None else [salt.fingerprint, salt.weights_version, salt.epoch, salt.block_size],
@@ -118,30 +120,30 @@ def pack_report(report: KeyReport) -> bytes:
 
 
 def report_of(body: Any) -> KeyReport:
-    """Read what follows the word "keys"; raise `WireError` if it is not a valid report."""
+    """Parse the body of a "keys" message; raise `WireError` if it is invalid."""
     fields = _fields(body, {"salt": (list, type(None)), "flushed": bool, "published": bytes, "dropped": bytes})
     changes = BoundaryChanges(_keys(fields["published"]), _keys(fields["dropped"]), fields["flushed"])
     return KeyReport(changes, None if fields["salt"] is None else _salt(fields["salt"]))
 
 
 def pack_unsent(unsent: Unsent) -> bytes:
-    """Return the message."""
+    """Pack a notice that results are too large."""
     return packed(UNSENT, unsent.request_id, unsent.reason)
 
 
 def unsent_of(body: list[Any]) -> Unsent:
-    """Read what follows the word "unsent"; raise `WireError` if it is not a request's number and a reason."""
+    """Parse the body of an "unsent" message; raise `WireError` unless it is a request id and a reason."""
     if [type(value) for value in body] != [int, str]:
-        raise WireError(f"need a request's number and a reason, found {body!r:.100}")
+        raise WireError(f"need a request id and a reason, found {body!r:.100}")
     return Unsent(body[0], body[1][:_MOST_REASON_CHARACTERS])
 
 
 def _salt(values: list[Any]) -> KeySalt:
     kinds = (str, str, int, int)
     if len(values) != len(kinds) or not all(isinstance(value, kind) for value, kind in zip(values, kinds, strict=True)):
-        raise WireError(f"a salt of {values!r:.100}")
+        raise WireError(f"salt is {values!r:.100}; it must be [str, str, int, int]")
     if values[3] < 1:
-        raise WireError(f"a block size of {values[3]}")
+        raise WireError(f"the block size in the salt is {values[3]}; it must be at least 1")
     return KeySalt(*values)
 
 
@@ -150,7 +152,7 @@ def _fields(body: Any, kinds: dict[str, Any]) -> dict[str, Any]:
         raise WireError(f"need the fields {sorted(kinds)}, found {body!r:.100}")
     for name, kind in kinds.items():
         if not isinstance(body[name], kind):
-            raise WireError(f"{name} is {body[name]!r:.100}")
+            raise WireError(f"{name} is {body[name]!r:.100}, which has the wrong type")
     return body
 
 
@@ -160,6 +162,6 @@ def _pack_keys(keys: tuple[BlockKey, ...]) -> bytes:
 
 def _keys(packed: bytes) -> tuple[BlockKey, ...]:
     if len(packed) % KEY_BYTES:
-        raise WireError(f"keys of {len(packed)} bytes, not a multiple of {KEY_BYTES}")
+        raise WireError(f"the keys have {len(packed)} bytes, which is not a multiple of {KEY_BYTES}")
     starts = range(0, len(packed), KEY_BYTES)
     return tuple(BlockKey(int.from_bytes(packed[start : start + KEY_BYTES], "big")) for start in starts)

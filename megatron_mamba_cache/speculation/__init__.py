@@ -1,4 +1,4 @@
-"""Speculative decoding: the drafter protocol, prompt lookup, and how many drafts a request gets."""
+"""Speculative decoding: the drafter protocol, prompt lookup, and the choice of draft lengths."""
 
 from typing import TYPE_CHECKING
 

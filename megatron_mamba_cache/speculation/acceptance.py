@@ -1,4 +1,4 @@
-"""Estimates of how likely drafts are accepted, learned from verified and from shadow drafts."""
+"""Estimate the acceptance probability of draft tokens, and choose draft lengths from it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,19 +13,19 @@ FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 
 THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02)
-"""Tried as the lowest acceptance chance of a step's drafts."""
+"""Candidate thresholds: a request drafts while the chance of keeping the next draft token is above it."""
 _LOG_THRESHOLDS = np.log(THRESHOLDS)[:, None]
 LEAST_GAIN = 1.02
-"""Minimum speedup of drafts; below it, the gain is within the error of the estimated times."""
+"""Minimum expected speedup for drafting; a smaller gain is within the error of the time estimates."""
 _SURE = 0.999
 
 
 def expected_tokens(chances: FloatArray, counts: IntArray) -> FloatArray:
-    """Return the expected number of tokens that all requests keep of a step: [...].
+    """Return the expected number of tokens that a step adds over all requests, shape [...].
 
     Args:
-        chances: [requests] that a draft is right if those before it are, below 1.
-        counts: [..., requests] drafts of each.
+        chances: [requests] chance, below 1, that a draft token is right if those before it are.
+        counts: [..., requests] number of draft tokens.
     """
     found: FloatArray = ((1 - chances ** (counts + 1)) / (1 - chances)).sum(axis=-1)
     return found
@@ -38,14 +38,14 @@ def best_counts(
     plain_seconds: float,
     least_gain: float = LEAST_GAIN,
 ) -> list[int]:
-    """Return the draft counts that maximize tokens per second; all 0 unless they beat a plain step.
+    """Return the draft counts that maximize tokens per second, or zeros if drafting is not faster.
 
-    For each of THRESHOLDS, every request gets the drafts that are kept with at least that chance; the best step wins.
+    Each of THRESHOLDS gives one candidate: every request drafts the tokens that are kept with at least that chance.
 
     Args:
-        chances: [requests] that a draft is right if those before it are.
-        rooms: [requests] the most drafts of each, 0 or more.
-        seconds: Estimates a step's time from its total drafts and the most drafts of one request.
+        chances: [requests] chance that a draft token is right if those before it are.
+        rooms: [requests] maximum number of draft tokens, 0 or more.
+        seconds: Estimates the time of a step from the total number of draft tokens and the largest per request.
         plain_seconds: Time of a step without drafts.
         least_gain: Minimum speedup over a plain step.
     """
@@ -55,7 +55,7 @@ def best_counts(
     tokens = expected_tokens(chance, tried).tolist()
     best, best_rate, before = None, least_gain * len(chances) / plain_seconds, 0
     for number, total in enumerate(totals):
-        if total > before:  # else no draft more
+        if total > before:  # a lower threshold without more draft tokens changes nothing
             before = total
             rate = tokens[number] / seconds(total, most[number])
             if rate > best_rate:
@@ -64,21 +64,21 @@ def best_counts(
 
 
 OPTIMISM = 0.5
-"""Standard errors added to an estimate, so that uncertain drafts are tried."""
+"""Number of standard errors added to an estimate, so that uncertain drafts are tried."""
 REQUEST_WINDOW = 32
-"""Drafts of a request in its estimate."""
+"""Effective number of draft tokens in the estimate for one request."""
 DRAFTER_WINDOW = 128
-"""Drafts of all requests in the estimate for a new one."""
+"""Effective number of draft tokens, over all requests, in the estimate for a new request."""
 
 
 class Acceptance:
-    """Estimate the chance that a draft is right if those before it in its step are.
+    """Running estimate of the chance that a draft token is right if those before it in its step are.
 
-    Older drafts have less weight. Drafts after the first wrong one do not count.
+    Older draft tokens have less weight. Tokens after the first wrong token of a draft do not count.
 
     Args:
-        window: Effective number of drafts in the estimate, more than 1.
-        weight: Weight of the prior, in drafts.
+        window: Effective number of draft tokens in the estimate, more than 1.
+        weight: Weight of the prior, as a number of draft tokens.
     """
 
     __slots__ = ("_keep", "_right", "_tried", "_weight")
@@ -89,18 +89,18 @@ class Acceptance:
         self._right = self._tried = 0.0
 
     def is_known(self, num_tried: int, num_wrong: int) -> bool:
-        """Return True if the estimate has at least this many drafts, or wrong drafts."""
+        """Return True if the estimate is based on at least this many draft tokens, or this many wrong ones."""
         return self._tried >= num_tried or self._tried - self._right >= num_wrong
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a step.
+        """Update the estimate with the outcome of one draft.
 
         Args:
-            num_drafted: Verified drafts; 0 teaches nothing.
-            num_accepted: Accepted drafts, without the base token.
+            num_drafted: Number of verified draft tokens; 0 has no effect.
+            num_accepted: Number of accepted draft tokens, excluding the base token.
 
         Raises:
-            ValueError: If more were accepted than drafted, or a number is negative.
+            ValueError: If more tokens were accepted than drafted, or a number is negative.
         """
         if not 0 <= num_accepted <= num_drafted:
             raise ValueError(f"need 0 <= num_accepted <= num_drafted, found {num_accepted} of {num_drafted}")
@@ -110,24 +110,24 @@ class Acceptance:
         self._tried = kept * self._tried + num_tried
 
     def chance(self, expected: float) -> float:
-        """Return the estimate, between 0 and 1, for a prior `expected`."""
+        """Return the estimated chance, between 0 and 1, with `expected` as its prior."""
         return (self._right + self._weight * expected) / (self._tried + self._weight)
 
     def optimistic_chance(self, expected: float) -> float:
-        """Return the estimate plus part of its standard error, so that bad luck ends nothing."""
+        """Return the estimate plus part of its standard error, so that bad luck does not stop drafting."""
         chance = self.chance(expected)
         error = math.sqrt(max(chance * (1 - chance), 0.0) / (self._tried + self._weight + 1))
         return min(chance + OPTIMISM * error, 1.0)
 
 
 class ShadowDrafts:
-    """Drafts that are compared with the generated text instead of verified, at most one for each request."""
+    """Shadow drafts, which are compared with the generated text but never verified; at most one per request."""
 
     def __init__(self) -> None:
-        self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request -> where it starts in the reply, its tokens
+        self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request id -> (start in the reply, draft tokens)
 
     def start(self, request: RunningRequest, tokens: tuple[int, ...]) -> None:
-        """Start a shadow draft at the end of a request's text; it replaces an earlier one."""
+        """Start a shadow draft at the end of a request's text, replacing any earlier shadow draft."""
         self._drafts[request.request_id] = len(request.generated), tokens
 
     def num_tokens(self, request: RunningRequest) -> int:
@@ -135,7 +135,7 @@ class ShadowDrafts:
         return len(self._drafts[request.request_id][1]) if request.request_id in self._drafts else 0
 
     def ended(self, requests: Sequence[RunningRequest]) -> Iterator[tuple[int, int, int]]:
-        """Yield (request id, drafted, correct) for each shadow draft that the text has decided."""
+        """Remove the shadow drafts whose outcome is known; yield (request id, drafted, correct) for each."""
         for request in requests:
             if request.request_id not in self._drafts:
                 continue
@@ -148,9 +148,9 @@ class ShadowDrafts:
                 yield request.request_id, len(tokens), num_right
 
     def forget(self, request_id: int) -> None:
-        """Drop the draft of a request."""
+        """Drop the shadow draft of a request."""
         self._drafts.pop(request_id, None)
 
     def clear(self) -> None:
-        """Drop all drafts."""
+        """Drop all shadow drafts."""
         self._drafts.clear()

@@ -1,4 +1,4 @@
-"""Schedule the decoding requests of a step with their drafts, and advance them when the step lands."""
+"""Schedule decoding requests with their drafts, and advance them when the step has finished."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,23 +22,23 @@ def schedule_decode(
     holds_on_all_ranks: Callable[[bool], bool] = bool,
     allowed: Callable[[RunningRequest, Sequence[int]], Sequence[int]] = lambda _request, drafts: drafts,
 ) -> list[Tensor | None]:
-    """Schedule every decoding request with its drafts; if drafting fails, without.
+    """Schedule all decoding requests with their drafts, or without drafts if drafting fails.
 
     Args:
-        budget: Tokens that the step may compute beyond one for each request; drafts of older requests go first.
-        holds_on_all_ranks: Returns True if a condition holds on all ranks, which all call it; otherwise a rank whose
-            drafter fails alone would plan a different step. The default is for one rank.
-        allowed: Returns the leading drafts that a request's grammar allows.
+        budget: Maximum number of draft tokens in the step; older requests have priority.
+        holds_on_all_ranks: Collective that returns True if a condition holds on all ranks, so that all ranks plan the
+            same step even if the drafter fails on one of them. The default is for one rank.
+        allowed: Returns the leading draft tokens that a request's grammar allows.
 
     Returns:
-        For each request the distributions, [drafts, vocab], that its drafts were sampled from; None if they were not
-        sampled. Empty if no drafts are planned.
+        For each request, the distributions [drafts, vocab] from which its drafts were sampled, or None if they were not
+        sampled. The list is empty if the engine has no drafter.
     """
     if not planner.max_drafts:
         for request in requests:
             cache.schedule_decode(request)
         return []
-    # The step yields one token more than it has drafts; none may exceed the request's limit.
+    # A step yields up to one token more than its drafts, and must not exceed the length limit of the request.
     rooms = [max(0, min(planner.max_drafts, request.spec.max_len - request.length - 1)) for request in requests]
     rooms = [
         cache.draft_states.most_drafts(request.computed, room) for request, room in zip(requests, rooms, strict=True)
@@ -70,7 +70,7 @@ def _plan(
         return drafts
     counters.drafting_failures += 1
     count = counters.drafting_failures
-    if count.bit_count() == 1:  # the first, second, fourth, ... time
+    if count.bit_count() == 1:  # log failures 1, 2, 4, 8, ...
         reason = "on another rank of the model" if failure is None else repr(failure)
         _LOG.warning("drafting failed %d times; steps continue without drafts: %s", count, reason)
     for entry in limits:
@@ -85,10 +85,10 @@ def note_hidden_states(
     hidden_states: Tensor,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Pass the planner the hidden state that each request's newest token was sampled from.
+    """Pass the planner the hidden state from which each request's newest token was sampled.
 
     Args:
-        starts: [requests] index of each request's first row of logits.
+        starts: [requests] index of the first row of logits for each request.
         hidden_states: [logits, hidden].
     """
     for request, new, start in zip(requests, kept, starts, strict=False):
@@ -102,9 +102,9 @@ def advance_one_token_requests(
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Advance requests that decoded one token without drafts, and publish the blocks that they complete.
+    """Advance requests that decoded one token without drafts, and publish completed blocks.
 
-    They may already hold blocks for the following step.
+    The requests may already hold blocks for the next step.
     """
     block_size = cache.block_size
     for request, new in zip(requests, kept, strict=True):
@@ -125,10 +125,10 @@ def advance_requests(
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Append the tokens that a step's requests keep, and publish generated blocks; prompts are published already.
+    """Append the tokens that a step produced, and publish blocks of generated text (prompts already are).
 
     Args:
-        kept: Each request's tokens, in order; at least one for a decoding request.
+        kept: New tokens of each request, in order; at least one for a decoding request.
     """
     for request, new in zip(requests, kept, strict=True):
         request.append(new)

@@ -1,4 +1,4 @@
-"""Plan the drafts of each step: call the drafter where drafts pay, and check its answer."""
+"""Plan the drafts for each step: choose draft lengths, call the drafter, and check its result."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,31 +14,31 @@ from .drafter import CapturesGraphs, CompilesKernels, Draft, Drafter, DraftReque
 
 _LOG = logging.getLogger(__name__)
 _MOST_SHADOW_DRAFTS = 16
-"""Most shadow drafts started after a step: prompt lookup indexes a whole prompt at its first call."""
+"""Maximum number of shadow drafts started after a step, because the first lookup indexes a whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLimit:
-    """The most drafts of a request in the next step; 0 for none."""
+    """Maximum number of draft tokens for a request in the next step; 0 for no drafts."""
 
     request: RunningRequest
     limit: int
 
 
 class DraftPlanner:
-    """Plans the drafts of each step.
+    """Plans the drafts for each step with a drafter and a draft policy.
 
     Args:
-        drafter: Proposes the tokens.
-        max_drafts: The most drafts of a request in a step, at least 1; `NoDrafts` is for 0.
-        vocab_size: Bound of token ids, and the width of distributions.
-        policy: Decides how many drafts each request gets.
+        drafter: Proposes the draft tokens.
+        max_drafts: Maximum number of draft tokens per request and step, at least 1; use `NoDrafts` for 0.
+        vocab_size: Number of token ids, and width of the distributions.
+        policy: Decides how many draft tokens each request gets.
 
     Attributes:
         reads_hidden_states: True if `note_hidden_state` must be called.
 
     Raises:
-        ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has another vocabulary.
+        ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has a different vocabulary size.
     """
 
     def __init__(self, drafter: Drafter, max_drafts: int, vocab_size: int, policy: DraftPolicy | AllDrafts) -> None:
@@ -47,17 +47,19 @@ class DraftPlanner:
                 raise ValueError(f"{name} must be at least 1, found {value}")
         if isinstance(drafter, HasVocabulary) and drafter.vocab_size != vocab_size:
             raise ValueError(
-                f"{type(drafter).__name__} drafts from a vocabulary of {drafter.vocab_size} tokens, the model's has "
-                f"{vocab_size}; give a draft model of the same vocabulary, padded to the same size"
+                f"{type(drafter).__name__} drafts from a vocabulary of {drafter.vocab_size} tokens, but the model's "
+                f"has {vocab_size}; give a draft model with the same vocabulary, padded to the same size"
             )
         self.max_drafts = max_drafts
-        self.reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # a protocol is slow to ask in every step
+        self.reads_hidden_states = isinstance(
+            drafter, ReadsHiddenStates
+        )  # cached, because isinstance with a protocol is slow
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
         self._policy = policy
-        self._asked: set[int] = set()  # requests of the planned step that the drafter was called for
-        self._has_drafts = False  # of the step that lands
+        self._asked: set[int] = set()  # ids of the requests drafted for in the planned step
+        self._has_drafts = False  # True if a request in the finished step had drafts
         self._shadow_drafts, self._num_failed_shadows, self._turn = ShadowDrafts(), 0, 0
         self._hidden_states: dict[int, Tensor] = {}
 
@@ -67,21 +69,21 @@ class DraftPlanner:
             self._drafter.warmup()
 
     def capture_if_wanted(self, prepare: Callable[[], None]) -> None:
-        """Let the drafter capture missing graphs, before a step.
+        """Let the drafter capture graphs that it has dropped; called before a step.
 
         Args:
-            prepare: Called first; no other thread may wait for the device during the capture.
+            prepare: Called before a capture, during which no other thread may wait for the device.
         """
         if self._graphs is None or not self._graphs.wants_graphs:
             return
         prepare()
         try:
             self._graphs.capture()
-        except Exception as error:  # what a drafter lacks must not fail a step
+        except Exception as error:  # a failed capture must not fail the step
             _LOG.warning("%s runs without CUDA graphs: %r", type(self._drafter).__name__, error)
 
     def check_weights(self) -> None:
-        """Let the drafter drop graphs whose weights have moved."""
+        """Let the drafter drop its graphs if its weights are at new addresses."""
         if self._graphs is not None:
             self._graphs.check_weights()
 
@@ -91,25 +93,25 @@ class DraftPlanner:
             self._graphs.drop_graphs()
 
     def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return how many drafts each request of the next step should get, as its `DraftPolicy` decides."""
+        """Return the number of draft tokens that the policy gives each request in the next step."""
         self._begin()
         return self._policy.counts(requests, rooms, budget)
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
-        """Decide the likely drafts of the next step while this one runs."""
+        """Let the policy decide draft counts for the next step while the current step runs."""
         self._policy.decide_next(requests, self.max_drafts)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return True if the requests of a step without drafts get none in the next step either."""
+        """Return True if requests in a step without drafts will get no drafts in the next step either."""
         return self._policy.stays_paused(requests)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
-        """Return one draft for each request, in order, at most its limit long.
+        """Return one draft for each request, in order, not longer than its limit.
 
-        Calls the drafter at most once. Learns nothing, so a failed step may be planned again.
+        Calls the drafter at most once. Leaves the policy's estimates unchanged, so a failed step may be planned again.
 
         Raises:
-            ValueError: If the drafter's answer breaks its contract; the message names the drafter.
+            ValueError: If the drafter's result violates its protocol; the message names the drafter.
         """
         drafts = [Draft()] * len(limits)
         asked = [index for index, entry in enumerate(limits) if entry.limit > 0]
@@ -126,18 +128,18 @@ class DraftPlanner:
         return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a request of a finished step; requests without planned drafts, or forgotten since, are ignored.
+        """Record the outcome for a request in a finished step; ignore a request without planned drafts.
 
         Args:
-            num_drafted: Verified drafts, after any cut by the caller.
-            num_accepted: Accepted drafts, without the base token.
+            num_drafted: Number of verified draft tokens, after any truncation by the caller.
+            num_accepted: Number of accepted draft tokens, excluding the base token.
         """
         if request.request_id in self._asked and num_drafted:
             self._has_drafts = True
             self._policy.note(request.request_id, num_drafted, num_accepted)
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
-        """Count a step that has landed, once, after its requests are noted and have their tokens."""
+        """Record the end of a step, after `note` was called and the requests have their tokens."""
         self._policy.note_step(requests, asked=bool(self._asked), drafted=self._has_drafts)
         self._begin()
         if shadowed := self._policy.shadowed(requests):
@@ -146,11 +148,11 @@ class DraftPlanner:
             self._shadow_drafts.clear()
 
     def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
-        """Keep the hidden state [hidden] that a request's newest token was sampled from, for its next draft."""
+        """Keep the hidden state [hidden] from which a request's newest token was sampled, for its next draft."""
         self._hidden_states[request.request_id] = state
 
     def forget(self, request_id: int) -> None:
-        """Drop what is known about a request that finished or was evicted; if the drafter raises, only log it."""
+        """Drop all data about a request that finished or was evicted; errors of the drafter are only logged."""
         self._asked.discard(request_id)
         self._shadow_drafts.forget(request_id)
         self._policy.forget(request_id)
@@ -158,7 +160,7 @@ class DraftPlanner:
         self._tell_to_forget(request_id)
 
     def _begin(self) -> None:
-        """Start planning the next step; drafts of a failed step are dropped."""
+        """Start planning the next step, discarding the plan of a failed step."""
         self._asked.clear()
         self._has_drafts = False
 
@@ -169,16 +171,16 @@ class DraftPlanner:
             _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
 
     def _shadow(self, requests: Sequence[RunningRequest]) -> None:
-        """Update the shadow drafts of paused requests; overlaps the next step if it runs already."""
+        """Update the shadow drafts of paused requests; may overlap with the next step."""
         for outcome in self._shadow_drafts.ended(requests):
             self._policy.note(*outcome)
         asked = [request for request in requests if self._shadow_drafts.num_tokens(request) == 0]
-        if len(asked) > _MOST_SHADOW_DRAFTS:  # the others follow in the next steps
+        if len(asked) > _MOST_SHADOW_DRAFTS:  # the remaining requests are drafted for after later steps
             self._turn = (self._turn + _MOST_SHADOW_DRAFTS) % len(asked)
             asked = [*asked[self._turn :], *asked[: self._turn]][:_MOST_SHADOW_DRAFTS]
         try:
             drafts = self._propose([DraftRequest(request, self.max_drafts) for request in asked]) if asked else []
-        except Exception as error:  # a drafter is user code, and no step needs these drafts
+        except Exception as error:  # a drafter is user code, and no step depends on shadow drafts
             self._note_failed_shadow(asked, error)
             return
         for request, draft in zip(asked, drafts, strict=True):
@@ -188,7 +190,7 @@ class DraftPlanner:
 
     def _note_failed_shadow(self, asked: Sequence[RunningRequest], error: Exception) -> None:
         self._num_failed_shadows += 1
-        if self._num_failed_shadows.bit_count() == 1:  # the first, second, fourth, ... time
+        if self._num_failed_shadows.bit_count() == 1:  # log failures 1, 2, 4, 8, ...
             name = type(self._drafter).__name__
             _LOG.warning("%s failed %d times while its drafts were shadowed: %r", name, self._num_failed_shadows, error)
         for request in asked:
@@ -208,26 +210,28 @@ class DraftPlanner:
     def _check(self, request: DraftRequest, draft: Draft) -> None:
         owner = f"for request {request.running.request_id}"
         if len(draft.tokens) > request.num_tokens:
-            raise self._broken(f"{len(draft.tokens)} tokens {owner}, at most {request.num_tokens} were requested")
+            raise self._broken(f"{len(draft.tokens)} tokens {owner}, but at most {request.num_tokens} were requested")
         for token in draft.tokens:
-            if not isinstance(token, (int, Integral)):  # int first: an abstract class is slow to ask
-                raise self._broken(f"{type(token).__name__} {token!r} {owner} as a token, ids are ints")
+            if not isinstance(token, (int, Integral)):  # int first, because isinstance with an abstract class is slow
+                raise self._broken(f"{type(token).__name__} {token!r} {owner} as a token, but token ids must be ints")
             if not 0 <= token < self._vocab_size:
-                raise self._broken(f"token {token} {owner}, ids are in [0, {self._vocab_size})")
+                raise self._broken(f"token {token} {owner}, but token ids must be in [0, {self._vocab_size})")
         if draft.distributions is None:
             return
         needed, found = (len(draft.tokens), self._vocab_size), tuple(draft.distributions.shape)
         if found != needed:
-            raise self._broken(f"distributions of shape {list(found)} {owner}, need {list(needed)}")
+            raise self._broken(f"distributions of shape {list(found)} {owner}, but need shape {list(needed)}")
         if not draft.distributions.is_floating_point():
-            raise self._broken(f"distributions of {draft.distributions.dtype} {owner}, need floating point")
+            raise self._broken(
+                f"distributions of dtype {draft.distributions.dtype} {owner}, but need a floating-point dtype"
+            )
 
     def _broken(self, what: str) -> ValueError:
         return ValueError(f"drafter {type(self._drafter).__name__} returned {what}")
 
 
 class NoDrafts:
-    """A `DraftPlanner` without drafts."""
+    """Replacement for `DraftPlanner` in an engine without drafts."""
 
     max_drafts, reads_hidden_states = 0, False
 

@@ -1,4 +1,4 @@
-"""Decide when requests draft, and how much: expected gain against the time that drafts take."""
+"""Decide when requests draft, and how many tokens, by weighing the expected gain against the time."""
 
 import logging
 import math
@@ -12,33 +12,33 @@ from .step_time import StepTime
 _LOG = logging.getLogger(__name__)
 
 FIRST_CHANCE = 0.7
-"""Acceptance of a draft before any was verified."""
+"""Expected chance that a draft token is accepted, before any was verified."""
 NUM_TRIED, NUM_WRONG = 16, 4
-"""Drafts, or wrong drafts, to try at any cost before a drafter is known."""
+"""Numbers of draft tokens, or of wrong draft tokens, to verify before the acceptance of a drafter is known."""
 TRIAL_DRAFTS = 4
 TRIAL_SHARE = 0.0075
-"""Share of the time that trial steps may take."""
+"""Fraction of the total time that trial steps may take."""
 RESUME_GAIN = 1.1
 """Hysteresis: minimum expected speedup before paused requests draft again."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256
 PATIENCE = 4
-"""Consecutive steps without a proposal before drafting pauses."""
+"""Number of consecutive steps without proposals after which drafting pauses."""
 _REQUEST_WEIGHT, _DRAFTER_WEIGHT = 3.0, 2.0
 _NEVER = 1 << 62
 
 
 class AllDrafts:
-    """A `DraftPolicy` that fills each request's room, whatever the gain."""
+    """A draft policy that always gives each request as many draft tokens as it has room for."""
 
     def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return the rooms, as far as the budget allows."""
+        """Return `rooms`, cut to the budget."""
         return _within(rooms, budget)
 
     def decide_next(self, requests: Sequence[RunningRequest], most: int) -> None:
         """Do nothing."""
 
     def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
-        """Return what was proposed."""
+        """Return `proposed` unchanged."""
         return list(proposed)
 
     def note(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
@@ -52,7 +52,7 @@ class AllDrafts:
         return not requests
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-        """Return no request."""
+        """Return an empty list, because drafting never pauses."""
         return []
 
     def resume_if_paying(self, requests: Sequence[RunningRequest], offered: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class AllDrafts:
 
 @dataclass(slots=True)
 class _Pause:
-    """No drafts for these requests before step `end`."""
+    """A pause during which these requests get no drafts, before step `end`."""
 
     request_ids: set[int]
     end: int
@@ -72,7 +72,7 @@ class _Pause:
 
 @dataclass(frozen=True, slots=True)
 class _NextCounts:
-    """Draft counts decided ahead for a step, if each request has room for `most`."""
+    """Draft counts decided in advance for a step, valid if each request has room for `most` draft tokens."""
 
     step: int
     request_ids: list[int]
@@ -81,19 +81,20 @@ class _NextCounts:
 
 
 class DraftPolicy:
-    """Decides how many drafts each request of a step gets; the same on all ranks of a model.
+    """Decides how many draft tokens each request in a step gets. All ranks of a model decide the same.
 
-    A step gets the drafts that should yield most tokens per second, by recent acceptance and estimated step times. If
-    none pay, drafting pauses for all requests, and steps may be launched before their tokens are read. Meanwhile a
-    drafter that takes no time makes shadow drafts; drafting resumes when they seem to pay. For other drafters, a trial
-    step ends the pause: every request drafts a few tokens. Trials take about TRIAL_SHARE of the time.
+    The policy maximizes the expected tokens per second, given recent acceptance and estimated step times. If no draft
+    is worthwhile, drafting pauses for all requests, and a step may be launched before the tokens of the previous one
+    are read. During a pause, a drafter that takes no time makes shadow drafts, and drafting resumes when they show a
+    gain. For other drafters, a trial step ends the pause: every request drafts a few tokens. Trial steps take about
+    TRIAL_SHARE of the time.
 
     Args:
         time: Estimates step times.
-        drafter_seconds: Estimates the drafter's time, from the number of requests and the most drafts of one.
+        drafter_seconds: Estimates the drafter's time from the number of requests and the longest draft.
         shadows: True to use shadow drafts instead of trial steps.
-        is_patient: True if missing proposals do not pause drafting: a draft model may be prefilling prompts, which only
-            goes on while it is called.
+        is_patient: True if empty proposals do not pause drafting. A draft model may be prefilling prompts, which
+            continues only while it is called.
     """
 
     def __init__(
@@ -109,26 +110,26 @@ class DraftPolicy:
         self._shadows, self._is_patient = shadows, is_patient
         self._overall = Acceptance(DRAFTER_WINDOW, _DRAFTER_WEIGHT)
         self._of_requests: dict[int, Acceptance] = {}
-        self._step = 0  # steps that have landed
-        self._drafted_at = 0  # the last of them planned with drafts
+        self._step = 0  # number of finished steps
+        self._drafted_at = 0  # number of the last finished step that was planned with drafts
         self._pause: _Pause | None = None
         self._next_counts: _NextCounts | None = None
-        self._num_empty = 0  # consecutive steps planned with drafts that had none
+        self._num_empty = 0  # consecutive steps for which drafts were planned but none proposed
         self._is_trial = self._has_warned = False
 
     def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return how many drafts each request of the next step should get; learns nothing.
+        """Return the number of draft tokens for each request in the next step; leaves the estimates unchanged.
 
         Args:
-            rooms: [requests] the most drafts of each. Nothing is decided if all are 0.
-            budget: The most drafts of all requests; older requests go first.
+            rooms: [requests] maximum number of draft tokens. If all are 0, the pause does not change.
+            budget: Maximum total number of draft tokens; older requests have priority.
         """
         none = [0] * len(requests)
         if budget <= 0 or not any(rooms) or self._holds(requests, self._step):
             return none
         self._pause, self._is_trial = None, False
         found = self._found_ahead(requests, rooms)
-        if not any(found):  # outdated estimates must not pause drafting
+        if not any(found):  # counts decided in advance are outdated and must not pause drafting
             found = self._best(requests, rooms)
         if sum(found) > budget:
             found = self._best(requests, _within(found, budget))
@@ -145,18 +146,18 @@ class DraftPolicy:
         return none
 
     def decide_next(self, requests: Sequence[RunningRequest], most: int) -> None:
-        """Decide the drafts of the next step before this one's tokens are read.
+        """Decide draft counts for the next step before the tokens of the current step are read.
 
         Args:
-            requests: The running step's; for others, or with less room, `counts` decides.
-            most: Drafts that each has room for.
+            requests: Requests in the running step. If these or their rooms change, `counts` decides again.
+            most: Number of draft tokens for which each request has room.
         """
         step, request_ids = self._step + 1, [request.request_id for request in requests]
         if not self._holds(requests, step):
             self._next_counts = _NextCounts(step, request_ids, most, self._best(requests, [most] * len(requests)))
 
     def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
-        """Return how many of its proposed drafts each request should get, if the drafter proposed too few."""
+        """Return how many of the proposed draft tokens to use when some proposals are shorter than planned."""
         if self._is_trial or not any(proposed):
             return list(proposed)
         num_cached = _num_cached(requests)
@@ -169,20 +170,20 @@ class DraftPolicy:
         )
 
     def note(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a request's verified or shadow drafts."""
+        """Update the estimates with the outcome of a verified draft or a shadow draft."""
         if request_id not in self._of_requests:
             self._of_requests[request_id] = Acceptance(REQUEST_WINDOW, _REQUEST_WEIGHT)
         self._of_requests[request_id].note(num_drafted, num_accepted)
         self._overall.note(num_drafted, num_accepted)
 
     def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
-        """Count a step that has landed, once.
+        """Record the end of a step.
 
-        If drafts were planned but there were none, drafting pauses: until shadow drafts pay, or after the first
-        PATIENCE times for longer each time.
+        If drafts were planned but none were proposed, drafting pauses. The pause lasts until shadow drafts show a gain;
+        without shadow drafts, pauses start after PATIENCE such steps and become longer each time.
 
         Args:
-            asked: True if drafts were planned for any request.
+            asked: True if the drafter was called for any request.
             drafted: True if any request had drafts.
         """
         if asked:
@@ -195,51 +196,51 @@ class DraftPolicy:
             )
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return True if the requests of a step without drafts, if any, get none in the next step either."""
+        """Return True if requests in a step without drafts will get no drafts in the next step either."""
         return not requests or self._holds(requests, self._step + 1)
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-        """Return the paused requests, if they get shadow drafts; `note` their outcomes."""
+        """Return the requests to shadow-draft for: those paused, if the policy uses shadow drafts."""
         paused = self._pause.request_ids if self._pause is not None and self._shadows else ()
         return [request for request in requests if request.request_id in paused]
 
     def resume_if_paying(self, requests: Sequence[RunningRequest], offered: Sequence[int]) -> None:
-        """End the pause if drafts seem to pay by now.
+        """End the pause if drafting is now expected to be faster.
 
         Args:
-            offered: [requests] available drafts of each.
+            offered: [requests] number of available draft tokens.
         """
         if any(offered) and any(self._best(requests, offered, RESUME_GAIN)):
             self._pause = None
 
     def forget(self, request_id: int) -> None:
-        """Drop what is known of a request."""
+        """Drop the estimates for a request."""
         self._of_requests.pop(request_id, None)
-        self._next_counts = None  # for the others too, in case the request returns
+        self._next_counts = None  # decided with the dropped estimate, so invalid if the request returns
         if self._pause is not None:
             self._pause.request_ids.discard(request_id)
 
     def _holds(self, requests: Sequence[RunningRequest], step: int) -> bool:
-        """Return True if the requests are paused in a step."""
+        """Return True if all the requests are paused at a step."""
         pause = self._pause
         return pause is not None and step < pause.end and all(each.request_id in pause.request_ids for each in requests)
 
     def _found_ahead(self, requests: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
-        """Return the counts decided ahead for a step of these requests; empty if there are none."""
+        """Return the counts that `decide_next` decided for a step with these requests and rooms, or an empty list."""
         known = self._next_counts
         if known is None or known.step != self._step or any(room != known.most for room in rooms):
             return []
         return known.counts if known.request_ids == [request.request_id for request in requests] else []
 
     def _end_of_patience(self) -> int:
-        """Return the step at which drafts are next planned."""
+        """Return the step at which drafting resumes after empty proposals."""
         num_pauses = min(self._num_empty - PATIENCE, LONGEST_PAUSE)
         return self._step + (min(SHORTEST_PAUSE << (num_pauses - 1), LONGEST_PAUSE) if num_pauses > 0 else 0)
 
     def _best(
         self, requests: Sequence[RunningRequest], rooms: Sequence[int], least_gain: float = LEAST_GAIN
     ) -> list[int]:
-        """Return the drafts of each request that are likely to pay, if the drafter is called now."""
+        """Return the number of draft tokens for each request with the best expected speed, including drafter time."""
         num_cached = _num_cached(requests)
         plain = self._time.seconds(len(requests), 0, num_cached)
         return best_counts(
@@ -251,7 +252,7 @@ class DraftPolicy:
         )
 
     def _seconds(self, requests: Sequence[RunningRequest], num_drafts: int, most: int, num_cached: int) -> float:
-        """Estimate the time of a step with its drafter; infinite if the drafter gives no estimate."""
+        """Estimate the time of a step including its drafting; infinite if the drafter gives no valid estimate."""
         try:
             of_drafter = float(self._drafter_seconds(len(requests), most))
         except Exception as error:  # a drafter is user code, and its failure must not fail a request
@@ -263,7 +264,7 @@ class DraftPolicy:
     def _steps_between_trials(self, requests: Sequence[RunningRequest], trial: Sequence[int]) -> int:
         num_cached = _num_cached(requests)
         plain = self._time.seconds(len(requests), 0, num_cached)
-        waits = 2 * self._time.device.drafts_s  # before the step and after it
+        waits = 2 * self._time.device.drafts_s  # host waits before and after the trial step
         cost = self._seconds(requests, sum(trial), max(trial), num_cached) + waits - plain
         return math.ceil(min(max(cost / plain / TRIAL_SHARE, SHORTEST_PAUSE), LONGEST_PAUSE))
 
@@ -276,7 +277,7 @@ class DraftPolicy:
 
 
 def _within(counts: Sequence[int], budget: int) -> list[int]:
-    """Cut draft counts to a budget; the first requests go first."""
+    """Cut draft counts to a total budget; earlier requests have priority."""
     found = []
     for count in counts:
         found.append(max(0, min(count, budget)))

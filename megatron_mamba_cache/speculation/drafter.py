@@ -1,4 +1,4 @@
-"""The drafter protocol: a drafter proposes the next tokens of requests, and a verify step keeps the accepted ones."""
+"""Protocols for drafters, which propose the next tokens of requests; a step then verifies the proposals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ from ..policy.requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A request to draft for.
+    """A request for which the drafter is to propose tokens.
 
     Args:
-        running: Read only; `running.tokens(0, running.length)` is its text so far. Do not keep it after the call.
-        num_tokens: The most drafts that are useful, at least 1.
-        hidden_state: [hidden] on the model's device: its last hidden state after the final norm, which the newest token
-            was sampled from. None unless the drafter is a `ReadsHiddenStates`.
+        running: The running request, read-only; `running.tokens(0, running.length)` is its text so far. Do not keep a
+            reference after the call.
+        num_tokens: Maximum number of draft tokens, at least 1.
+        hidden_state: [hidden] on the model's device: the hidden state after the final norm from which the newest token
+            was sampled. None unless the drafter is a `ReadsHiddenStates`.
     """
 
     running: RunningRequest
@@ -30,16 +31,16 @@ class Draft:
     """Tokens proposed to follow a request's text; may be empty.
 
     Args:
-        tokens: At most as many as requested, each in [0, vocab).
-        distributions: [len(tokens), vocab] floating-point probabilities that each token was sampled from, on the
-            model's device; None for deterministic drafts (a point mass).
+        tokens: At most `num_tokens` token ids in [0, vocab).
+        distributions: [len(tokens), vocab] floating-point probabilities from which the tokens were sampled, on the
+            model's device; None if the tokens were chosen deterministically (a point mass).
     """
 
     tokens: tuple[int, ...] = ()
     distributions: Tensor | None = None
 
     def first(self, count: int) -> "Draft":
-        """Return the first `count` tokens, or all."""
+        """Return a draft of the first `count` tokens, or of all if there are fewer."""
         if count >= len(self.tokens):
             return self
         return Draft(self.tokens[:count], None if self.distributions is None else self.distributions[:count])
@@ -47,30 +48,31 @@ class Draft:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens; never changes the distribution of the output.
+    """Proposes draft tokens. Proposals never change the distribution of the output.
 
-    A draft must not depend on the random numbers that verify it: a drafter that samples uses its own, and returns the
-    exact distributions that it sampled from. Each rank runs its own drafter, and all must propose the same tokens.
-    Between two calls a request's text only grows, by any number of tokens, until the request is forgotten.
+    Proposals must not depend on the random numbers used for verification: a drafter that samples has its own random
+    numbers, and returns the exact distributions from which it sampled. Each rank runs its own drafter, and all ranks
+    must propose the same tokens. Until a request is forgotten, its text only grows, by any number of tokens per call.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request, in order; empty if there is no good proposal.
+        """Return one draft for each request, in order; a draft is empty if there is no good proposal.
 
-        A request occurs at most once. If it raises, the step runs without drafts; the drafter must stay usable.
+        Each request occurs at most once. If the call raises, the step runs without drafts, and the drafter must remain
+        usable.
         """
 
     def forget(self, request_id: int) -> None:
-        """Drop the state of a request that left, and may return; ignore an unknown one."""
+        """Drop the state of a request that left the engine but may return; ignore an unknown request."""
 
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """A drafter, such as a draft model, that needs the model to have the same vocabulary."""
+    """A drafter, such as a draft model, whose vocabulary must be that of the model."""
 
     @property
     def vocab_size(self) -> int:
-        """Width of its distributions, padding included."""
+        """Size of the drafter's vocabulary, including padding."""
 
 
 @runtime_checkable
@@ -79,41 +81,42 @@ class ReadsHiddenStates(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states; the model's."""
+        """Size of the model's hidden states."""
 
 
 @runtime_checkable
 class TakesTime(Protocol):
-    """A drafter that estimates the time of its proposals, so that slow ones are used only if they pay.
+    """A drafter that estimates the time for its proposals, so that it is called only when drafting is faster.
 
-    An estimate of 0 allows calls in any step, also for shadow drafts. Other drafters are tried from time to time.
+    A drafter with an estimate of 0 may be called in any step and makes shadow drafts. Other drafters are tried from
+    time to time.
     """
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
-        """Estimate the seconds to propose up to `num_drafts` tokens for each request; the same on all ranks."""
+        """Estimate the seconds to propose up to `num_drafts` tokens per request; must be equal on all ranks."""
 
 
 @runtime_checkable
 class CompilesKernels(Protocol):
-    """A drafter, such as a draft model, with kernels to compile before the first proposal."""
+    """A drafter, such as a draft model, with kernels that must be compiled before the first proposal."""
 
     def warmup(self) -> None:
-        """Compile all kernels before the first request, without other effects."""
+        """Compile all kernels, without other effects; called before the first request."""
 
 
 @runtime_checkable
 class CapturesGraphs(Protocol):
-    """A drafter, such as a draft model, with CUDA graphs; the ranks of a model make each call together."""
+    """A drafter, such as a draft model, with CUDA graphs. Each method is called on all ranks of a model together."""
 
     @property
     def wants_graphs(self) -> bool:
-        """True when graphs are configured but dropped; the engine then calls `capture` before its step."""
+        """True when configured graphs have been dropped; the engine then calls `capture` before its next step."""
 
     def capture(self) -> None:
-        """Capture the graphs again, or give up for good."""
+        """Capture the graphs again, or disable them permanently if that is not possible."""
 
     def check_weights(self) -> None:
-        """Drop graphs if the weights have moved; called when the engine is flushed or resumed."""
+        """Drop the graphs if the weights are at new addresses; called when the engine is flushed or resumed."""
 
     def drop_graphs(self) -> None:
-        """Drop all graphs because the engine is closed; they are captured again if it steps."""
+        """Drop all graphs when the engine is closed. They are captured again if it runs another step."""

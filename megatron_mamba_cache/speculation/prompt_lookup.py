@@ -1,4 +1,4 @@
-"""A drafter that copies the text after an earlier occurrence of the newest tokens."""
+"""Drafter that finds an earlier occurrence of the newest tokens and copies the text after it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,15 +17,16 @@ _NOWHERE = -1
 
 
 class SuffixIndex:
-    """An n-gram index of a growing text that finds earlier occurrences of its end, with chains as in LZ77.
+    """N-gram index of a growing text that finds earlier occurrences of its end, with hash chains as in LZ77.
 
-    `newest` holds the last position of each hash of an n-gram, `previous` the position before each. So a chain visits
-    occurrences from the most recent on; comparing tokens rules out collisions. Memory: 12 to 20 bytes a token.
+    `newest` maps the hash of an n-gram to its last position, and `previous` maps each position to the one before it
+    with the same hash. A chain therefore visits occurrences from the most recent on; comparing tokens rules out hash
+    collisions. Memory: 12 to 20 bytes per token.
 
     Args:
-        min_match: The fewest tokens of a match; the length of the n-grams.
-        max_match: The most tokens of a match that are compared.
-        max_candidates: The most occurrences that are compared, most recent first.
+        min_match: Minimum length of a match in tokens, and length of the n-grams.
+        max_match: Maximum length of a match in tokens.
+        max_candidates: Maximum number of occurrences that are compared, most recent first.
     """
 
     def __init__(self, min_match: int, max_match: int, max_candidates: int) -> None:
@@ -40,12 +41,12 @@ class SuffixIndex:
         return self._length
 
     def last_tokens(self, count: int) -> list[int]:
-        """Return the last `count` tokens, or all there are."""
+        """Return the last `count` tokens, or all tokens if there are fewer."""
         tokens: list[int] = self._text[max(0, self._length - count) : self._length].tolist()
         return tokens
 
     def extend(self, tokens: npt.ArrayLike) -> None:
-        """Append tokens [n] in [0, 2**31) to the text; amortised constant time a token."""
+        """Append tokens [n], in [0, 2**31), to the text, in amortized constant time per token."""
         added = np.asarray(tokens, dtype=np.int32)
         start, end = self._length, self._length + len(added)
         must_grow = end > len(self._text)
@@ -53,13 +54,14 @@ class SuffixIndex:
             self._reserve(end + end // 4)
         self._text[start:end] = added
         self._length = end
-        first = self._min_match - 1  # the first position where an n-gram ends
+        first = self._min_match - 1  # first position at which an n-gram ends
         self._file(first if must_grow else max(first, start), end)
 
     def continuation(self, num_tokens: int) -> tuple[int, ...]:
         """Return the `num_tokens` tokens after the longest earlier match of the text's end; empty without a match.
 
-        The most recent match wins among equals. Text that reaches the end is repeated, so that a repetition continues.
+        Among matches of equal length, the most recent is used. If the text ends before `num_tokens`, the copied tokens
+        are repeated, so that a repetition continues.
         """
         start = self._match_end()
         if start == 0:
@@ -69,7 +71,7 @@ class SuffixIndex:
         return tuple((followed * num_copies)[:num_tokens])
 
     def _reserve(self, capacity: int) -> None:
-        """Make room for `capacity` tokens and forget what is filed; the text stays."""
+        """Grow the buffers to `capacity` tokens. The text is kept, but the index becomes empty."""
         text = np.empty(capacity, dtype=np.int32)
         text[: self._length] = self._text[: self._length]
         self._text = text
@@ -77,13 +79,13 @@ class SuffixIndex:
         num_bits = capacity.bit_length()
         self._newest = np.full(1 << num_bits, _NOWHERE, dtype=np.int32)
         self._shift = 64 - num_bits
-        # A memoryview reads a single number several times faster than an array does.
+        # Reading a single number is several times faster from a memoryview than from an array.
         self._text_view = self._text.data
         self._previous_view = self._previous.data
         self._newest_view = self._newest.data
 
     def _file(self, start: int, end: int) -> None:
-        """File the positions from `start` to `end`, exclusive, in order; none is filed yet."""
+        """Add the positions in [`start`, `end`) to the index, in order."""
         if end - start > _FEW_TOKENS:
             self._file_many(start, end)
             return
@@ -96,7 +98,7 @@ class SuffixIndex:
     def _file_many(self, start: int, end: int) -> None:
         text = self._text[start + 1 - self._min_match : end].astype(np.uint64)
         grams = (text[offset : offset + end - start] for offset in range(self._min_match))
-        # Both numbers in one integer, because sorting values is several times faster than argsort.
+        # Pack both numbers into one integer, because sorting values is several times faster than argsort.
         pairs = _hash_grams(grams, self._shift) << 32 | np.arange(start, end, dtype=np.uint64)
         pairs.sort()
         buckets, positions = (pairs >> 32).astype(np.int64), (pairs & 0xFFFFFFFF).astype(np.int64)
@@ -107,7 +109,7 @@ class SuffixIndex:
         self._newest[buckets[is_last]] = positions[is_last]
 
     def _match_end(self) -> int:
-        """Return the position after the longest earlier match of the text's end, 0 if there is none."""
+        """Return the position after the longest earlier match of the text's end; 0 without a match."""
         suffix: list[int] = self._text[max(0, self._length - self._max_match) : self._length].tolist()
         suffix.reverse()
         best_end, best_len = 0, self._min_match - 1
@@ -118,7 +120,7 @@ class SuffixIndex:
         return best_end
 
     def _match_len(self, position: int, suffix: list[int], to_beat: int) -> int:
-        """Return how much of `suffix`, last token first, ends at `position`; 0 if it cannot exceed `to_beat`."""
+        """Return the length of the match that ends at `position`; 0 if it cannot exceed `to_beat`."""
         text, longest = self._text_view, min(len(suffix), position + 1)
         if longest <= to_beat or text[position - to_beat] != suffix[to_beat]:
             return 0
@@ -128,7 +130,7 @@ class SuffixIndex:
         return match_len
 
     def _candidates(self) -> Iterator[int]:
-        """Yield where the text's last n-gram may have ended before, most recent first."""
+        """Yield earlier positions at which the last n-gram of the text may end, most recent first."""
         if self._length < self._min_match:
             return
         position = self._previous_view[self._length - 1]
@@ -140,7 +142,7 @@ class SuffixIndex:
 
 
 def _hash_grams(grams: Iterable[Any], shift: int) -> Any:
-    """Hash n-grams to 64 - `shift` bits; `grams` yields first tokens, then second ...: integers or uint64 arrays."""
+    """Hash n-grams to 64 - `shift` bits. Item i of `grams` has token i of each: an integer or a uint64 array."""
     code: Any = 0
     for tokens in grams:
         code = (code * _MIX + tokens + 1) & _UINT64_MASK
@@ -151,14 +153,14 @@ _NUM_CHECKED = 8
 
 
 class PromptLookupDrafter:
-    """Draft the tokens that followed the longest earlier occurrence of a request's last tokens.
+    """Drafter that proposes the tokens after the longest earlier occurrence of a request's last tokens.
 
-    It needs no model, and pays where the output repeats its prompt or itself: edits, quotes, code, lists.
+    It needs no model. It helps when the output repeats the prompt or itself, as in edits, quotes, code and lists.
 
     Args:
-        min_match: The fewest last tokens that must have occurred before.
-        max_match: The most that are compared; the most recent occurrence wins among equals.
-        max_candidates: Earlier occurrences that are compared, the most recent ones.
+        min_match: Minimum number of last tokens that must occur earlier.
+        max_match: Maximum number of last tokens to compare; among equal matches, the most recent is used.
+        max_candidates: Maximum number of earlier occurrences to compare, most recent first.
 
     Raises:
         ValueError: Unless 1 <= min_match <= max_match and 1 <= max_candidates.
@@ -166,7 +168,7 @@ class PromptLookupDrafter:
 
     def __init__(self, min_match: int = 2, max_match: int = 32, max_candidates: int = 16) -> None:
         if not 1 <= min_match <= max_match:
-            raise ValueError(f"need 1 <= min_match <= max_match, found min_match {min_match}, max_match {max_match}")
+            raise ValueError(f"need 1 <= min_match <= max_match, found min_match={min_match} and max_match={max_match}")
         if max_candidates < 1:
             raise ValueError(f"max_candidates must be at least 1, found {max_candidates}")
         self._min_match = min_match
@@ -175,19 +177,19 @@ class PromptLookupDrafter:
         self._indices: dict[int, SuffixIndex] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the copied draft of each request, empty if the newest tokens did not occur before."""
+        """Return a draft for each request; it is empty if the newest tokens do not occur earlier."""
         return [Draft(self._current_index(request.running).continuation(request.num_tokens)) for request in requests]
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
-        """Return 0: negligible next to a step."""
+        """Return 0, because the time is negligible compared with a step."""
         return 0.0
 
     def forget(self, request_id: int) -> None:
-        """Free the index of a request; ignore an unknown one."""
+        """Free the index of a request; ignore an unknown request."""
         self._indices.pop(request_id, None)
 
     def _current_index(self, request: RunningRequest) -> SuffixIndex:
-        """Return the up-to-date index of a request's text; a different text gets a new index."""
+        """Return the index of a request's text, extended by new tokens, or rebuilt if the text was replaced."""
         index = self._indices.get(request.request_id)
         if index is None or not _continues(index, request):
             index = SuffixIndex(self._min_match, self._max_match, self._max_candidates)
@@ -198,6 +200,6 @@ class PromptLookupDrafter:
 
 
 def _continues(index: SuffixIndex, request: RunningRequest) -> bool:
-    """Return True if a request's text begins with the index's text, judged by its last tokens."""
+    """Return True if the request's text continues the indexed text; compares its last tokens only."""
     last = index.last_tokens(_NUM_CHECKED)
     return list(request.tokens(len(index) - len(last), len(index))) == last

@@ -1,7 +1,7 @@
-"""Estimate the time of a decode step from what it reads, to weigh the cost of drafts.
+"""Estimate the time of a decode step from the bytes that it reads, to weigh the cost of drafts.
 
-A step of few tokens reads all weights of dense layers, so drafts are almost free there. A mixture of experts reads only
-the chosen experts: five tokens of one request read nearly five times the experts of one. Times are estimated, not
+A step with few tokens reads all weights of dense layers, so draft tokens are almost free there. An MoE layer reads only
+the experts that are chosen: five tokens read nearly five times as many experts as one token. Times are estimated, not
 measured, so that all ranks of a model plan the same drafts.
 """
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """The speed of a device; only ratios matter, and they differ little between cards of one kind.
+    """Speed of a device. Only the ratios matter, and they differ little between GPUs of one kind.
 
     Args:
         bytes_per_s: Memory bandwidth.
         macs_per_s: Multiply-adds per second.
-        layer_s: Fixed overhead of each layer.
-        drafts_s: Host latency of a step with drafts, which cannot be launched before its predecessor's tokens are read.
+        layer_s: Fixed overhead per layer.
+        drafts_s: Host latency of a step with drafts, which is launched only after the last step's tokens are read.
     """
 
     bytes_per_s: float
@@ -26,26 +26,26 @@ class DeviceSpeed:
 
 
 GPU = DeviceSpeed(4.3e12, 3.4e14, 12e-6, 0.9e-3)
-"""An H200; see `benchmarks/results/speculation.md`."""
+"""Speed of an H200; see `benchmarks/results/speculation.md`."""
 CPU = DeviceSpeed(1e10, 3e9, 7e-4, 5e-4)
-"""Two cores, whose steps take as long as their calls and their macs."""
+"""Speed of two CPU cores, for which call overhead and multiply-adds dominate."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
-    """Bytes that a decode step of a whole model reads on a rank; the same on all ranks of the model.
+    """Bytes that a decode step of a model reads on each rank; equal on all ranks.
 
     Args:
-        num_layers: Layers of the model.
-        weights: Weights that every token reads, the output layer included.
-        expert: One expert of each layer that has experts.
-        num_experts: Experts of a layer on a rank; 0 if the model has none.
-        chosen: Share of a layer's experts that a token chooses.
-        num_expert_ranks: Ranks whose tokens choose among a rank's experts.
-        state: The states of a request.
-        draft: Read and written for each draft of a request.
-        cached_token: Keys and values of a token in the KV cache.
-        macs: Multiply-adds of a token; not bytes.
+        num_layers: Number of layers in the model.
+        weights: Bytes of the weights that every step reads, including the output layer.
+        expert: Bytes of one expert, summed over the MoE layers.
+        num_experts: Number of experts per layer on a rank; 0 without experts.
+        chosen: Fraction of the experts in a layer that a token chooses.
+        num_expert_ranks: Number of ranks whose tokens choose among the experts of a rank.
+        state: Bytes of the states of a request.
+        draft: Bytes read and written per draft token.
+        cached_token: Bytes of the keys and values of one token in the KV cache.
+        macs: Number of multiply-adds per token.
     """
 
     num_layers: int
@@ -60,16 +60,16 @@ class StepReads:
     macs: int
 
     def experts_hit(self, num_tokens: int) -> float:
-        """Return the expected number of experts of a layer that some tokens read on a rank, chosen independently."""
+        """Return the expected number of experts that tokens read per layer on a rank, if chosen independently."""
         return self.num_experts * (1 - (1 - self.chosen) ** (num_tokens * self.num_expert_ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Estimates the time of decode steps.
+    """Estimates the time of a decode step from its reads and the speed of the device.
 
     Args:
-        width: Tokens computed for each request if any has drafts, as captured steps are padded to it; 0 for no padding.
+        width: Tokens per request to which a captured step with drafts is padded; 0 for no padding.
     """
 
     reads: StepReads
@@ -77,7 +77,7 @@ class StepTime:
     width: int = 0
 
     def seconds(self, num_requests: int, num_drafts: int, num_cached: int = 0) -> float:
-        """Return the seconds of a step, from all requests' drafts and tokens in the KV cache."""
+        """Return the estimated seconds for a step, given the total numbers of draft tokens and cached tokens."""
         reads, device = self.reads, self.device
         num_bytes = reads.weights + reads.expert * reads.experts_hit(num_requests + num_drafts)
         num_bytes += num_requests * reads.state + num_drafts * reads.draft + num_cached * reads.cached_token

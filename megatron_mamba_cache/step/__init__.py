@@ -1,1 +1,1 @@
-"""One step of the engine: its requests, their layout on the device, and what is computed from it. No megatron."""
+"""One engine step: its requests, their layout on the device, sampling and verification. Does not import megatron."""

@@ -1,4 +1,4 @@
-"""Write the requests of a step into the model's buffers: packed tokens, decode requests first."""
+"""Write the requests of a step into the step buffers as packed tokens, decode requests first."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from .shapes import StepShape, pad_tail
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The inputs of one step, as the model and the sampler read them.
+    """Inputs of one step for the model and the sampler.
 
     Tokens are packed: each decode request's base token and drafts, then each prefill request's tokens. `prefill` counts
     tokens from the first prefill token. All tensors but those of int64 are views of `StepBuffers`.
@@ -30,32 +30,32 @@ class StepBatch:
 
     requests: tuple[RunningRequest, ...]
     request_ids: tuple[int, ...]  # [requests]
-    row_indices: Sequence[int]  # [requests] index of each request in the step's tensors; the rest is padding
+    row_indices: Sequence[int]  # [requests] index of each request in the step's tensors; other indices are padding
     num_tokens: int
-    num_exchanged: int  # tokens that ranks which share experts exchange, the same number on each: at least num_tokens
+    num_exchanged: int  # tokens that each expert-parallel rank exchanges; equal on all ranks, at least num_tokens
     num_decode_requests: int
     num_decode_tokens: int
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    token_blocks: Tensor  # [tokens] int32 block each token's KV is written to
-    token_offsets: Tensor  # [tokens] int32 position inside it
-    real_tokens: Tensor | None  # [tokens] int32, 0 for padding; None if the model does not ask
+    token_blocks: Tensor  # [tokens] int32 KV block to which each token is written
+    token_offsets: Tensor  # [tokens] int32 offset inside that block
+    real_tokens: Tensor | None  # [tokens] int32, 0 for padding; None if the model does not need it
     attention: AttentionRows
     decode: DecodeBatch | None  # None: no decode request
-    replay: ReplayBatch | None  # the decode requests' states; None: no decode request, or states are not replayed
-    prefill: PrefillBatch | None  # None: no prefill request
+    replay: ReplayBatch | None  # states of the decode requests; None without decode requests or without replay
+    prefill: PrefillBatch | None  # None without prefill requests
     logits: StepLogits
-    align: AlignBatch | None  # None: no decode request can reach a boundary; `accepted` is filled in after verification
+    align: AlignBatch | None  # None if no decode request can reach a boundary; `accepted` is set after verification
 
     def with_own_verification(self) -> "StepBatch":
-        """Return the step with copies of what verification reads, which later steps do not overwrite."""
+        """Return the batch with copies of the tensors that verification reads and later steps overwrite."""
         align = None if self.align is None else with_own_tensors(self.align)
         replay = None if self.replay is None else with_own_tensors(self.replay)
         return replace(self, logits=self.logits.clone(), align=align, replay=replay)
 
     @torch.inference_mode()
     def forget_boundaries(self, row_indices: Iterable[int]) -> None:
-        """Skip the boundary states of these rows: their requests have left and their slots have new owners."""
+        """Do not write boundary states for these requests, which have left; their slots have new owners."""
         if self.align is not None:
             for row in row_indices:
                 self.align.targets[row].fill_(PAD_SLOT)
@@ -63,10 +63,10 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
-    """Sizes that the layout of a step depends on."""
+    """Sizes that determine the layout of a step."""
 
     block_size: int
-    grain: int  # tokens of a chunk of prefill; a block is a multiple
+    grain: int  # number of tokens per prefill chunk; the block size is a multiple
     dummy_block: BlockId
 
 
@@ -79,13 +79,13 @@ def lay_out_step(
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
     num_exchanged: int = 0,
 ) -> StepBatch:
-    """Write a step's requests into the buffers, send them, and return the views.
+    """Write the requests of a step into the buffers, send them to the device, and return the views.
 
     Args:
         requests: Decoding requests first, then prefilling ones; each with `scheduled` tokens.
-        draws_ratios: True when drafts come with distributions, so that accepting them takes random numbers.
-        purpose: The purpose of the sampled tokens.
-        num_exchanged: The most tokens of any rank that shares the experts, if it is more than the requests have.
+        draws_ratios: True if drafts come with distributions, so that verifying them needs random numbers.
+        purpose: Purpose of the random numbers that sample tokens.
+        num_exchanged: Maximum number of tokens of any expert-parallel rank, if larger than this rank's.
     """
     num_chunks = _write(requests, buffers, geometry, purpose, draws_ratios=draws_ratios)
     buffers.send(len(requests))
@@ -102,7 +102,7 @@ def send_padded_step(
     draws_ratios: bool = False,
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> None:
-    """Write and send a step that is padded to a shape, see `StepShape.pad`; its views exist already."""
+    """Write and send a step that `StepShape.pad` has padded; its views exist already."""
     _write(padded, buffers, geometry, purpose, draws_ratios=draws_ratios)
     pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.grain))
     buffers.send(len(padded))
@@ -116,7 +116,7 @@ def _write(
     *,
     draws_ratios: bool,
 ) -> int:
-    """Write every integer of a step; return the number of its chunks."""
+    """Write all integers of a step; return its number of chunks."""
     num_decode = num_decoding(requests)
     buffers.begin()
     _write_requests(requests, buffers, geometry.block_size)
@@ -146,7 +146,7 @@ def _write_requests(requests: Sequence[RunningRequest], buffers: StepBuffers, bl
 def _write_tokens(
     requests: Sequence[RunningRequest], num_decode: int, buffers: StepBuffers, geometry: StepGeometry
 ) -> None:
-    """Write the sections that hold one entry a token; called after `_write_requests`."""
+    """Write the sections with one entry per token; called after `_write_requests`."""
     num_requests, block_size = len(requests), geometry.block_size
     scheduled, starts = buffers.host("scheduled")[:num_requests], buffers.host("cu_query")[: num_requests + 1]
     ids, num_tokens = buffers.host_int64("token_ids"), starts[-1]
@@ -159,7 +159,7 @@ def _write_tokens(
     index = at // block_size
     buffers.host_int64("token_positions")[:num_tokens] = at
     buffers.host("token_offsets")[:num_tokens] = at - index * block_size
-    # A block that was found in the cache holds these tokens' KV already, and other requests may read it.
+    # A cached block already contains the KV of these tokens, and other requests may read it.
     num_shared = np.fromiter((request.num_shared_blocks for request in requests), np.int32, num_requests)
     blocks = np.where(index < num_shared[owners], geometry.dummy_block, buffers.host_block_table()[owners, index])
     buffers.host("token_blocks")[:num_tokens] = blocks
@@ -169,7 +169,7 @@ def _write_tokens(
 
 
 def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write the slots of decode requests' states, the accepted tokens of the last step, and the boundary slots."""
+    """Write the state slots of decode requests, their accepted tokens in the last step, and their boundary slots."""
     num_requests = len(requests)
     buffers.host("num_drafts")[:num_requests] = [len(request.drafts) for request in requests]
     buffers.host("accepted")[:num_requests] = [request.cursor.accepted for request in requests]
@@ -180,7 +180,7 @@ def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) 
     live_slots = [request.cursor.live_slot for request in requests]
     if fold_len:
         buffers.host("live_slots")[:num_requests] = live_slots
-        columns[:num_requests] = buffers.host("live_slots")[:num_requests, None]  # it has all conv windows
+        columns[:num_requests] = buffers.host("live_slots")[:num_requests, None]  # it holds all conv windows
         buffers.host("draft_buffers")[:num_requests] = [request.cursor.draft_buffer or 0 for request in requests]
         buffers.host("folded")[:num_requests] = [num_folded(request, fold_len) for request in requests]
         return
@@ -192,9 +192,9 @@ def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) 
 
 
 def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int) -> StepBatch:
-    """Return the views of a step that has been sent, which depend only on its numbers of requests, tokens and drafts.
+    """Return the views of a sent step; they depend only on its numbers of requests, tokens and drafts.
 
-    A graph that is captured over them reads whatever was sent last.
+    A graph that is captured with these views reads the step that was sent last.
     """
     num_decode = num_decoding(requests)
     num_tokens = sum(request.scheduled for request in requests)

@@ -1,4 +1,4 @@
-"""Every integer of a step in one buffer at a fixed address, sent to the device in one copy.
+"""All integers of a step in one buffer at a fixed address, sent to the device in one copy.
 
 Kernels and captured graphs see views whose addresses never change; the host fills the same layout in (pinned) memory.
 The block table comes last, so that a step sends only the rows it uses.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor at this point of the stream; the device may overwrite the tensor afterwards."""
+    """Asynchronous copy of a tensor to the host; the device may overwrite the tensor afterwards."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = tensor.to("cpu", copy=True, non_blocking=True)  # into pinned memory
@@ -23,11 +23,11 @@ class HostCopy:
 
     @property
     def is_of_gpu(self) -> bool:
-        """True when the tensor is on a GPU, so that there is something to wait for."""
+        """True if the tensor is on a GPU, so the copy is asynchronous."""
         return self._arrival is not None
 
     def wait(self) -> list[list[int]]:
-        """Wait for the copy of a table of integers and return its rows."""
+        """Wait for the copy of a 2D integer tensor; return it as a list of rows."""
         lines: list[list[int]] = self.arrived().tolist()
         return lines
 
@@ -39,22 +39,22 @@ class HostCopy:
 
 
 def stream_of(tensor: Tensor) -> torch.cuda.Stream:
-    """Return the current stream of a CUDA tensor's device; torch finds it fastest by the device's number."""
+    """Return the current stream of a CUDA tensor's device; looking it up by index is fastest."""
     return torch.cuda.current_stream(tensor.get_device())
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most that a step can hold.
+    """Upper limits of a step.
 
     Args:
-        max_chunks: chunks of all prefill requests together.
-        max_blocks: Block-table entries of a request.
-        max_drafts: Draft tokens of a request.
-        max_length: Tokens of a request; 0: as many as its blocks hold.
-        marks_real_tokens: True if the model asks which tokens are not padding.
-        fold_len: Tokens after which the inputs in a draft buffer are folded into a state; 0 without such buffers.
-        restores_states: True if cached states are restored into live slots before a step, not read by its forward.
+        max_chunks: Maximum number of chunks of all prefill requests together.
+        max_blocks: Maximum number of KV blocks per request.
+        max_drafts: Maximum number of draft tokens per request.
+        max_length: Maximum number of tokens per request; 0: as many as its blocks hold.
+        marks_real_tokens: True if the model needs to know which tokens are not padding.
+        fold_len: Number of tokens after which a draft buffer is folded into the state; 0 without draft buffers.
+        restores_states: True if cached states are copied into live slots before a step's forward pass.
     """
 
     max_tokens: int
@@ -69,12 +69,12 @@ class StepLimits:
 
     @property
     def max_logits(self) -> int:
-        """The most tokens whose logits are wanted: each request's last, and those that drafts follow."""
+        """Maximum number of logits rows: one for each request's last token and one for each draft."""
         return min(self.max_tokens, self.max_requests * (1 + self.max_drafts))
 
 
 class StepBuffers:
-    """A host and a device buffer of the same int32 sections, in the order of `SECTIONS`.
+    """Host buffer and device buffer with the same int32 sections, in the order of `SECTIONS`.
 
     Numbers of 64 bits and floats are stored as their bits. `StepBatch` documents what each section holds.
     """
@@ -156,7 +156,7 @@ class StepBuffers:
         return self.device("block_table").view(self.limits.max_requests, self.limits.max_blocks)
 
     def begin(self) -> None:
-        """Begin to write a step over the previous one, once that has been copied from the host side."""
+        """Start to write a step; first wait until the previous step has been copied from the host buffer."""
         self.num_begun += 1
         if self._copied is not None:
             self._copied.synchronize()

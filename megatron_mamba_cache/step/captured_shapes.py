@@ -1,4 +1,4 @@
-"""The shapes of steps that are captured as graphs."""
+"""Choose the step shapes that are captured as CUDA graphs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -89,24 +89,24 @@ def prefill_shapes(
 
 
 def most_padding_requests(max_requests: int, *, is_shared: bool = False) -> int:
-    """Return how many more requests a shape of `prefill_shapes` may have than can run."""
+    """Return how many padding requests a shape of `prefill_shapes` may have beyond `max_requests`."""
     few, many = _few_and_many(max_requests)
     return many + 1 if is_shared else max(few - 1, many - few - 1)
 
 
 _FEW_REQUESTS, _MANY_REQUESTS = 4, 32
 _TOKENS_A_ROUND = (1, 4, 8)
-_PART = 8  # of many decode requests, "some" are one in so many
+_PART = 8  # "some" decode requests are one in 8 of all
 _SMALL_SIZES_OF_FEW = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
 _SMALL_SIZES_OF_MANY = (256, 512, 768, 1024, 1280, 1536, 1792)
 _SIZE_STEP = 512
 _LEAST_WHOLE_STEP = 4096
 _FAST_TOTALS = (351, 447, 639, 895)
-_LEAST_LARGER = 24  # prompt tokens by which the next size is larger
+_LEAST_LARGER = 24  # minimum distance between sizes, in prompt tokens
 
 
 def _few_and_many(max_requests: int) -> tuple[int, int]:
-    """Return the numbers of prefill requests in the two kinds of shapes; equal where few can run."""
+    """Return the numbers of prefill requests of the two kinds of shapes; equal if `max_requests` is small."""
     return min(_FEW_REQUESTS, max_requests), min(_MANY_REQUESTS, max_requests)
 
 
@@ -117,7 +117,7 @@ def _shapes_after(
     most_tokens: int,
     max_tokens: int,
 ) -> Iterator[StepShape]:
-    """Yield the shapes of some prefill requests after each number of decode requests."""
+    """Yield shapes with the given number of prefill requests, for each number of decode requests."""
     for num_decode in sorted(set(decode_counts)):
         for size in sizes(min(most_tokens, max_tokens - num_decode), num_decode):
             if size >= num_prefill_requests:
@@ -125,7 +125,7 @@ def _shapes_after(
 
 
 def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
-    """Return numbers of prompt tokens up to the most: few for small steps, then 512 apart, and more from 4,096 on.
+    """Return sizes in prompt tokens: closely spaced for small steps, then 512 apart, and wider from 4,096 on.
 
     A small step mostly reads weights, so padding costs little; in a large one each token takes its time. Some sizes
     give a step one of `_FAST_TOTALS` tokens, decode requests included: GEMMs of 351 tokens take 0.86 of the time of
@@ -140,7 +140,7 @@ def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
 
 
 def _sizes_of_many(most_tokens: int, num_decode: int) -> list[int]:
-    """Return numbers of prompt tokens up to the most: 256 apart, 512 from 2,048 on, and more from 4,096 on."""
+    """Return sizes in prompt tokens: 256 apart, 512 apart from 2,048 on, and wider from 4,096 on."""
     return _without_slow_totals(_regular_sizes(_SMALL_SIZES_OF_MANY, most_tokens), most_tokens, num_decode)
 
 
@@ -153,7 +153,7 @@ def _regular_sizes(small: Sequence[int], most_tokens: int) -> Iterator[int]:
 
 
 def _whole_steps(most_tokens: int) -> Iterator[int]:
-    """Yield sizes of long prompts' steps below the most, each at most a quarter larger than the one before."""
+    """Yield sizes for steps of long prompts, each at most a quarter larger than the previous."""
     size = _LEAST_WHOLE_STEP
     while size < most_tokens:
         yield size
@@ -161,12 +161,12 @@ def _whole_steps(most_tokens: int) -> Iterator[int]:
 
 
 def _without_slow_totals(sizes: Iterable[int], most_tokens: int, num_decode: int) -> list[int]:
-    """Return sizes in order; a step whose total is slow has a prompt token less, unless it is the largest."""
+    """Return sorted sizes; reduce a size by one if its total number of tokens is slow, except for the largest."""
     return sorted({size - (size < most_tokens and _is_slow(num_decode + size)) for size in sizes})
 
 
 def _is_slow(num_tokens: int) -> bool:
-    """Return whether GEMMs of one token more or fewer take less time.
+    """Return whether GEMMs with one token more or less are faster.
 
     Those of 448 tokens take 15.1 ms, of 447 9.8 and of 449 10.3; those of 415 take 0.83 of the time of 416 (8B model,
     H100). From 320 on, all measured multiples of 32 are slow except those of 128.
@@ -175,7 +175,7 @@ def _is_slow(num_tokens: int) -> bool:
 
 
 def _batch_sizes(count: int, max_requests: int) -> list[int]:
-    """Return up to `count` numbers of requests that grow by a constant factor; the last is `max_requests`.
+    """Return up to `count` batch sizes that grow by a constant factor and end with `max_requests`.
 
     From 8 on they are multiples of 8, which costs no time.
     """

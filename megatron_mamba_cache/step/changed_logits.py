@@ -1,4 +1,4 @@
-"""Logits as requests change them: biases, penalties of tokens that were seen, and masked tokens.
+"""Apply a request's changes to its logits: biases, penalties for earlier tokens, and masks.
 
 Every position of a request, those after its drafts too, is changed by the text before it alone, so that tokens do not
 depend on drafts, on the batch or on what was cached.
@@ -19,14 +19,14 @@ from .grammar_masks import GrammarMasks
 
 @dataclass(slots=True)
 class _Text:
-    """A request's row of the tables, and its generated tokens that are counted."""
+    """Index of a request in the tables, and how many of its generated tokens have been counted."""
 
     row: int
     num_counted: int = 0
 
 
 class SeenTokens:
-    """Tables over the vocabulary, a row for each request; they grow with the most requests at once."""
+    """Token counts over the vocabulary, one row per request; the tables grow with the number of requests."""
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
@@ -36,11 +36,11 @@ class SeenTokens:
 
     @property
     def is_empty(self) -> bool:
-        """True when the tokens of no request are counted."""
+        """True if no request has counted tokens."""
         return not self._texts
 
     def penalise(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
-        """Change the logits, [logits, vocab] float32, in place, for requests with penalties and their first rows."""
+        """Apply penalties in place to logits, [logits, vocab] float32, of requests given with their first rows."""
         self._count(requests, logits)
         rows: list[int] = []
         texts: list[int] = []
@@ -72,13 +72,13 @@ class SeenTokens:
         )
 
     def forget(self, request_id: int) -> None:
-        """Forget what a request has seen."""
+        """Forget the token counts of a request."""
         text = self._texts.pop(request_id, None)
         if text is not None:
             self._unused.append(text.row)
 
     def _count(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
-        """Count the tokens that the requests have generated since."""
+        """Count the tokens that the requests have generated since the last call."""
         texts: list[int] = []
         tokens: list[int] = []
         for _, request in requests:
@@ -92,7 +92,7 @@ class SeenTokens:
             self._counts.index_put_((rows[0], rows[1]), self._counts.new_ones(()), accumulate=True)
 
     def _begin(self, request: RunningRequest, logits: Tensor) -> _Text:
-        """Clear a row of the tables for a request, and mark what its prompt has."""
+        """Clear a table row for a request, and mark the tokens of its prompt."""
         if not self._unused:
             self._grow(logits)
         text = self._texts[request.request_id] = _Text(self._unused.pop())
@@ -118,14 +118,14 @@ _Requests = Sequence[tuple[int, RunningRequest]]
 
 
 class LogitsChanges:
-    """Changes logits before tokens are sampled; keeps the seen tokens of each request with penalties on the device."""
+    """Change logits before sampling; keep the token counts of requests with penalties on the device."""
 
     def __init__(self, masks: GrammarMasks) -> None:
         self.masks = masks
         self._seen = SeenTokens()
 
     def apply(self, requests: Sequence[RunningRequest], starts: Sequence[int], logits: Tensor) -> Tensor:
-        """Return the logits, [logits, vocab], that tokens are sampled from; the arguments stay as they are.
+        """Return the changed logits, [logits, vocab], without modifying the arguments.
 
         Args:
             starts: [requests] where each request's logits begin.
@@ -148,7 +148,7 @@ class LogitsChanges:
         return logits
 
     def forget(self, request_id: int) -> None:
-        """Forget what a request has seen."""
+        """Forget the token counts of a request."""
         self.masks.forget(request_id)
         self._seen.forget(request_id)
 
@@ -168,7 +168,7 @@ def _add_biases(requests: _Requests, logits: Tensor) -> None:
 
 
 def _mask_ends(requests: _Requests, logits: Tensor) -> None:
-    """Mask what ends a request before it has its least number of tokens."""
+    """Mask the end tokens of requests with fewer than `min_tokens` tokens."""
     masked = []
     for start, request in requests:
         sampling = request.spec.sampling
@@ -184,7 +184,7 @@ def _mask_ends(requests: _Requests, logits: Tensor) -> None:
 
 
 def _mask_improbable(requests: _Requests, logits: Tensor) -> None:
-    """Mask tokens that are less probable than a share of the most probable one, as `min_p` says."""
+    """Mask tokens whose probability is below `min_p` times the highest probability."""
     rows: list[int] = []
     distances: list[float] = []
     for start, request in requests:

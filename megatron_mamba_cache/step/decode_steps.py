@@ -21,7 +21,7 @@ _COUNTED_BY_REQUEST = ("computed", "kv_lengths", "last_block_lens")
 
 @dataclass(frozen=True, slots=True)
 class RequestEnds:
-    """End tokens and length limits of a step's requests.
+    """End tokens and length limits of the requests of a step.
 
     Args:
         end_ids: [requests, most end tokens of a request] int64, the last ones of longer stop words among them; -1 for
@@ -34,7 +34,7 @@ class RequestEnds:
 
     @staticmethod
     def of(requests: Sequence[RunningRequest]) -> "RequestEnds":
-        """Return what ends the requests."""
+        """Return the end tokens and length limits of the requests."""
         settings = [request.spec.sampling for request in requests]
         ends = [(*sampling.end_ids, *(word[-1] for word in sampling.stop_words)) for sampling in settings]
         end_ids = np.full((len(requests), max(map(len, ends), default=1)), -1, np.int64)
@@ -43,13 +43,13 @@ class RequestEnds:
         return RequestEnds(end_ids, np.array([request.spec.max_len for request in requests], np.int64))
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any new token may end its request; the last token of a stop word need not."""
+        """Return whether any new token may end its request; a stop word's last token may, but need not."""
         return bool((np.array(tokens, np.int64)[:, None] == self.end_ids).any())
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step of decode requests that was sent.
+    """Decode step that was sent to the device.
 
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
@@ -99,7 +99,7 @@ class DecodeStep:
             return False
         if tokens is not None and self.ends.any_ends(tokens):
             return False
-        computed = buffers.host("computed")[: len(requests)] + 1  # as the next step will find it
+        computed = buffers.host("computed")[: len(requests)] + 1  # value in the next step
         return not (computed + 1 >= self.ends.max_lens).any()
 
     def _is_sent_last(self, requests: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
@@ -109,7 +109,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A step of decode requests that a graph sent, and the batch that its readers saw."""
+    """Decode step that a graph sent, with its batch."""
 
     graph: object
     step: DecodeStep
@@ -117,17 +117,17 @@ class SentStep:
 
 
 class LatestStep:
-    """The last step sent by the graphs of one memory, if it only decodes; the next step may continue it."""
+    """Last step sent by the graphs of one memory if it was a decode step, which the next step may continue."""
 
     def __init__(self) -> None:
         self._sent: SentStep | None = None
 
     def note(self, sent: SentStep | None) -> None:
-        """Note the step that was sent; None if a request prefills in it."""
+        """Store the step that was sent; None for a step with prefill."""
         self._sent = sent
 
     def of(self, graph: object) -> SentStep | None:
-        """Return the step if this graph sent it."""
+        """Return the stored step if this graph sent it."""
         return self._sent if self._sent is not None and self._sent.graph is graph else None
 
 
@@ -166,7 +166,7 @@ def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table
     """
     num_requests, fold_len = len(last.requests), buffers.limits.fold_len
     buffers.begin()
-    if fold_len:  # the last step has folded up to here
+    if fold_len:  # position up to which the last step has folded
         folded = buffers.host("folded")[:num_requests]
         np.maximum(folded, buffers.host("computed")[:num_requests] // fold_len * fold_len, out=folded)
     for name in (*_COUNTED_BY_REQUEST, "token_offsets"):
@@ -207,7 +207,7 @@ def _write_published_blocks(requests: Sequence[RunningRequest], buffers: StepBuf
 
 
 def _write_begun_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the blocks that requests begin; return whether any does."""
+    """Write the ids of blocks that requests start to fill; return whether there are any."""
     computed = buffers.host("computed")[: len(requests)]
     begun = np.flatnonzero(computed % block_size == 0)
     if not len(begun):
@@ -231,9 +231,9 @@ def _write_boundaries(requests: Sequence[RunningRequest], buffers: StepBuffers, 
 
 
 def _ends_of(requests: Sequence[RunningRequest]) -> RequestEnds | None:
-    """Return what ends the requests of a step that the device can continue by itself; None for another step."""
+    """Return the end conditions if the device can continue the step by itself, else None."""
     decodes_one_each = all(
-        request.scheduled == 1 and request.cursor.accepted == 1  # as in the step after this one
+        request.scheduled == 1 and request.cursor.accepted == 1  # the next step has the same values
         for request in requests
     )
     return RequestEnds.of(requests) if decodes_one_each else None

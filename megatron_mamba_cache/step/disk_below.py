@@ -22,7 +22,7 @@ _LOOKS_AFTER_A_CHANGE = 3
 
 
 class DiskBelow:
-    """Opens the directory for the weights that the model has, and again for each flush.
+    """Open the directory for the model's current weights, and reopen it after each flush.
 
     A directory's identity covers the weights of all ranks, the model, dtypes, sizes and the layout of the ranks.
 
@@ -58,20 +58,20 @@ class DiskBelow:
 
     @property
     def directory(self) -> CacheDirectory:
-        """This rank's part of the directory, once it is open."""
+        """Directory of this rank; None until it is open."""
         assert self._directory is not None
         return self._directory
 
     def open(self, least: int = 0, *, is_flush: bool = False) -> int:
-        """Open the directory for the present weights; return its generation, the same on all ranks.
+        """Open the directory for the current weights; return its generation, which is the same on all ranks.
 
         Args:
-            least: The generation is not below it.
-            is_flush: True if what has been written so far may never be found again.
+            least: Lower bound of the generation.
+            is_flush: True if earlier entries must never be found again.
         """
         form = self._form()
         if self._directory is None or self._directory.form != form:
-            if is_flush and self._directory is not None:  # what other weights have left must not be found either
+            if is_flush and self._directory is not None:  # entries of other weights must not be found either
                 before = self._directory
                 on_all_ranks(self._ranks, lambda: before.open(before.next_generation()))
             self.close()
@@ -94,18 +94,18 @@ class DiskBelow:
         return generation
 
     def note_shared(self) -> None:
-        """Add what other servers have written to the directory; where several ranks would have to agree, nothing."""
+        """Add entries that other servers have written; do nothing if several ranks would have to agree."""
         for name in () if self._watch is None else self._watch.take():
             if name.key not in self.index:
                 self.index.add(name)
 
     def disable(self) -> None:
-        """Find and write nothing any more."""
+        """Stop finding and writing entries."""
         self.close()
         self.index.close()
 
     def close(self) -> None:
-        """Stop using the directory."""
+        """Close the directory and stop watching it."""
         self._stop_watching()
         if self._directory is not None:
             self._directory.close()
@@ -125,31 +125,31 @@ class DiskBelow:
 
 
 class _Watch:
-    """A thread that checks the directory every second and lists it if it changed, so that no step waits for it."""
+    """Thread that lists the directory when it changes (checked every second), so that no step waits for it."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
-        self._found: deque[Sequence[EntryName]] = deque(maxlen=1)  # the newest list, until it is taken
+        self._found: deque[Sequence[EntryName]] = deque(maxlen=1)  # latest listing, until it is taken
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shared cache directory", daemon=True)
         self._thread.start()
 
     def take(self) -> Sequence[EntryName]:
-        """Return what the last list found; nothing if that was returned before."""
+        """Return the latest listing once; empty if it was returned before."""
         try:
             return self._found.popleft()
         except IndexError:
             return ()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ends.set()
         self._thread.join()
 
     def _run(self) -> None:
         seen, num_looks = None, 0
         while not self._ends.wait(_LOOK_INTERVAL_S):
-            changed = self._directory.changed_at()  # before the list: what comes while it is made changes it again
+            changed = self._directory.changed_at()  # before listing: later changes are seen next time
             num_looks = num_looks + 1 if changed == seen else 1
             seen = changed
             if num_looks <= _LOOKS_AFTER_A_CHANGE:

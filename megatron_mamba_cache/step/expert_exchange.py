@@ -1,4 +1,4 @@
-"""Exchange of tokens between expert-parallel ranks: each sends its own to all, and gets their experts' outputs."""
+"""Exchange tokens between expert-parallel ranks: all-gather tokens, then reduce-scatter expert outputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from .batch import StepBatch
 
 
 class ExpertExchange:
-    """The exchanges of all layers with the ranks that share experts: collectives of fixed shape, for CUDA graphs."""
+    """Exchanges of all layers between expert-parallel ranks: collectives of fixed shape, for CUDA graphs."""
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self._ranks = ranks
@@ -24,14 +24,14 @@ class ExpertExchange:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the exchanges of the forward in the block; the count stays if it fails."""
+        """Context manager: count the exchanges of the forward pass in its body; keep the count if the body raises."""
         self._num_made = 0
         yield
         self._num_made = 0
 
     @contextmanager
     def resuming(self) -> Iterator[bool]:
-        """Let the forward in the block skip the exchanges that a failed one has made; yield whether there are any."""
+        """Context manager: skip the exchanges that a failed forward pass has made; yield whether there are any."""
         self._num_to_skip = self._num_made
         try:
             yield self._num_made > 0
@@ -42,7 +42,7 @@ class ExpertExchange:
         """Return the tokens of all ranks, [ranks * num_exchanged, ...], from this rank's [tokens, ...].
 
         Args:
-            num_exchanged: The same on all ranks and at least the number of tokens; what is missing is 0.
+            num_exchanged: Padded number of tokens per rank, the same on all ranks; padding is 0.
         """
         if len(x) < num_exchanged:
             x = F.pad(x, (0,) * (2 * x.dim() - 1) + (num_exchanged - len(x),))
@@ -59,7 +59,7 @@ class ExpertExchange:
             return None
         marked = self._marked
         if marked is not None and (marked[0] is batch or self._is_made()):
-            found = marked[1]  # of other ranks' tokens it holds what a failed forward has learned, too
+            found = marked[1]  # includes the marks of other ranks that a failed forward pass received
         else:
             found = self.gather(batch.real_tokens, batch.num_exchanged)
         self._marked = batch, found
@@ -69,7 +69,7 @@ class ExpertExchange:
         """Return the sum over ranks for this rank's tokens, [tokens, outputs], plus the addend of the same shape.
 
         Args:
-            partial: [ranks * num_exchanged, outputs]: what this rank's experts add to the tokens of each rank.
+            partial: [ranks * num_exchanged, outputs]: contributions of this rank's experts to the tokens of each rank.
         """
         received = torch.empty_like(partial)
         if self._is_made():
@@ -80,13 +80,13 @@ class ExpertExchange:
         return sum_of_ranks(received.view(self._num_ranks, -1, partial.shape[1]), num_tokens, addend)
 
     def _is_made(self) -> bool:
-        """Return whether the next exchange was made by the failed forward, and count it."""
+        """Return whether the failed forward pass has already made the next exchange, and count it."""
         skips = self._num_to_skip > 0
         self._num_to_skip -= skips
         return skips
 
 
-@lru_cache(maxsize=1)  # a process group keeps threads as long as it is referred to
+@lru_cache(maxsize=1)  # a process group keeps its threads while it is referenced
 def exchange_among(ranks: dist.ProcessGroup) -> ExpertExchange:
-    """Return the `ExpertExchange` of a process group, one object for all layers."""
+    """Return the `ExpertExchange` of a process group, shared by all layers."""
     return ExpertExchange(ranks)

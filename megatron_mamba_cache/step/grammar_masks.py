@@ -1,4 +1,4 @@
-"""Masks of the tokens that grammars allow, made by a host thread while the device runs the forward.
+"""Compute masks of the tokens that grammars allow, in a host thread while the device runs the forward pass.
 
 A request with drafts has a mask for each of its positions, as the drafts before it would have it. Drafts that the
 grammar refuses are cut beforehand, on every rank alike, so that each mask belongs to a text that the grammar allows.
@@ -23,14 +23,14 @@ _TOKENS_A_WORD = 32
 
 
 class _MatchedRequest:
-    """A matcher and how many of its request's generated tokens it has taken."""
+    """Grammar matcher of a request, and how many generated tokens it has consumed."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self.matcher = matcher
         self._num_taken = 0
 
     def catch_up(self, request: RunningRequest) -> "LLMatcher":
-        """Take the tokens that the request has generated since, and return the matcher, failed if they do not fit."""
+        """Consume the newly generated tokens; return the matcher, which has failed if they do not match."""
         new = request.generated_after(self._num_taken)
         self._num_taken += len(new)
         if new:
@@ -39,10 +39,10 @@ class _MatchedRequest:
 
 
 class GrammarMasks:
-    """The matchers of the running requests with a grammar, and the masks of one step.
+    """Matchers of the running requests with a grammar, and the masks of the current step.
 
     Args:
-        samples_here: True if this rank samples tokens; if not, it only cuts drafts.
+        samples_here: True if this rank samples tokens; other ranks only truncate drafts.
     """
 
     def __init__(self, grammars: Grammars, *, samples_here: bool = True) -> None:
@@ -56,7 +56,7 @@ class GrammarMasks:
         self._was_sent: torch.cuda.Event | None = None
 
     def allowed(self, request: RunningRequest, drafts: Sequence[int]) -> Sequence[int]:
-        """Return the drafts up to the first that the request's grammar refuses; all of them without a grammar."""
+        """Return the drafts before the first one that the request's grammar rejects; all drafts without a grammar."""
         if not request.spec.sampling.grammar or not drafts:
             return drafts
         self._wait()
@@ -64,7 +64,7 @@ class GrammarMasks:
         return drafts[: matcher.validate_tokens(list(map(int, drafts)))]
 
     def begin(self, requests: Sequence[RunningRequest], starts: Sequence[int]) -> None:
-        """Begin to make the masks of a step's requests; `apply` waits for them.
+        """Start to compute the masks of a step in the background; `apply` waits for them.
 
         Args:
             starts: [requests] where each request's logits begin.
@@ -80,9 +80,9 @@ class GrammarMasks:
 
     @torch.inference_mode()
     def apply(self, logits: Tensor) -> None:
-        """Mask the tokens that the grammars refuse in the logits, [logits, vocab], in place.
+        """Mask the tokens that the grammars reject, in place, in the logits, [logits, vocab].
 
-        Nothing is masked for a request whose grammar has become too complex; `Grammars` notes its failure.
+        If a grammar becomes too complex, nothing is masked for its request, and `Grammars` records the failure.
         """
         making, self._making = self._making, None
         if making is None:
@@ -96,11 +96,11 @@ class GrammarMasks:
             self._was_sent.record(torch.cuda.current_stream(device))
 
     def forget(self, request_id: int) -> None:
-        """Forget a request's matcher."""
+        """Drop the matcher of a request."""
         self._requests.pop(request_id, None)
 
     def _make(self, requests: Sequence[tuple[RunningRequest, int]]) -> int:
-        """Fill the buffers with masks for requests, each with the start of its logits; return the number of masks."""
+        """Compute the masks of requests, given with the start of their logits; return the number of masks."""
         if self._was_sent is not None:
             self._was_sent.synchronize()
         count = sum(1 + len(request.drafts) for request, _ in requests)
@@ -109,7 +109,7 @@ class GrammarMasks:
             self._logits_rows = torch.empty(2 * count, dtype=torch.int32)
             if torch.cuda.is_available():
                 self._masks, self._logits_rows = self._masks.pin_memory(), self._logits_rows.pin_memory()
-        self._masks[:count] = -1  # what comes after an end token is not drawn
+        self._masks[:count] = -1  # positions after an end token are not sampled
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         rows: list[int] = []
@@ -144,7 +144,7 @@ class GrammarMasks:
         return matched
 
     def _wait(self) -> None:
-        """Wait for masks that a failed step has left: its matchers are in use until then."""
+        """Wait for the masks of a failed step, whose matchers are in use until then."""
         making, self._making = self._making, None
         if making is not None:
             making.exception()

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """The graphs of one memory, by shape.
+    """CUDA graphs of one memory, by shape.
 
     Args:
         weights: Addresses at which the graphs read the weights.
@@ -65,13 +65,13 @@ class StepGraphs:
         return self._graphs.keys()
 
     def hold(self, step: StepShape) -> bool:
-        """Return whether there is a graph for every step that another shape holds."""
+        """Return whether some graph fits every step that this shape fits."""
         return any(shape.holds(step) for shape in self._graphs)
 
     def launch(
         self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> OverlappedStep:
-        """Send a step that a graph holds, and launch its forward; see `GraphsByShape`."""
+        """Send a step to its graph and launch its forward pass; see `GraphsByShape`."""
         graph = self.fitting(requests)
         if graph is None:
             raise CacheIntegrityError("no graph fits the requests of the step to launch; call hold() first")
@@ -80,31 +80,31 @@ class StepGraphs:
         return OverlappedStep(graph, batch, None, OverlapState.FORWARD, draft_distributions)
 
     def fitting(self, requests: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
-        """Return the graph of a shape, or the smallest that holds the requests; None if there is none."""
+        """Return the graph of `shape`, or the smallest that fits the requests; None if there is none."""
         prompts = requests[num_decoding(requests) :]
         if any(request.scores_prompt for request in prompts) or (any_scored(prompts) and not self._only_last_logits):
-            return None  # hidden states and logits of a prompt's tokens are elsewhere in a padded step
+            return None  # padding would move the hidden states and logits of prompt tokens
         found = shape or smallest_holding(StepShape.of(requests), self._graphs)
         graph = self._graphs.get(found) if found else None
         return graph if graph and graph.reads_blocks_of(requests) else None
 
 
 def reason_to_capture_again(graphs: GraphsByShape | None, model: StepModel, ranks: Ranks) -> str | None:
-    """Return which weights are not where the graphs read them, on the first rank of the model where any are not."""
+    """Return which weight has moved from its captured address, on the first rank where one has."""
     change = None if graphs is None else graphs.weights.first_change(model.weight_addresses())
     changes = enumerate(ranks.gather(change))
     return next((f"on rank {rank} of the model, {found}" for rank, found in changes if found is not None), None)
 
 
 def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str | None:
-    """Return why the steps of a model cannot be captured, None if they can."""
+    """Return why steps of this model cannot be captured; None if they can."""
     if shape.waits_for_experts:
         return "the host waits for the routing of tokens in Megatron's expert layer"
     return device_reason(memory)
 
 
 def device_reason(memory: CacheMemory) -> str | None:
-    """Return why the device cannot capture, None if it can."""
+    """Return why this device cannot capture graphs; None if it can."""
     return None if memory.state_pool.device.type == "cuda" else "the model runs on a CPU"
 
 
@@ -118,15 +118,15 @@ def capture_graphs(
     prepare: Callable[[], None],
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> StepGraphs | None:
-    """Capture steps, between two steps; return None if nothing is to be or can be captured.
+    """Capture the given shapes between two steps; return None if capturing is disabled or impossible.
 
     Args:
-        prepare: Is called before steps are captured.
+        prepare: Called before steps are captured.
         purpose: The purpose of the sampled tokens; for drafts, only greedy sampling is captured after the forward.
     """
     count = config.num_cuda_graphs
     reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)
-    reason = next((found for found in reasons if found is not None), None)  # a graph waits for the other ranks' graphs
+    reason = next((found for found in reasons if found is not None), None)  # ranks capture together
     if count and runner.peers.greatest([reason is not None])[0]:
         reason = reason or "a rank that shares experts with this one cannot capture"
     if reason is not None:
@@ -136,7 +136,7 @@ def capture_graphs(
     prepare()
     began = time.perf_counter()
     recorder, outputs = CudaRecorder(), OutputMemory(shapes)
-    # The largest first: smaller ones fit into the memory that it leaves in the pool.
+    # Largest first, so that smaller graphs reuse its memory in the pool.
     largest_first = sorted(shapes, key=lambda step_shape: -step_shape.num_tokens)
     with (
         without_collections(),

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that follow each computed token."""
+"""Compute log-probabilities of generated and prompt tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .verify import logits_on_all_ranks
 
 @dataclass(frozen=True, slots=True)
 class StepLogProbs:
-    """The log-probs that a step yields; None where no request wants any.
+    """Log-probabilities that a step returns; None where no request wants any.
 
     Args:
         of_tokens: [requests] log-probs of the tokens that followed those computed; None for a request that wants none.
@@ -37,7 +37,7 @@ NO_LOG_PROBS = StepLogProbs()
 
 
 def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tensor, *, only_last: bool) -> StepLogProbs:
-    """Return the log-probs that the requests of a step want; prompts are scored already where `only_last` is true.
+    """Return the log-probabilities that the requests want, except for prompts if `only_last` is true.
 
     Args:
         logits: [n, vocab].
@@ -53,7 +53,7 @@ def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tenso
 
 
 class StepScorer:
-    """Scores the tokens of steps for the requests that want log-probs.
+    """Compute log-probabilities for the requests of a step that want them.
 
     Args:
         vocab_size: Of the model, padding included.
@@ -66,7 +66,7 @@ class StepScorer:
         self._only_last = only_last
 
     def begin(self, step: Step, outcome: Tensor, logits: Tensor) -> "SampledTokenScores | None":
-        """Begin to score a step of one token a request, before another step overwrites its logits.
+        """Start to compute the log-probabilities of a one-token step before the next step overwrites its logits.
 
         Args:
             outcome: [requests, 2 + K] at `StepBatch.row_indices`.
@@ -82,7 +82,7 @@ class StepScorer:
     def log_probs(
         self, step: Step, kept: Sequence[Sequence[int]], logits: Tensor, logits_of: Callable[[Tensor], Tensor]
     ) -> StepLogProbs:
-        """Return what the requests of a step want that `begin` did not score.
+        """Return the log-probabilities that `begin` did not compute.
 
         Args:
             kept: As in `followed_tokens`.
@@ -96,7 +96,7 @@ class StepScorer:
         return step_log_probs(step.batch, kept, self.logits_on_all_ranks(step, logits), only_last=self._only_last)
 
     def _scores(self, step: Step) -> bool:
-        return step.batch.logits.any_scored and any_scored(step.requests)  # those that wanted any may have left
+        return step.batch.logits.any_scored and any_scored(step.requests)  # some requests may have left
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
         """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
@@ -105,7 +105,7 @@ class StepScorer:
 
 
 class SampledTokenScores:
-    """Log-probs of the sampled tokens of a one-token step, being copied to the host.
+    """Log-probabilities of the tokens of a one-token step, while they are copied to the host.
 
     Args:
         outcome: Of the step, [requests, 2 + K] at its `row_indices`.
@@ -120,13 +120,13 @@ class SampledTokenScores:
         found = _rows_of(logits, [step.logits.starts[index] for index in wanted])
         log_probs = F.log_softmax(found.float(), dim=-1)
         self._sampled = HostCopy(log_probs.gather(1, tokens))
-        # Each number of them apart: which of equal ones are among the best is to depend on no other request.
+        # One top-k call per requested number, so that ties are broken independently of other requests.
         self._best = {
             num: tuple(map(HostCopy, torch.topk(log_probs, num))) for num in {*self._settings.values()} if num
         }
 
     def arrived(self) -> StepLogProbs:
-        """Wait for them and return what the requests want."""
+        """Wait for the copy; return the log-probabilities that the requests want."""
         of_tokens: list[list[float] | None] = [None] * self._num_requests
         for index, sampled in zip(self._settings, self._sampled.arrived().tolist(), strict=True):
             of_tokens[index] = sampled
@@ -141,7 +141,7 @@ class SampledTokenScores:
 
 
 def _rows_of(table: Tensor, numbers: list[int]) -> Tensor:
-    """Return some rows of a table; the first ones need nothing from the host."""
+    """Return rows of a tensor; if they are the first rows, no index is copied from the host."""
     if numbers == list(range(len(numbers))):
         return table[: len(numbers)]
     return table.index_select(0, torch.tensor(numbers).to(table.device, non_blocking=True))
@@ -149,14 +149,14 @@ def _rows_of(table: Tensor, numbers: list[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FollowedTokens:
-    """The tokens of one request whose successors are known: consecutive logits rows and the tokens that followed."""
+    """Consecutive logits rows of one request, with the token that followed each."""
 
     logits: range
     followers: tuple[int, ...]
 
 
 def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last: bool) -> list[FollowedTokens | None]:
-    """Return for each request the logits its log-probs come from, None if it has none in this step.
+    """Return the logits rows from which each request's log-probabilities come; None if it has none in this step.
 
     A prefill request's last computed token is followed by its sampled token, or in mid-prefill by its next prompt
     token; a decode request's tokens by those that were kept. Where only the last tokens have logits, prompts are scored
@@ -179,14 +179,14 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
             last = step.logits.starts[index] if only_last else token_end - 1
             found.append(FollowedTokens(range(last + 1 - len(followers), last + 1), followers))
         else:
-            first = step.logits.starts[index]  # decode requests come first, and all their tokens have logits
+            first = step.logits.starts[index]  # decode requests come first and have logits for all tokens
             found.append(FollowedTokens(range(first, first + len(new)), tuple(new)))
         token_start = token_end
     return found
 
 
 def selected_log_probs(followed: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
-    """Return each request's log-probs of the tokens that followed, from all log-probs, [logits, vocab]."""
+    """Select each request's log-probabilities of the tokens that followed, from all, [logits, vocab]."""
     logits = [index for one in followed if one for index in one.logits]
     targets = [token for one in followed if one for token in one.followers]
     chosen = iter(log_probs[logits, targets].tolist())
@@ -196,7 +196,7 @@ def selected_log_probs(followed: Sequence[FollowedTokens | None], log_probs: Ten
 def top_n_log_probs(
     step: StepBatch, followed: Sequence[FollowedTokens | None], log_probs: Tensor
 ) -> dict[int, list[tuple[Tensor, Tensor]]] | None:
-    """Return, by request index, the best log-probs and their tokens for each token; None if none are wanted."""
+    """Return the best log-probabilities and their tokens, by request index; None if none are wanted."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for index, (request, one) in enumerate(zip(step.requests, followed, strict=True)):
         settings = request.spec.log_probs

@@ -1,4 +1,4 @@
-"""The tokens of a step that yield logits, and the settings and random numbers with which each is sampled."""
+"""Which tokens of a step need logits, and the settings and random numbers that sample from them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,15 +22,15 @@ _Record = TypeVar("_Record", bound=Any)
 
 
 class Draws(IntEnum):
-    """Ways to sample a step's tokens; each also serves what the ones before it serve, with the same tokens."""
+    """Sampling methods of a step, from special to general; a more general method gives the same tokens."""
 
     BEST = 0  # all requests greedy
-    ALL_TOKENS = 1  # some are sampled, from all tokens
-    KEPT_TOKENS = 2  # some are sampled from what top-k or top-p keeps
+    ALL_TOKENS = 1  # some requests sample from all tokens
+    KEPT_TOKENS = 2  # some requests sample with top-k or top-p
 
     @staticmethod
     def of(requests: Iterable[RunningRequest]) -> "Draws":
-        """Return the first way that draws for all requests."""
+        """Return the most special method that fits all requests."""
         return max((_draws_of(request.spec.sampling) for request in requests), default=Draws.BEST)
 
 
@@ -42,7 +42,7 @@ def _draws_of(sampling: SamplingSettings) -> Draws:
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """The tokens whose logits are wanted, each request's last and those that drafts follow, and how each is sampled.
+    """Tokens whose logits are needed (each request's last token, and tokens before drafts), and how to sample them.
 
     Device tensors, but for `starts`, `draws` and what any of the requests asks for.
     """
@@ -57,15 +57,15 @@ class StepLogits:
     accept_uniforms: Tensor  # [logits] float64, filled where drafts come with distributions
     residual_uniforms: Tensor  # likewise
     draws: Draws
-    any_changed: bool  # whether a request changes its logits first, other than by barring tokens as its grammar says
-    any_scored: bool  # whether a request wants log-probs
+    any_changed: bool  # whether a request changes its logits, other than by a grammar mask
+    any_scored: bool  # whether a request wants log-probabilities
 
     def clone(self) -> "StepLogits":
-        """Return a copy that later steps do not overwrite."""
+        """Return a copy that later steps cannot overwrite."""
         return replace(with_own_tensors(self), verify=with_own_tensors(self.verify))
 
     def sampling(self, logits: Tensor) -> SamplingRows:
-        """Return the first n logits, [n, vocab], as tokens are sampled from them; the rest is padding."""
+        """Return the settings for the first n rows of logits, [n, vocab]; further rows are padding."""
         settings = (setting[: len(logits)] for setting in (self.temperature, self.top_k, self.top_p))
         return SamplingRows(logits, *settings)
 
@@ -85,7 +85,7 @@ def write_logits(
     cu_logits[:] = starts
     of_request = np.repeat(np.arange(num_requests, dtype=np.int32), np.diff(cu_logits))
     buffers.host("logit_requests")[: starts[-1]] = of_request
-    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # tokens up to each request's end
+    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # tokens without logits, cumulated
     buffers.host("logit_tokens")[: starts[-1]] = np.arange(starts[-1], dtype=np.int32) + without_logits[of_request]
     _write_sampling(requests, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
 
@@ -98,7 +98,7 @@ def _write_sampling(
     *,
     draws_ratios: bool,
 ) -> None:
-    """Write each request's settings and random numbers; if all requests are greedy, constants, which is faster."""
+    """Write the sampling settings and random numbers of each request; faster if all requests are greedy."""
     num_requests = len(requests)
     names = ["uniforms", "accept_uniforms", "residual_uniforms"][: 3 if draws_ratios else 1]
     temperature, top_p = (buffers.host(name).view(np.float32)[:num_requests] for name in ("temperature", "top_p"))
@@ -157,7 +157,7 @@ def any_changed(requests: Sequence[RunningRequest]) -> bool:
 
 def any_masked(requests: Sequence[RunningRequest]) -> bool:
     """Return whether a request follows a grammar."""
-    return any([request.spec.sampling.grammar for request in requests])  # asked twice a step; a generator is slower
+    return any([request.spec.sampling.grammar for request in requests])  # called twice per step; a generator is slower
 
 
 def any_scored(requests: Sequence[RunningRequest]) -> bool:
@@ -166,12 +166,12 @@ def any_scored(requests: Sequence[RunningRequest]) -> bool:
 
 
 def logits_starts(requests: Sequence[RunningRequest]) -> tuple[int, ...]:
-    """Return where each request's logits begin, [requests + 1]; a request without tokens has none."""
+    """Return where the logits of each request start, [requests + 1]."""
     return (0, *accumulate(1 + len(request.drafts) if request.scheduled else 0 for request in requests))
 
 
 def write_next_uniforms(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write the uniforms of requests that decode one token each, from the counts in the buffers."""
+    """Write the random numbers of one-token decode requests, from the token counts in the buffers."""
     uniforms = buffers.host("uniforms").view(np.float64)
     for index, (request, computed) in enumerate(
         zip(requests, buffers.host("computed")[: len(requests)].tolist(), strict=True)

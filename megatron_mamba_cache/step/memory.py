@@ -1,4 +1,4 @@
-"""Everything that a context drops when it is suspended: KV buffer, state pool, step buffers and the maps into them."""
+"""Device memory of a context, which suspending frees: KV buffer, state pool, step buffers and their bookkeeping."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,15 +39,15 @@ from .overlapped_step import Capture
 
 
 class CacheMemory:
-    """The device memory of one context and its bookkeeping; built and dropped as a whole.
+    """Device memory of one context and its bookkeeping, created and freed as a whole.
 
     Args:
         capacity: Sizes of the pools.
-        max_blocks: KV blocks of the longest request.
-        counters: What the prefix cache counts on.
+        max_blocks: Number of KV blocks of the longest request.
+        counters: Counters that the prefix cache updates.
         weights_version: Version of the weights that will fill the cache.
-        below: The tiers below, which outlive this memory.
-        shares_steps: True if ranks that share experts take steps of one shape.
+        below: Lower tiers, which outlive this memory.
+        shares_steps: True if expert-parallel ranks run steps of the same shape.
 
     Raises:
         CacheCapacityError: If there is not enough memory, on any of the ranks.
@@ -69,10 +69,10 @@ class CacheMemory:
         device = torch.cuda.current_device()
         attention_shape = _attention_shape(shape, config, capacity, device)
         self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
-        # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
+        # Allocate memory first, so that an impossible budget fails before the bookkeeping is built.
         self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
         running = FixedIndexPool(config.num_running_slots) if config.quantizes_states else None
-        self.dummy_block = BlockId(capacity.num_blocks - 1)  # takes writes that are never read
+        self.dummy_block = BlockId(capacity.num_blocks - 1)  # receives writes of padding, never read
         self._space = capacity.space()
         rule = EVICTION_RULES[config.eviction](capacity.state_len)
         pools = CachePools.over(self._space, rule, block_size=config.block_size_tokens, running=running)
@@ -102,7 +102,7 @@ class CacheMemory:
         )
 
     def snapshot(self, counters: CacheCounters, captured: Capture) -> CacheSnapshot:
-        """Return counters, with evictions from this memory, and what every slot and block is used for."""
+        """Return counters, including evictions from this memory, and the use of slots and blocks."""
         compiled = WATCH.total
         evictions: dict[str, Any] = {
             "states_evicted": counters.states_evicted + self.slots.num_evicted,
@@ -119,7 +119,7 @@ class CacheMemory:
         )
 
     def _usage(self) -> dict[str, dict[str, int]]:
-        """Return slots by owner, blocks by kind and bytes by use, under the names of `CacheSnapshot`."""
+        """Return slots by owner, blocks by kind and bytes by use, named as in `CacheSnapshot`."""
         slots, blocks = self.slots.count_by_owner(), self.blocks.count_by_kind()
         num_bytes = self._sizes.by_use(slots, blocks, self._space.count_slabs())
         used = {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": num_bytes}
@@ -132,7 +132,7 @@ class CacheMemory:
             self.restore_states(len(prefilling))
 
     def restore_states(self, num_requests: int) -> None:
-        """Write the quantized states that the laid out step starts from into live slots, if there are any.
+        """Dequantize the cached states from which the step starts into live slots.
 
         Args:
             num_requests: The step's first prefill requests, among which are all that start from a cached state.
@@ -143,13 +143,13 @@ class CacheMemory:
             self.state_pool.cached.restore(sources, targets)
 
     def close(self, requests: Iterable[RunningRequest]) -> None:
-        """Keep the published states in lower tiers, and wait for all copies: the memory is about to be freed."""
+        """Write published states to lower tiers and wait for all copies, before the memory is freed."""
         for request in requests:
             self.prefix_cache.keep_below(request)
         self.below.close()
 
     def clear_stale_blocks(self) -> None:
-        """Clear the KV blocks in memory of former states; call it before the first step or copy that may use them."""
+        """Clear KV blocks whose memory held states; call it before the first step or copy that may use the blocks."""
         for blocks in self._space.take_stale_blocks():
             self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
 
@@ -166,7 +166,7 @@ class CacheMemory:
         return LiveState(at.live_slot, at.state_slot, at.accepted, at.draft_buffer or 0, folded, request.computed)
 
     def pause(self, requests: Sequence[RunningRequest]) -> None:
-        """Take back the draft slots of requests that pause. Draft buffers stay: they cost the same."""
+        """Release the draft slots of paused requests. Draft buffers are kept, since they cost nothing more."""
         if not self.step_buffers.limits.fold_len:
             self.resolve(requests)
 
@@ -238,7 +238,7 @@ def _step_buffers(
     limits = StepLimits(
         max_tokens=config.max_tokens,
         max_requests=max_requests,
-        # A request cuts at most two chunks short: its first, up to a chunk multiple, and its last.
+        # At most two chunks of a request are short: the first, up to a multiple of the chunk size, and the last.
         max_chunks=config.max_tokens // shape.grain + 2 * max_requests,
         max_blocks=max_blocks,
         max_drafts=config.num_speculative_tokens,

@@ -1,4 +1,4 @@
-"""The tiers below a context's device memory, which outlive it: a suspended engine drops that memory alone."""
+"""Lower tiers of a context. They outlive its device memory, which a suspended engine frees."""
 
 import weakref
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from .disk_below import DiskBelow
 
 
 class MemoryBelow:
-    """The host's memory for prefixes, if the settings give any, and how often everything cached was flushed.
+    """Host memory for prefixes, if configured, and the number of flushes.
 
     Args:
-        capacity: Sizes of the pools, those of the host among them.
-        weights: Returns a digest of this rank's weights; needed where there is a disk tier.
+        capacity: Sizes of the pools, including host memory.
+        weights: Returns a digest of this rank's weights; needed for a disk tier.
 
     Raises:
         CacheError: If the directory of the disk tier cannot be used, on any of the ranks.
@@ -52,10 +52,10 @@ class MemoryBelow:
             self.epoch = self._disk.open()
 
     def flush(self, *, is_attached: bool) -> CacheError | None:
-        """Make everything unreachable, on disk durably; return the error that prevented the latter, if any.
+        """Make everything cached unreachable, durably on disk; return the error of the disk, if any.
 
         Args:
-            is_attached: True if a device's memory sees the tiers, and empties those in memory.
+            is_attached: True if device memory is attached, which clears the tiers in memory itself.
         """
         self.epoch += 1
         if self._host is not None and not is_attached:
@@ -74,15 +74,15 @@ class MemoryBelow:
     def attach(
         self, pools: CachePools, memory: Tensor, counters: CacheCounters, prepare: Callable[[], None]
     ) -> "AttachedTiers":
-        """Return the tiers for a new device memory.
+        """Attach the tiers to new device memory; return them.
 
         Args:
-            pools: Pools over that memory.
+            pools: Pools of that memory.
             memory: [bytes] uint8, cut into slabs.
             prepare: As in `HostTier`.
 
         Raises:
-            CacheCapacityError: If there is not enough memory of the host, on any of the ranks.
+            CacheCapacityError: If any rank has too little host memory.
         """
         if not self._capacity.num_host_slabs:
             return AttachedTiers()
@@ -128,7 +128,7 @@ def _disk_below(
 
 
 class AttachedTiers:
-    """The tiers below one device memory, while it exists; without arguments there are none."""
+    """Tiers attached to one device memory; without arguments, no tiers."""
 
     def __init__(
         self,
@@ -140,17 +140,17 @@ class AttachedTiers:
         self._tier = tier
         self._copies = copies
         if copies is not None:
-            weakref.finalize(self, copies.close)  # its threads would keep the memory of an engine that is not closed
+            weakref.finalize(self, copies.close)  # its threads keep memory alive
         self._host = host
         self._disk = disk
 
     @property
     def tiers(self) -> Tiers:
-        """The tiers as the prefix cache sees them."""
+        """Interface of the tiers for the prefix cache."""
         return self._tier or Tiers()
 
     def usage(self) -> dict[str, dict[str, int]]:
-        """Return bytes by use and the copies under way, under the names of `CacheSnapshot`; nothing without tiers."""
+        """Return bytes by use and running copies, named as in `CacheSnapshot`; empty without tiers."""
         if self._tier is None or self._host is None:
             return {}
         num_copies = {"device": len(self._tier.slots_reserved()), "host": self._host.pools.slots.num_reserved}
@@ -162,39 +162,39 @@ class AttachedTiers:
 
     @property
     def has_copies(self) -> bool:
-        """True if copies between tiers are under way."""
+        """True if copies between tiers are running."""
         return self._tier is not None and self._tier.has_copies
 
     def start(self) -> None:
-        """Start the copies that were ordered since the last call."""
+        """Start the copies that were queued since the last call."""
         if self._tier is not None:
             self._tier.start()
 
     def land(self, *, wait: bool) -> int:
-        """End the copies that have ended; see `HostTier.land`."""
+        """Complete the copies that have ended; see `HostTier.land`."""
         if self._disk is not None:
             self._disk.note_shared()
         return 0 if self._tier is None else self._tier.land(wait=wait)
 
     def drain(self) -> None:
-        """Wait for all copies; all ranks of the model call it."""
+        """Wait for all copies; called by all ranks of the model."""
         if self._tier is not None:
             self._tier.drain()
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Note what a step took that computed prompt tokens and nothing else."""
+        """Record the time of a step that only computed prompt tokens."""
         if self._host is not None:
             self._host.times.note_prefill(num_tokens, seconds)
 
     def close(self) -> None:
-        """Wait for all copies, and end what makes them."""
+        """Wait for all copies, and stop the copy threads."""
         if self._tier is not None and self._copies is not None:
             self._tier.close()
             self._copies.close()
 
 
 def _host_bytes(host: HostMemory) -> dict[str, int]:
-    """Return the bytes of a rank's part of the host tier by use."""
+    """Return the bytes of this rank's host memory by use."""
     blocks, slots = host.pools.kv.count_by_kind(), host.pools.slots.count_by_owner()
     found = {
         "kv_in_use": blocks["in_use"] * host.block_bytes,

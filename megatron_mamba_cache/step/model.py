@@ -1,4 +1,4 @@
-"""Interface of the model to a step."""
+"""Interface of the model for engine steps."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Address and layout of a tensor, as a captured kernel knows them."""
+    """Address and layout of a tensor in a captured graph."""
 
     address: int
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class _Address:
 
 @dataclass(frozen=True, slots=True)
 class WeightAddresses:
-    """Addresses of all parameters and buffers of a model, by name; tied ones under each of their names."""
+    """Addresses of all parameters and buffers of a model by name; tied weights appear under each name."""
 
     addresses: dict[str, _Address]
 
@@ -38,7 +38,7 @@ class WeightAddresses:
         )
 
     def first_change(self, now: Self) -> str | None:
-        """Return which weight is the first that has moved or changed its form; None if none has."""
+        """Return the name of the first weight whose address or layout has changed; None if none has."""
         before, after = self.addresses, now.addresses
         for name in [*before, *(name for name in after if name not in before)]:
             if name not in after:
@@ -52,28 +52,28 @@ class WeightAddresses:
 
 
 class StepModel(Protocol):
-    """A model, or one pipeline stage of it, that reads from its context the step that the runner shows."""
+    """Model, or one pipeline stage, that computes the step which the runner exposes through its context."""
 
     def compute_step(self) -> Tensor:
         """Return the last stage's logits, [1, n, vocab]; on another, the hidden states [tokens, 1, hidden] it sent."""
 
     def compute_part(self) -> Tensor:
-        """Do as `compute_step`, without transfers from and to other stages: `receive` and `send` make them."""
+        """Compute as `compute_step`, without transfers between stages, which `receive` and `send` make."""
 
     def receive(self, num_tokens: int) -> None:
-        """Write the previous stage's hidden states to where `compute_part` reads; do nothing on the first stage."""
+        """Receive the previous stage's hidden states as input of `compute_part`; do nothing on the first stage."""
 
     def send(self, output: Tensor) -> None:
-        """Send what `compute_part` returned to the next stage; do nothing on the last one."""
+        """Send the output of `compute_part` to the next stage; do nothing on the last stage."""
 
     def logits_of(self, hidden_states: Tensor) -> Tensor:
-        """Return the logits, [n, vocab], of the last layer's outputs, [n, hidden]; on the last stage only."""
+        """Return the logits, [n, vocab], of last-layer outputs, [n, hidden]; only on the last stage."""
 
     def resuming_exchanges(self) -> AbstractContextManager[bool]:
-        """Let a forward in the block skip the expert exchanges that a failed one made; yield whether there are any."""
+        """Context manager: skip expert exchanges that a failed forward pass has made; yield whether there are any."""
 
     def weight_addresses(self) -> WeightAddresses:
-        """Return where the weights are now, without waiting for the device."""
+        """Return the current addresses of the weights, without waiting for the device."""
 
     def tables_read(self) -> AbstractContextManager[list[Tensor]]:
-        """Keep alive the tensors other than weights that forwards in the block read."""
+        """Context manager: collect the tensors other than weights that forward passes in its body read."""

@@ -1,4 +1,4 @@
-"""Steps that a CUDA graph computes, and the one that is launched early, before its requests reach it."""
+"""Steps computed by a CUDA graph, and the overlapped step, which is launched before its requests are updated."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from .shapes import StepShape
 
 
 class CapturedStep(Protocol):
-    """A step of a fixed shape that a replay computes; `logits` and `outcome` are where the replay leaves them."""
+    """Step of a fixed shape computed by a graph replay, which writes `logits` and `outcome`."""
 
     shape: StepShape
     wanted_outputs: Tensor
@@ -29,15 +29,15 @@ class CapturedStep(Protocol):
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the requests of a step that fits the shape, and begin to compute it; return it as its readers see it.
 
-        Its states may be written from now on: compute the step next, or drop its requests.
+        States may be written from now on: compute the step next, or drop its requests.
         """
 
     def forward(self) -> Tensor:
-        """Compute the logits of the step that was laid out last; those of padding are meaningless."""
+        """Compute the logits of the step that was laid out last; logits of padding are meaningless."""
 
     @property
     def can_verify(self) -> bool:
-        """False if the caller has to compute the outcome from the logits, because the graph is freed."""
+        """False if the graph has been freed, so the caller must compute the outcome from the logits."""
 
     def verify(self, draws: Draws) -> Tensor:
         """After `forward`, sample tokens, verify, and copy reached boundary states; return [requests, 2 + K].
@@ -49,10 +49,10 @@ class CapturedStep(Protocol):
         """
 
     def adopt(self, outcome: Tensor) -> None:
-        """Take the outcome of the step that was laid out last, [requests, 2 + K], which `verify` did not compute."""
+        """Store an outcome, [requests, 2 + K], that `verify` did not compute."""
 
     def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
-        """Return whether the step after the one laid out last depends on nothing but the tokens of that one.
+        """Return whether the next step depends only on the tokens of the step that was laid out last.
 
         False if requests of that one have drafts.
 
@@ -61,11 +61,11 @@ class CapturedStep(Protocol):
         """
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
-        """Launch that step, fed with the tokens on the device; return it, which has to land."""
+        """Launch the next step, with the tokens fed on the device; return it. It must land."""
 
 
 class OverlapState(Enum):
-    """Progress of an overlapped step: what is launched, and where its results are."""
+    """Progress of an overlapped step."""
 
     FORWARD = "the forward is launched; the graph computes the outcome when the step lands"
     OUTCOME = "the outcome is launched too"
@@ -75,9 +75,9 @@ class OverlapState(Enum):
 
 
 class OverlappedStep:
-    """A step that is launched before its requests reach it; it replaces the captured step that computes it.
+    """Step that is launched before its requests are updated; used in place of the captured step that computes it.
 
-    It lands like any other step: `schedule` and `lay_out` are given those of its requests that are left.
+    It lands like any other step: `schedule` and `lay_out` receive the requests that remain.
 
     Args:
         batch: The step as its readers see it, with all the requests that were launched, which have its drafts now.
@@ -109,22 +109,22 @@ class OverlappedStep:
     # Before it lands.
 
     def note_fed(self, tokens: Sequence[int]) -> None:
-        """Note the tokens, [requests], that it was fed, now that they are read."""
+        """Store the tokens, [requests], that were fed on the device, after they have been read."""
         self._fed = tokens
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any of the tokens that its requests were fed, [requests], may end its request."""
+        """Return whether any fed token, [requests], may end its request."""
         return self._ends is not None and self._ends.any_ends(tokens)
 
     def check_inputs(self, tokens: Sequence[int]) -> None:
-        """Raise `CacheIntegrityError` unless its requests keep the tokens that it was fed."""
+        """Raise `CacheIntegrityError` unless the requests keep the tokens that were fed."""
         if [*tokens] != [*self._fed]:
             raise CacheIntegrityError("the running step was given other tokens than its requests kept")
 
     def wait(self) -> None:
-        """Wait once for the device, before buffers or memory are reused; a capture must not wait again.
+        """Wait for the device before buffers or memory are reused; only once, since a capture must not wait.
 
-        The graph reads the buffers to verify: from now on the runner does that, from copies.
+        The graph would read the buffers to verify; from now on the runner verifies from copies.
         """
         if self.state is OverlapState.FORWARD:
             torch.cuda.synchronize()
@@ -147,10 +147,10 @@ class OverlappedStep:
         self.wanted_outputs = self.wanted_outputs.clone()
         self._graph = None
 
-    # While it lands: as `CapturedStep`.
+    # The interface of `CapturedStep`, used while the step lands.
 
     def schedule(self, requests: Sequence[RunningRequest]) -> list[Tensor | None]:
-        """Schedule what was launched for each request that is left; return its draft distributions."""
+        """Schedule the launched tokens for each remaining request; return the draft distributions."""
         launched, left = self._batch.requests, set(map(id, requests))
         for request, drafts in zip(launched, self._drafts, strict=True):
             if id(request) in left:
@@ -162,7 +162,7 @@ class OverlappedStep:
         ]
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Return the step with only the requests that are left; raise `CacheIntegrityError` if another joined."""
+        """Return the batch of the remaining requests; raise `CacheIntegrityError` if another request joined."""
         batch = self._batch
         if tuple(requests) == batch.requests:
             return batch
@@ -189,7 +189,7 @@ class OverlappedStep:
         )
 
     def forward(self) -> Tensor:
-        """Return the logits, which may still be computed; a stream other than the launching one waits for them."""
+        """Return the logits, which may still be pending; the current stream waits if it is not the launching stream."""
         self._wait_for_launch()
         return self.logits
 
@@ -198,7 +198,7 @@ class OverlappedStep:
         return self.state is not OverlapState.COPIED_LOGITS
 
     def verify(self, draws: Draws) -> Tensor:
-        """Return the outcome, which may still be computed."""
+        """Return the outcome, which may still be pending."""
         if self.state is OverlapState.COPIED_LOGITS:
             raise CacheIntegrityError("the graph that computed this step was freed; check can_verify")
         if self.state is OverlapState.FORWARD and self._graph is not None:
@@ -226,7 +226,7 @@ class OverlappedStep:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Result of a capture; `num_bytes` is the device memory that the graphs hold."""
+    """Result of capturing graphs; `num_bytes` is their device memory."""
 
     num_graphs: int = 0
     seconds: float = 0.0
@@ -244,16 +244,16 @@ class GraphsByShape(Protocol):
         """The shapes of the captured steps."""
 
     def hold(self, step: StepShape) -> bool:
-        """Return whether there is a captured step for every step that another shape holds."""
+        """Return whether some captured step fits every step that this shape fits."""
 
     def launch(
         self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> OverlappedStep:
-        """Send the scheduled requests of a step, and launch its forward; return the step, which has to land.
+        """Send the scheduled requests and launch the forward pass; return the step, which must land.
 
         Args:
             draft_distributions: As in `Step`.
         """
 
     def fitting(self, requests: Sequence[RunningRequest], shape: StepShape | None = None) -> CapturedStep | None:
-        """Return the captured step of a shape, or the smallest that holds the requests; None if none does."""
+        """Return the captured step of `shape`, or the smallest that fits the requests; None if there is none."""

@@ -1,4 +1,4 @@
-"""Steps of ranks that share experts, as a rank without requests computes them: padding, which changes nothing."""
+"""Steps of expert-parallel ranks without requests, which compute padding to take part in the exchanges."""
 
 import torch
 
@@ -11,7 +11,7 @@ from .shared_steps import NO_REQUESTS, Part, SharedSteps
 
 @torch.inference_mode()
 def take_part(model: StepModel, runner: StepRunner) -> None:
-    """Compute this rank's part of a step, unless it is launched; launch that of the next one if the ranks owe it."""
+    """Compute this rank's part of a step unless it is launched; launch its part of the next step if it is owed."""
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         _compute_padding(StepShape(1), model, runner)
@@ -28,14 +28,14 @@ def take_part(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
-    """Do what is left of this rank's part of a step that it has failed and dropped, with padding for its requests."""
+    """Finish this rank's part of a step that failed and was dropped, with padding instead of its requests."""
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         return
     if sharing.part is Part.BEGUN:
         take_part(model, runner)
     if sharing.part is Part.AGREED:
-        with model.resuming_exchanges() as any_made:  # a replay would make all of them again
+        with model.resuming_exchanges() as any_made:  # a graph replay would repeat all exchanges
             _launch_padding(sharing.present, model, runner, sharing, eagerly=any_made)
     if sharing.part is Part.LAUNCHED:
         sharing.agree_on_next(NO_REQUESTS, QueueState(), wants_overlap=False)
@@ -43,14 +43,14 @@ def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def end_shared_steps(runner: StepRunner) -> None:
-    """Compute what this rank owes of a step that other ranks may have launched; all of them call it now."""
+    """Compute the part that this rank owes of a shared step; all ranks call it at the same point."""
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         return
     graphs, is_launched = runner.graphs, sharing.padding_is_launched or runner.overlapped_steps.launched is not None
     if sharing.is_owed and not is_launched and graphs is not None:
         graph = graphs.fitting((), sharing.present)
-        assert graph is not None  # nothing is owed without one
+        assert graph is not None  # without a graph, nothing is owed
         graph.lay_out((), draws_ratios=False)
         graph.forward()
     sharing.forget()
@@ -61,7 +61,7 @@ def end_shared_steps(runner: StepRunner) -> None:
 def _launch_padding(
     shape: StepShape, model: StepModel, runner: StepRunner, sharing: SharedSteps, *, eagerly: bool = False
 ) -> None:
-    """Launch this rank's part of the present step, unless it was launched early."""
+    """Launch this rank's part of the current step, unless it was launched early."""
     if runner.overlapped_steps.take() is None and not sharing.padding_is_launched:
         _compute_padding(shape, model, runner, eagerly=eagerly)
     sharing.padding_is_launched = False

@@ -24,11 +24,11 @@ _MOST_LOGITS = 2**25
 
 @dataclass(frozen=True, slots=True)
 class ScoredSpan:
-    """The tokens of one request that score those after them.
+    """Consecutive tokens of a request, each of which scores the token after it.
 
     Args:
         tokens: Packed indices of the step.
-        followers: The prompt tokens after them.
+        followers: The prompt tokens that follow.
     """
 
     request: RunningRequest
@@ -37,13 +37,13 @@ class ScoredSpan:
 
 
 def scored_spans(requests: Sequence[RunningRequest]) -> list[ScoredSpan]:
-    """Return which prompt tokens a step's requests score; none for a request whose prompt is not scored."""
+    """Return the prompt tokens that each request of a step scores; empty if it scores none."""
     found = []
     token_start = 0
     for request in requests:
         if request.scores_prompt:
             first = request.computed + 1
-            followers = request.spec.prompt[first : first + request.scheduled]  # the prompt's last token has none
+            followers = request.spec.prompt[first : first + request.scheduled]  # the last token has none
             tokens = range(token_start, token_start + len(followers))
             found.append(ScoredSpan(request, tokens, tuple(followers.tolist())))
         token_start += request.scheduled
@@ -80,7 +80,7 @@ def whole_scores(requests: Sequence[RunningRequest]) -> dict[int, list[ScoredTok
 def named_alternatives(
     scored: Sequence[ScoredToken], top_n: int, text_of: Callable[[int], str]
 ) -> list[dict[str, float]]:
-    """Return each token's `top_n` best alternatives by text; see `alternatives_by_text`."""
+    """Return the `top_n` best alternatives of each token by text; see `alternatives_by_text`."""
     known = cache(text_of)
     return [alternatives_by_text(token.best_ids[:top_n], token.best_log_probs[:top_n], known) for token in scored]
 

@@ -1,4 +1,4 @@
-"""Records computations into CUDA graphs."""
+"""Record computations as CUDA graphs."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -14,29 +14,29 @@ Prepare = Callable[[], None]
 
 
 def nothing() -> None:
-    """Prepare nothing."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Computes a recording again, in place.
+    """Replay of a recording, which computes it again in place.
 
     Args:
         begin: Launches what the computation does before `split`; nothing if it does not split.
-        finish: Comes next: lets the host prepare, and launches the rest.
+        finish: Called next: runs the host's preparation and launches the rest.
     """
 
     begin: Callable[[], None]
     finish: Callable[[], None]
 
     def __call__(self) -> None:
-        """Begin and finish."""
+        """Run `begin`, then `finish`."""
         self.begin()
         self.finish()
 
 
 class Recorder(Protocol):
-    """Records computations that are replayed one after another."""
+    """Record computations that are replayed one after another."""
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
         """Run a computation once; return its results and a replay that computes them again, in place.
@@ -46,14 +46,14 @@ class Recorder(Protocol):
         """
 
     def split(self) -> None:
-        """Mark, once in a computation, where its host-prepared part begins; nothing before it depends on the host."""
+        """Mark, once per computation, where the part starts that depends on the host's preparation."""
 
     def num_bytes(self) -> int:
         """Return the device memory that all recordings hold."""
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one pool of memory.
+    """Record CUDA graphs that share one memory pool.
 
     The device computes a recording's first graph while the host prepares for the second one, and launches that.
     """
@@ -62,7 +62,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         # Side streams of layers have this priority too; see `OverlappedExpert`.
         self._stream = torch.cuda.Stream(priority=-1)
-        self._parts: list[torch.cuda.CUDAGraph] = []  # of the recording under way
+        self._parts: list[torch.cuda.CUDAGraph] = []  # graphs of the current recording
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
         """Compute once, which compiles and allocates workspaces, then capture on the same stream."""
@@ -91,7 +91,7 @@ class CudaRecorder:
         return results, Replay(begin, finish)
 
     def split(self) -> None:
-        """End a graph and begin the next one; nothing while a computation only runs."""
+        """End the current graph and start the next; do nothing outside a capture."""
         if self._parts:
             self._parts[-1].capture_end()
             self._begin_part()
@@ -102,14 +102,14 @@ class CudaRecorder:
         self._parts.append(graph)
 
     def num_bytes(self) -> int:
-        """Return the bytes that torch has reserved for the pool."""
+        """Return the number of bytes that torch has reserved for the pool."""
         segments = torch.cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect garbage before the block instead of in it: freeing an earlier engine's graph would end a capture."""
+    """Collect garbage now and not during the body, where freeing an earlier graph would abort the capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

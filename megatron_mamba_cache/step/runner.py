@@ -43,15 +43,15 @@ from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 
 
 class StepRunner:
-    """Runs one step after another over one memory, and holds everything that is dropped with that memory.
+    """Run steps one after another over one memory, and own everything that is freed with that memory.
 
     Args:
-        digest: Compares ranks' decisions.
-        counters: Outlive the runner.
-        vocab_size: Of the model, padding included.
+        digest: Compares the decisions of ranks.
+        counters: Counters, which outlive the runner.
+        vocab_size: Vocabulary size of the model, padding included.
         only_last_logits: True when a forward returns logits only for the tokens of `StepBatch.logits`.
-        peers: The ranks that this one shares experts with.
-        grammars: What replies may have to follow.
+        peers: Ranks that share experts with this rank.
+        grammars: Grammars that replies may have to follow.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class StepRunner:
         self._scorer = StepScorer(ranks, vocab_size, only_last=only_last_logits)
         self._digest = digest
         self._step: Step | None = None
-        self._at_work: list[RunningRequest] = []  # the requests of the step that is being planned or computed
-        self.graphs: GraphsByShape | None = None  # captured over this memory
+        self._at_work: list[RunningRequest] = []  # requests of the step that is being planned or computed
+        self.graphs: GraphsByShape | None = None  # graphs captured over this memory
         self._changes = LogitsChanges(GrammarMasks(grammars, samples_here=ranks.is_last_stage))
         self._capture: Callable[[], None] = lambda: None
         self.sharing = StepSharing()
@@ -117,8 +117,8 @@ class StepRunner:
         logits = model.compute_step() if step.graph is None else step.graph.forward()
         self.sharing.note_launched()
         self.publish_prompts()
-        if not self.sharing.is_shared:  # else nothing may come between the forward and the agreement
-            await asyncio.sleep(0)  # the forward runs; other tasks may use the host
+        if not self.sharing.is_shared:  # otherwise agree first
+            await asyncio.sleep(0)  # let other tasks use the host while the forward pass runs
         if self._step is not step:
             raise CacheIntegrityError("the step was dropped while it was computed; its requests start again")
         if not lands:
@@ -127,8 +127,8 @@ class StepRunner:
         copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
         self.overlapped_steps.launch_next(step)
         if self.overlapped_steps.launched is None and not step.num_prefill_requests:
-            self.planner.decide_next(step.requests)  # while the device computes
-        kept = self._keep(step, copy.wait())  # the step's only wait
+            self.planner.decide_next(step.requests)  # overlaps with the device
+        kept = self._keep(step, copy.wait())  # the only wait of a step
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()
         held_back = self.land(kept) if lands else GrowthOutcome()
@@ -159,21 +159,21 @@ class StepRunner:
         return step
 
     def publish_prompts(self) -> None:
-        """Make the prompt blocks and states that the forward writes findable; the forward is launched."""
+        """Publish the prompt blocks and states that the launched forward pass writes."""
         batch = self.step.batch
         for request in batch.requests[batch.num_decode_requests :]:
             self.cache.publish(request, request.scheduled)
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return, for each prefill request of the next step, its reserved boundaries relative to its first token."""
+        """Return the reserved boundaries of each prefill request in the next step, relative to its first new token."""
         requests = [request for request in self.requests.prefilling if request.scheduled]
         return [[state.position - request.computed for state in request.reserved] for request in requests]
 
     def land(self, kept: StepTokens) -> GrowthOutcome:
-        """Append and publish the tokens that requests keep; remove those that end, and hold back or evict others."""
+        """Append and publish the kept tokens; remove requests that end; pause or evict requests if needed."""
         step, overlapped_step = self.step, self.overlapped_steps.launched
         ended = [step.requests[index] for index in kept.ended]
-        if overlapped_step is not None:  # which runs with these tokens, and has the blocks that it needs
+        if overlapped_step is not None:  # the overlapped step runs with these tokens and has its blocks already
             overlapped_step.check_inputs([new[-1] for new in kept.tokens])
             advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
@@ -188,14 +188,14 @@ class StepRunner:
             self.step_requests.leave(ended)
             held_back = self.step_requests.grow()
             self._step, self._at_work = None, []
-        if ended or overlapped_step is None:  # else every request decodes again
+        if ended or overlapped_step is None:  # otherwise every request decodes again
             self.step_requests.count()
         self.memory.below.start()
         self._digest.note_outcome(self.requests, step.requests, kept)
         return held_back
 
     def drop_failed_step(self) -> None:
-        """Return every reservation of a failed step and drop its requests, whose live states may be corrupt.
+        """Release the reservations of a failed step and drop its requests, whose live states may be corrupt.
 
         A request that is admitted again continues with the tokens that it has. If the failed step had landed, the
         requests of the overlapped step stay, and the next step lands it.
@@ -204,7 +204,7 @@ class StepRunner:
             self.step_requests.drop(
                 [request for request in self.requests if request in self._at_work or request.scheduled]
             )
-            if not self.sharing.is_shared:  # else another rank may have to launch first
+            if not self.sharing.is_shared:  # with shared experts, another rank may have to launch first
                 torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
         finally:
             self._step, self._at_work = None, []
@@ -213,12 +213,12 @@ class StepRunner:
     # The memory and its requests.
 
     def reset(self) -> None:
-        """Drop all requests and the step that is laid out or launched. What is cached stays."""
+        """Drop all requests and the current step. Cached blocks and states stay."""
         self.step_requests.clear()
         self._step, self._at_work = None, []
 
     def close(self) -> None:
-        """Wait for an overlapped step and for copies, and forget all requests: the memory is about to be freed."""
+        """Wait for an overlapped step and for copies, and drop all requests, before the memory is freed."""
         self._step, self._at_work = None, []
         self.step_requests.drop_overlapped_step()
         self.memory.close(self.requests)
@@ -230,14 +230,14 @@ class StepRunner:
 
     @property
     def step(self) -> Step:
-        """The step that is laid out and has not landed."""
+        """The current step, which has been laid out and has not landed."""
         if self._step is None:
             raise CacheIntegrityError("no step is planned; call initialize_attention_state() first")
         return self._step
 
     @property
     def is_computing(self) -> bool:
-        """True when a step is laid out and has not landed."""
+        """True if a step has been laid out and has not landed."""
         return self._step is not None
 
     def lay_out(
@@ -255,7 +255,7 @@ class StepRunner:
         Args:
             draft_distributions: As in `Step`.
             purpose: The purpose of the sampled tokens.
-            shape: That in which ranks share the step; None if they do not.
+            shape: Shape on which expert-parallel ranks agreed; None without such ranks.
         """
         memory, draws_ratios = self.memory, any_sampled(draft_distributions)
         batch = lay_out_step(
@@ -270,20 +270,20 @@ class StepRunner:
         return Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions)
 
     def begin(self, step: Step) -> Step:
-        """Count a step that is laid out, show it to the model and the sampler, and return it."""
+        """Count a laid-out step, make it current, and return it."""
         self.show(step)
         self.counters.steps += 1
         self.counters.graph_steps += step.graph is not None
         return step
 
     def show(self, step: Step) -> None:
-        """Make a step the one that the model and the sampler see."""
+        """Make a step the current step of the model and the sampler."""
         self._step = step
         self.step_requests.count_step(step)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Let the block show and compute padding; what was shown before is shown again afterwards."""
+        """Context manager: run padding steps in its body; afterwards restore the current step."""
         self.overlapped_steps.wait()
         step, counts = self._step, self.step_requests.counts
         try:
@@ -304,7 +304,7 @@ class StepRunner:
     # Captured graphs.
 
     def drop_graphs(self) -> None:
-        """Free all graphs; the results of an overlapped step that one of them computes are copied first."""
+        """Free all graphs, after copying the results of an overlapped step."""
         self.overlapped_steps.leave_graph()
         self.graphs = None
 
@@ -312,21 +312,21 @@ class StepRunner:
         """Capture graphs.
 
         Args:
-            capture: Captures; ranks that share experts capture together, and call it whenever one of them wants to.
+            capture: Captures the graphs; expert-parallel ranks call it together whenever one of them wants to.
             now: False waits for the next step whose shape they agree on; no graph is replayed before.
         """
         self._capture = capture
         if now or not isinstance(self.sharing, SharedSteps):
             capture()
         else:
-            self.sharing.wants_capture, self.graphs = True, None  # an overlapped step keeps its own
+            self.sharing.wants_capture, self.graphs = True, None  # an overlapped step keeps its graph
 
     def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
-        """Compute steps with these graphs, captured over this memory; None for no graphs."""
+        """Use these graphs, which were captured over this memory; None: run steps without graphs."""
         self.graphs = graphs
 
     def snapshot(self) -> CacheSnapshot:
-        """Return counters and what every slot and block is used for."""
+        """Return counters and the use of slots and blocks."""
         return self.memory.snapshot(self.counters, Capture() if self.graphs is None else self.graphs.capture)
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ class StepRunner:
         """
         graph = step.verifying_graph(only_last_logits=self.only_last_logits)
         if graph is not None:
-            self._changes.masks.apply(logits.squeeze(0))  # in the graph's own logits
+            self._changes.masks.apply(logits.squeeze(0))  # in place, in the logits of the graph
             return graph.verify(step.batch.logits.draws)
         requests = step.batch.logits
         outcome = outcome_on_all_ranks(

@@ -1,4 +1,4 @@
-"""Steps that are padded to the shape of a captured graph."""
+"""Pad steps to the shapes of captured graphs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def _padding_request(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """Decode requests of at most `width` tokens each, then prefill requests of `num_prefill_tokens` tokens in total.
+    """Shape of a step: decode requests of up to `width` tokens each, then prefill requests with a total of tokens.
 
     With prefill requests, `width` is 1: prefill tokens begin after one token for each decode request.
     """
@@ -61,40 +61,40 @@ class StepShape:
 
     @property
     def num_requests(self) -> int:
-        """Requests of both kinds."""
+        """Number of requests."""
         return self.num_decode_requests + self.num_prefill_requests
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the graph computes."""
+        """Number of tokens that the graph computes."""
         return self.num_decode_requests * self.width + self.num_prefill_tokens
 
     @property
     def num_logits(self) -> int:
-        """Tokens whose logits the graph computes."""
+        """Number of tokens whose logits the graph computes."""
         return self.num_decode_requests * self.width + self.num_prefill_requests
 
     @property
     def most_queries(self) -> tuple[int, ...]:
-        """Most query tokens of each request that fit together: the first prefill request may take them all."""
+        """Largest query lengths that fit together: the first prefill request has all prefill tokens."""
         others = (0,) * (self.num_prefill_requests - 1)
         prefilling = (self.num_prefill_tokens, *others) if self.num_prefill_requests else ()
         return (self.width,) * self.num_decode_requests + prefilling
 
     def num_chunks(self, grain: int) -> int:
-        """Return the most chunks that the prefill requests can have: a request cuts at most two of them short."""
+        """Return the maximum number of chunks of the prefill requests, of which each can have two short ones."""
         return self.num_prefill_tokens // grain + 2 * self.num_prefill_requests
 
     @staticmethod
     def of(requests: Sequence[RunningRequest]) -> "StepShape":
-        """Return the smallest shape that holds the requests of a step."""
+        """Return the smallest shape that fits the requests."""
         num_decode = num_decoding(requests)
         width = max((request.scheduled for request in requests[:num_decode]), default=1)
         prefilling = requests[num_decode:]
         return StepShape(num_decode, width, len(prefilling), sum(request.scheduled for request in prefilling))
 
     def holds(self, step: "StepShape") -> bool:
-        """Return whether a step of another shape fits; steps with and without prefill requests have separate shapes."""
+        """Return whether a step of another shape fits; steps with and without prefill have separate shapes."""
         return (
             step.num_decode_requests <= self.num_decode_requests
             and step.width <= self.width
@@ -112,7 +112,7 @@ class StepShape:
         return decoding + [prefill_padding_request(length, dummy_block) for length in lengths]
 
     def pad(self, requests: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
-        """Return the requests of a step with padding between and after them; `row_indices` returns where they are."""
+        """Return the requests with padding requests between and after them, at the positions of `row_indices`."""
         num_decode = num_decoding(requests)
         num_between = self.num_decode_requests - num_decode
         num_after = self.num_prefill_requests - (len(requests) - num_decode)
@@ -121,14 +121,14 @@ class StepShape:
         return [*requests[:num_decode], *between * num_between, *requests[num_decode:], *after * num_after]
 
     def row_indices(self, requests: Sequence[RunningRequest]) -> tuple[int, ...]:
-        """Return the index of each request among the padded ones."""
+        """Return the index of each request in the padded step."""
         num_decode = num_decoding(requests)
         num_prefilling = len(requests) - num_decode
         return (*range(num_decode), *range(self.num_decode_requests, self.num_decode_requests + num_prefilling))
 
 
 def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
-    """Return the smallest shape that holds a step: by width, prefill requests, tokens; None if none does."""
+    """Return the smallest shape that fits a step, ordered by width, prefill requests and tokens; None if none fits."""
     fitting = [shape for shape in shapes if shape.holds(step)]
     return min(fitting, key=lambda shape: (shape.width, shape.num_prefill_requests, shape.num_tokens), default=None)
 

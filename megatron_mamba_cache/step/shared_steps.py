@@ -26,7 +26,7 @@ NO_REQUESTS = StepShape(0)
 
 
 class Part(Enum):
-    """Progress of a rank in a shared step."""
+    """Progress of a rank in a step that expert-parallel ranks compute together."""
 
     COMPLETE = "it has looked ahead"
     BEGUN = "nothing is agreed"
@@ -35,7 +35,7 @@ class Part(Enum):
 
 
 class StepSharing:
-    """The next step, as far as ranks have agreed on it. In this class the rank has all experts and decides alone."""
+    """Agreement of ranks on the next step. In this base class the rank has all experts and decides alone."""
 
     is_shared = False
     """True if ranks share experts."""
@@ -48,25 +48,25 @@ class StepSharing:
         return False
 
     def begin(self) -> None:
-        """Note that this rank begins a step, of which it owes the other ranks its part."""
+        """Note that this rank starts a step and owes its part to the other ranks."""
 
     def next_shape(self) -> StepShape | None:
         """Return the shape in which all ranks compute the next step, None if there are no others; graphs may change."""
         return None
 
     def note_launched(self) -> None:
-        """Note that this rank's forward is launched."""
+        """Note that this rank has launched its forward pass."""
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
         """Return whether this rank launches the step after this one; `wants` is what it would do alone."""
         return wants
 
     def forget(self) -> None:
-        """Forget the next step, which all ranks have computed or none will."""
+        """Forget the next step, because all ranks have computed it or none will."""
 
 
 class SharedSteps(StepSharing):
-    """The `StepSharing` of ranks that share experts.
+    """`StepSharing` of expert-parallel ranks.
 
     Args:
         shapes: Returns those of this rank's graphs, which are the other ranks' too.
@@ -75,8 +75,8 @@ class SharedSteps(StepSharing):
     Attributes:
         padding_is_launched: True if this rank, which has no requests, has launched its part of the next step.
         wants_capture: True if this rank's graphs have to be captured again.
-        present: Shape of the present step.
-        part: How far this rank is with its part of the present step.
+        present: Shape of the current step.
+        part: Progress of this rank in the current step.
     """
 
     is_shared = True
@@ -108,7 +108,7 @@ class SharedSteps(StepSharing):
         self.part = Part.BEGUN
 
     def next_shape(self) -> StepShape:
-        """Agree on the next shape, which becomes the present one."""
+        """Agree on the next shape, which becomes the current shape."""
         fixed, self._fixed, self.is_owed = self._fixed, None, False
         self.present = computed_shape(fixed or self._agreed(), self._shapes())
         self.part = Part.AGREED
@@ -118,7 +118,7 @@ class SharedSteps(StepSharing):
         self.part = Part.LAUNCHED
 
     def _agreed(self) -> StepShape:
-        """Return a shape that holds the requests of all ranks; capture graphs first if any rank wants to."""
+        """Return a shape that fits the requests of all ranks; capture graphs first if any rank wants to."""
         decoding = self._requests.decoding
         prompt_tokens = [request.scheduled for request in self._requests.prefilling if request.scheduled]
         width = 1 if self._planner.stays_paused(decoding) else 1 + self._planner.max_drafts
@@ -130,7 +130,7 @@ class SharedSteps(StepSharing):
         return StepShape(num_requests, 1 if prefill[0] else width, *prefill)
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Return True if all ranks launch the next step; they agree before tokens are read."""
+        """Return True if all ranks launch the next step, on which they agree before tokens are read."""
         if knows_tokens:
             return False
         stays_paused = (
@@ -145,7 +145,7 @@ class SharedSteps(StepSharing):
         """Agree on the next step as far as possible; return whether it is owed.
 
         Args:
-            next_requests: Holds the requests that this rank has now, in its next step.
+            next_requests: Shape that fits this rank's current requests in its next step.
             wants_overlap: True if this rank launches the next step if it is owed.
         """
         ends_prefill = all(
@@ -166,5 +166,5 @@ class SharedSteps(StepSharing):
 
 
 def computed_shape(step: StepShape, shapes: Collection[StepShape]) -> StepShape:
-    """Return the shape in which ranks compute a step: a graph's if one holds it, else its own, but not empty."""
+    """Return the smallest graph shape that fits a step, else the step's own shape, but never an empty one."""
     return smallest_holding(step, shapes) or (step if step.num_tokens else StepShape(1))

@@ -1,4 +1,4 @@
-"""One step of the engine, from the moment it is laid out until it has landed or failed."""
+"""One engine step, from its layout until it has landed or failed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,24 +15,24 @@ from .overlapped_step import CapturedStep
 
 
 def no_attention(*_: Tensor) -> Tensor:
-    """Raise: no layer may run eagerly in a graph's replay or after the forward."""
+    """Raise an error, because no layer may run during a graph replay or after the forward pass."""
     raise CacheIntegrityError("a layer requested attention outside its step's forward")
 
 
 def any_sampled(draft_distributions: Sequence[Tensor | None]) -> bool:
-    """Return whether any drafts were sampled, so that verifying them takes random numbers."""
+    """Return whether any drafts were sampled, so that verifying them needs random numbers."""
     return any(sampled is not None for sampled in draft_distributions)
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One step: its inputs, and what its forward leaves for sampling.
+    """Inputs of one step, and the outputs of its forward pass that sampling needs.
 
     Args:
         batch: Views of the step's requests on the device.
-        attend: Attention, planned for these requests.
-        graph: Graph that computes the step; None if it runs eagerly.
-        draft_distributions: For each decode request, what its drafts were drawn from, None where drafts are certain;
+        attend: Attention call that was planned for these requests.
+        graph: Graph that computes the step; None if the step runs eagerly.
+        draft_distributions: For each decode request, the distributions of its drafts, None if they were not sampled;
             empty where they all are.
         wanted_outputs: [logits, hidden] outputs of the last layer that logits are computed from, or the logits
             themselves where the model computes those of every token.
@@ -66,26 +66,26 @@ class Step:
 
     @property
     def num_prefill_requests(self) -> int:
-        """Requests that compute prompt tokens."""
+        """Number of requests that compute prompt tokens."""
         return len(self.batch.requests) - self.batch.num_decode_requests
 
     @property
     def num_padded_tokens(self) -> int:
-        """Tokens that are computed, padding included."""
+        """Number of computed tokens, padding included."""
         return self.batch.num_tokens if self.graph is None else self.graph.shape.num_tokens
 
     @property
     def num_padded_requests(self) -> int:
-        """Requests that are computed, padding included."""
+        """Number of computed requests, padding included."""
         return len(self.batch.requests) if self.graph is None else self.graph.shape.num_requests
 
     @property
     def has_one_token_each(self) -> bool:
-        """True when all requests decode, without drafts."""
+        """True if all requests decode without drafts."""
         return not self.num_prefill_requests and self.batch.num_tokens == len(self.requests)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
-        """Return the graph if it can verify the step by itself, from logits in which tokens may be masked before.
+        """Return the graph if it can verify the step, from logits that may have been masked; else None.
 
         Args:
             only_last_logits: As in `StepRunner`; the logits of other steps are selected inside the graph.
@@ -94,12 +94,12 @@ class Step:
         if graph is None or self.batch.logits.any_changed or not graph.can_verify:
             return None
         if any_masked(self.requests) and (not only_last_logits or any_scored(self.requests)):
-            return None  # log-probs are those of the model's own logits
+            return None  # log-probabilities use the unmasked logits
         return graph
 
     @property
     def feeding_graph(self) -> CapturedStep | None:
-        """The graph whose outcome the next step can be fed with, None if drafts were drawn from distributions."""
+        """Graph whose outcome can be fed to the next step; None if drafts were sampled."""
         return None if any_sampled(self.draft_distributions) else self.graph
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
@@ -111,7 +111,7 @@ class Step:
         if are_hidden_states and any(request.scores_prompt for request in self.requests):
             self.scored_hidden_states = outputs.squeeze(0)
         tokens, found = self.batch.logits.tokens, outputs.squeeze(0)
-        # Where all requests decode, each token's are wanted, in order.
+        # In a pure decode step, the outputs of all tokens are needed, in order.
         are_all = self.batch.prefill is None and len(tokens) == len(found)
         self.wanted_outputs = found if are_all else found.index_select(0, tokens)
         return self.wanted_outputs

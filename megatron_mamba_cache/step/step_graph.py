@@ -1,4 +1,4 @@
-"""The captured steps of one shape: the forward, then verification and align copies, over buffers at fixed addresses.
+"""CUDA graphs of one step shape: the forward pass, then verification and align copies.
 
 What follows the forward has a graph for each way to sample. It runs without a graph where a request changes its logits
 or a draft was drawn at random. Before a replay the step's requests replace padding requests; every op skips the rest.
@@ -44,7 +44,7 @@ class OutputMemory:
         self._most_tokens = max((shape.num_tokens for shape in shapes), default=0)
 
     def keep(self, output: Tensor, shape: StepShape) -> Tensor:
-        """Return a copy of what the graph of a shape computed, at the same address each time.
+        """Copy the output of the forward pass to the shared memory; return it, always at the same address.
 
         Args:
             output: One row for each token whose logits are computed, or for each token. The first has the most tokens.
@@ -58,18 +58,18 @@ class OutputMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that it takes."""
+        """Number of bytes of device memory."""
         return 0 if self._memory is None else self._memory.nbytes
 
 
 class StepGraph:
-    """The steps of one shape.
+    """CUDA graphs of one step shape.
 
     Args:
-        model: Reads the steps that the runner shows.
-        recorder: Captures one computation after another.
-        outputs: Keeps the forward's output, until a graph's forward comes next.
-        longest: The most tokens of a request.
+        model: Model that computes the current step of the runner.
+        recorder: Captures the computations.
+        outputs: Stores the output of the forward pass until the next forward pass of any graph.
+        longest: Maximum number of tokens per request.
         purpose: The purpose of the sampled tokens; for drafts, only greedy sampling is captured after the forward.
     """
 
@@ -95,7 +95,7 @@ class StepGraph:
         padding, num_chunks = shape.fullest_requests(geometry.dummy_block), shape.num_chunks(geometry.grain)
         self._views = view_step(padding, buffers, num_chunks)
         fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=(longest,) * shape.num_requests)
-        # Other stages have other layers, and ranks that share experts other prompts: they would wait for one another.
+        # Pipeline stages and expert-parallel ranks have different layers or prompts and would wait for one another.
         is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
         self._attention = self._memory.attention.capture(fullest, may_be_left_out=is_alone)
         self._unplanned: AttentionRows | None = None
@@ -129,14 +129,14 @@ class StepGraph:
         return ()
 
     def reads_blocks_of(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return whether its attention can read the KV blocks of a step's prompts."""
+        """Return whether the captured attention can read the KV blocks of a step's prompts."""
         last = self._attention.last_block
         return last is None or all(max(request.block_ids) <= last for request in requests[num_decoding(requests) :])
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send the requests of a step that the shape holds; return it as its readers see it.
+        """Send the requests of a step that fits the shape; return the batch.
 
-        The device begins with what it computes before attention is planned.
+        The device starts with the part before attention, while the host plans attention.
         """
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
         if before is not None and not draws_ratios and before.step.continues(requests, buffers, geometry.block_size):
@@ -153,18 +153,18 @@ class StepGraph:
         return batch
 
     def _plan_attention(self) -> None:
-        """Plan the step that was laid out last, once: before its forward, or within, where `_plans_inside`."""
+        """Plan attention once for the last laid-out step: before its forward pass, or inside if `_plans_inside`."""
         if self._unplanned is not None:
             self._attention.plan_again(self._unplanned)
             self._unplanned = None
 
     def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
-        """Return whether the step after the one laid out last may be launched; see `CapturedStep`."""
+        """Return whether the next step may be launched; see `CapturedStep`."""
         before = self._latest.of(self)
         return before is not None and before.step.can_launch_next(requests, tokens, self._memory.step_buffers)
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> OverlappedStep:
-        """Launch the step after the one laid out last; see `CapturedStep`."""
+        """Launch the next step; see `CapturedStep`."""
         before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
             raise CacheIntegrityError("the next step depends on more than this step's tokens; check can_launch_next()")
@@ -174,13 +174,13 @@ class StepGraph:
         buffers.feed(self.outcome[: len(requests), 1])  # decode requests come first
         self.forward()
         state = OverlapState.FORWARD
-        if not (before.batch.logits.any_changed or any_masked(requests)):  # else the host has to know the text
+        if not (before.batch.logits.any_changed or any_masked(requests)):  # the host needs the tokens first
             self.verify(before.step.draws)
             state = OverlapState.OUTCOME
         return OverlappedStep(self, batch, before.step.ends, state)
 
     def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
-        """Note and return a step that continues the one before; with other KV blocks, attention is planned again."""
+        """Store and return a step that continues the previous one; plan attention again if KV blocks changed."""
         kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_requests].tolist())
         batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
         self._latest.note(SentStep(self, step, batch))
@@ -189,7 +189,7 @@ class StepGraph:
         return batch
 
     def _batch_of(self, requests: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
-        """Return the requests of a step that was sent with padding, as its readers see them."""
+        """Return the batch of the real requests of a padded step."""
         results, shape = self._results, self.shape
         num_decode = num_decoding(requests)
         row_indices = shape.row_indices(requests)
@@ -221,7 +221,7 @@ class StepGraph:
         if not self._plans_inside:
             self._plan_attention()
         self._model.receive(self.shape.num_tokens)
-        self._replay_forward.finish()  # steps that `lay_out` did not send have no prompts: there is nothing to begin
+        self._replay_forward.finish()  # steps that `lay_out` did not send have no prompts, so `begin` was not needed
         self._model.send(self.logits)
         return self.logits
 
@@ -232,12 +232,12 @@ class StepGraph:
 
     @torch.inference_mode()
     def adopt(self, outcome: Tensor) -> None:
-        """Take an outcome that `verify` did not compute, so that the next step is fed with it."""
+        """Store an outcome that `verify` did not compute, to feed the next step."""
         self.outcome.copy_(outcome)
 
 
 def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:
-    """Return the tensors that a step's views compute from its buffers and that are read after the forward."""
+    """Return the tensors computed from the step buffers that are read after the forward pass."""
     return logits.temperature, logits.top_k, logits.top_p, logits.verify.draft_ids
 
 

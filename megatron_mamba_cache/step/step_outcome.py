@@ -1,4 +1,4 @@
-"""Counts and outcome of a step, as Megatron's interface reports them."""
+"""Counts and outcome of a step for Megatron's interface."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from .step import Step
 
 
 class StepCounts(NamedTuple):
-    """Counts of the step that is scheduled or laid out; see `RequestCounts`.
+    """Counts of the scheduled or laid-out step; see `RequestCounts`.
 
     Args:
-        tokens: Tokens to compute; with drafts, once the step is laid out.
-        padded_tokens, padded_requests: What the device computes of the step that was laid out last, padding included.
+        tokens: Number of tokens to compute; includes drafts after the step is laid out.
+        padded_tokens, padded_requests: Size of the last laid-out step on the device, padding included.
     """
 
     requests: int = 0
@@ -32,7 +32,7 @@ class StepOutcome:
 
     Args:
         num_drafts: [requests] drafts that were verified; empty where no drafts are planned.
-        held_back: Requests that were paused or evicted when it landed.
+        held_back: Requests that were paused or evicted when the step landed.
     """
 
     step: Step
@@ -57,4 +57,4 @@ class RunnerCount:
         return count
 
     def __set__(self, context: Any, value: int) -> None:
-        """Ignore the value."""
+        """Ignore what Megatron sets."""

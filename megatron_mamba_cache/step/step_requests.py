@@ -1,4 +1,4 @@
-"""The requests of a runner's next step: they join, draft, wait for blocks and leave."""
+"""Manage the requests of the next step: admission, drafts, KV blocks and removal."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +26,11 @@ from .step_outcome import StepCounts
 
 @dataclass(slots=True, eq=False)
 class StepRequests:
-    """Decides which requests take part in the next step, and what they may draft.
+    """Decide which requests take part in the next step, and how many drafts they have.
 
     Args:
         running: All requests with a live state.
-        changes: What their logits are changed by; it forgets those that leave.
+        changes: Changes to the logits of requests; requests that leave are removed from it.
         counts: What the next step consists of.
     """
 
@@ -61,25 +61,25 @@ class StepRequests:
         return scheduled
 
     def prefetch(self, scheduler: StepScheduler, waiting: Sequence[Candidate]) -> None:
-        """Begin restores for requests that cannot join the next step because it runs already; see `StepScheduler`."""
+        """Start restores for requests that cannot join the next step because it is already running."""
         if not self.running.any_paused:
             scheduler.prefetch(self.running, waiting)
             self.memory.below.start()
 
     def schedule_decode(self, requests: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
-        """Schedule a token and drafts for each decoding request; return what drafts were drawn from, see `Step`."""
+        """Schedule a token and drafts for each decode request; return the draft distributions, see `Step`."""
         all_hold, allowed = self.ranks.all_hold, self.changes.masks.allowed
         return schedule_decode(requests, self.running.cache, self.planner, budget, all_hold, allowed)
 
     def drop(self, requests: Collection[RunningRequest]) -> None:
-        """Drop requests between steps; what they published stays findable."""
+        """Drop requests between steps; what they published stays cached."""
         self.queue.note_change()
         self.leave(requests)
         self.running.resume()
         self.count()
 
     def leave(self, requests: Collection[RunningRequest]) -> None:
-        """Release requests; with the last one, the overlapped step goes too."""
+        """Release requests; with the last request, drop the overlapped step too."""
         if not requests:
             return
         self.running.drop(requests)
@@ -88,9 +88,9 @@ class StepRequests:
             self.drop_overlapped_step()
 
     def drop_overlapped_step(self) -> None:
-        """Wait for the overlapped step and forget it; none of its requests is left."""
+        """Wait for the overlapped step and forget it, because all its requests have left."""
         self.queue.note_change()
-        if not self.sharing.is_owed:  # else it stays, without requests, as this rank's share of a step
+        if not self.sharing.is_owed:  # otherwise it stays, without requests, as this rank's part of a shared step
             self.overlapped_steps.drop()
 
     def grow(self) -> GrowthOutcome:
@@ -103,23 +103,23 @@ class StepRequests:
         return outcome
 
     def forget(self, requests: Iterable[RunningRequest]) -> None:
-        """Forget what the planner and the changes of logits keep of requests that left."""
+        """Remove requests that left from the draft planner and the logits changes."""
         for request in requests:
             self.planner.forget(request.request_id)
             self.changes.forget(request.request_id)
 
     def clear(self) -> None:
-        """Release all requests, and the overlapped step with them. What is cached stays."""
+        """Release all requests and drop the overlapped step. Cached blocks and states stay."""
         self.leave(list(self.running))
         self.drop_overlapped_step()
         self.counts = StepCounts()
 
     def count(self) -> None:
-        """Count what the next step consists of, drafts aside."""
+        """Count the requests and tokens of the next step, without drafts."""
         self.counts = self.counts._replace(**self.running.counts._asdict())
 
     def count_step(self, step: Step) -> None:
-        """Count what a step that is laid out consists of."""
+        """Count the requests and tokens of a laid-out step."""
         self.counts = self.counts._replace(
             prefilling=step.num_prefill_requests,
             tokens=step.batch.num_tokens,
@@ -128,7 +128,7 @@ class StepRequests:
         )
 
     def restore_counts(self, counts: StepCounts) -> None:
-        """Take back earlier counts, after a rehearsal."""
+        """Restore earlier counts, after a rehearsal."""
         self.counts = counts
 
 
@@ -141,8 +141,8 @@ def draft_budget(
     lose: the host launches it in two to eight times the time of the GPU.
 
     Args:
-        budget: What the step has room for.
-        shape: The one that ranks agreed on; None if this rank steps by itself.
+        budget: Number of tokens that fit in the step.
+        shape: Shape on which ranks agreed; None without expert-parallel ranks.
     """
     step = StepShape.of(requests)
     has_graph = step.num_prefill_requests > 0 and graphs is not None and graphs.hold(step)

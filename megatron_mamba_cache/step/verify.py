@@ -1,4 +1,4 @@
-"""After the forward: sampling, verification of drafts, and copies of boundary states."""
+"""Work after the forward pass: sample, verify drafts, and copy boundary states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tens
 
     Args:
         logits: [logits, vocab].
-        distributions: For each decode request, what its drafts were drawn from; None where drafts are certain.
+        distributions: For each decode request, the distributions of its drafts; None if its drafts were not sampled.
 
     Returns:
         [requests, 2 + max drafts] int64: how many tokens each request accepts, and those tokens.
@@ -38,10 +38,10 @@ def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tens
 
 
 def outcome_on_all_ranks(ranks: Ranks, wanted: StepLogits, compute: Callable[[], Tensor]) -> Tensor:
-    """Return the outcome that the first rank of the last stage computes, so that ranks' plans stay the same.
+    """Return the outcome of the first rank of the last stage on all ranks, so that their plans stay equal.
 
     Args:
-        compute: Runs `verify_step`; called where the logits are.
+        compute: Runs `verify_step`; called only on ranks that have the logits.
     """
     if ranks.num_ranks == 1:
         return compute()
@@ -65,7 +65,7 @@ def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_siz
 
 
 def _sampled_distributions(wanted: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
-    """Return the distributions of all requests that have any, and which logits row each belongs to."""
+    """Return the draft distributions and the logits row of each."""
     if not any_sampled(distributions):
         return None
     index = torch.full(wanted.tokens.shape, -1, dtype=torch.int32)
@@ -80,7 +80,7 @@ def _sampled_distributions(wanted: StepLogits, distributions: Sequence[Tensor | 
 
 
 def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemory) -> None:
-    """Write the boundary state of each decode request that reached a boundary into the slot reserved for it."""
+    """Copy the boundary state of each decode request that reached a boundary into its reserved slot."""
     if step.align is None:
         return
     batch = replace(step.align, accepted=outcome[: step.align.targets.shape[0], 0])

@@ -1,4 +1,4 @@
-"""Warmup: compile all kernels that a model's steps launch before the first request, and change nothing else.
+"""Compile all kernels of a model's steps before the first request, without changing anything else.
 
 What Triton compiles depends on dtypes, strides, constants and the alignment of every pointer, so warmup makes the calls
 of real steps: the model's forward, verification and the align copy, over the context's own pools and step buffers. Its
@@ -38,24 +38,24 @@ Rows = list[RunningRequest]
 def compile_ahead(
     model: StepModel, runner: StepRunner, rehearse_steps: Callable[[StepModel, StepRunner], None] | None = None
 ) -> None:
-    """Compile most of what steps of a wrapped model launch, many kernels at once and without launching any.
+    """Compile most kernels of a model's steps in parallel, without launching them.
 
     Call it between steps only. On a CPU, and in float64, which some ops compute without kernels, it does nothing.
 
     Args:
-        rehearse_steps: Launches all forms of steps; None: `rehearse`.
+        rehearse_steps: Runs all kinds of steps; None: `rehearse`.
     """
     if not _may_compile_ahead(runner):
         return
     try:
         with progress(_COMPILES), compiling_ahead(runner.memory.state_pool.device):
             (rehearse_steps or rehearse)(model, runner)
-    except Exception as error:  # steps work without it
+    except Exception as error:  # steps also work without compiling ahead
         _LOG.warning("kernels are compiled one after another, because a dry run without launches raised %r", error)
 
 
 def warm_up(model: StepModel, runner: StepRunner) -> None:
-    """Launch between steps, on a GPU, what steps of a wrapped model and its drafter launch, to compile the rest."""
+    """Launch all kernels of a model and its drafter once on a GPU, to compile the rest; call it between steps."""
     if runner.memory.state_pool.device.type == "cuda":
         with progress(_LAUNCHES):
             rehearse(model, runner)
@@ -63,7 +63,7 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
 
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Do what `warm_up` does, for steps without decode requests."""
+    """Run `warm_up` for steps without decode requests."""
     if runner.memory.state_pool.device.type == "cuda":
         rehearse_prefill(model, runner)
 
@@ -75,7 +75,7 @@ def _may_compile_ahead(runner: StepRunner) -> bool:
 
 @torch.inference_mode()
 def rehearse(model: StepModel, runner: StepRunner) -> None:
-    """Compute padding in every form that a step may have, on any device."""
+    """Run every kind of step with padding only, on any device."""
     rehearse_prefill(model, runner)
     memory = runner.memory
     limits = memory.step_buffers.limits
@@ -88,7 +88,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
             for draws in Draws:
                 outcome = verify_step(replace(step.logits, draws=draws), zeros, [])
             copy_reached_boundaries(step, outcome, memory)
-            if zeros.dtype is not torch.float32:  # as logits are that requests have changed
+            if zeros.dtype is not torch.float32:  # changed logits are float32
                 for draws in Draws:
                     verify_step(replace(step.logits, draws=draws), zeros.float(), [])
             torch.cuda.synchronize()  # before the next step's integers overwrite this one's
@@ -98,7 +98,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Compute padding in every form that a step of prefill requests may have, on any device."""
+    """Run every kind of prefill step with padding only, on any device."""
     memory = runner.memory
     with runner.rehearsing():
         for requests in prefill_steps(memory.step_buffers.limits, memory.geometry.block_size, memory.dummy_block):
@@ -111,26 +111,26 @@ def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
 def prefill_steps(limits: StepLimits, block_size: int, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield batches of prefill requests that reach every kernel variant of the scan."""
     longest = min(limits.max_blocks * block_size, limits.max_length or limits.max_tokens)
-    for num_requests in batch_sizes(min(limits.max_requests, limits.max_tokens)):  # graphs have room for more
+    for num_requests in batch_sizes(min(limits.max_requests, limits.max_tokens)):  # graphs cover larger batches
         yield [prefill_padding_request(1, dummy_block) for _ in range(num_requests)]
     if limits.max_tokens > 1:
         yield [prefill_padding_request(2, dummy_block)]
     if limits.marks_real_tokens:
-        # The forms of experts' products depend on the number of tokens, padding included; a request may not hold all.
+        # The variants of expert GEMMs depend on the number of tokens; one request may be too short for all of them.
         for num_tokens in batch_sizes(min(limits.max_tokens, limits.max_requests * longest)):
             lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
             yield [prefill_padding_request(length, dummy_block) for length in lengths]
 
 
 def batch_sizes(max_requests: int) -> list[int]:
-    """Return numbers of requests up to `max_requests`, so close that no kernel has a form between two of them."""
+    """Return batch sizes up to `max_requests` that cover every kernel variant."""
     return [*(1 << power for power in range((max_requests - 1).bit_length())), max_requests]
 
 
 def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield decode requests with and without drafts, alone and followed by a prefill request."""
     widest = min(1 + limits.max_drafts, limits.max_tokens)
-    for width in range(1, widest + 1):  # the form of a replayed state depends on it
+    for width in range(1, widest + 1):  # replay kernels depend on the width
         yield [decode_padding_request(width, dummy_block)]
     most_tokens = min(_MOST_RESIDUES - 1, (limits.max_requests - 1) * widest, limits.max_tokens - 1)
     for num_tokens in range(1, most_tokens + 1):

@@ -25,7 +25,7 @@ def sessions(simulated: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Write three sessions of four turns, each of which goes on after the turn before it."""
+    """Write three sessions of four turns, each of which continues the turn before it."""
     lines = []
     for session in range(3):
         turns = [

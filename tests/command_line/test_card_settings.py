@@ -239,7 +239,7 @@ def test_experts_leave_room_for_the_outputs_of_their_gemms(
 
 
 def other_scratch_bytes(sizes: GatedDelta, hidden_size: int, num_rows: int, num_tokens: int) -> int:
-    """Return what is live in a Gated DeltaNet layer while it scans: inputs, projections, tile systems and outputs."""
+    """Return the bytes of a Gated DeltaNet layer's live tensors during its scan."""
     heads, keys, values = (
         sizes.num_value_heads,
         sizes.num_key_heads * sizes.key_dim,
@@ -261,7 +261,7 @@ def other_scratch_bytes(sizes: GatedDelta, hidden_size: int, num_rows: int, num_
 @pytest.mark.parametrize("num_requests", [256, 4096])
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"])
 def test_thousands_of_one_token_prompts_have_room_for_their_tiles(name: str, num_requests: int, tmp_path: Path) -> None:
-    """A step of one prompt that goes on within a chunk, and of new ones, of one token but for the last."""
+    """A step of one prompt that resumes within a chunk, and of new ones, of one token except for the last."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN[name]))
     shape = shard_shape(*read_sizes(tmp_path), num_tensor_ranks=1)
     given = {"max_tokens": 8192, "max_requests": num_requests}

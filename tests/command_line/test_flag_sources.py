@@ -132,7 +132,7 @@ BAD_FILES = [
     ("zzz: 1", "line 1: unknown key 'zzz'\n"),
     ("config: other.yaml", "line 1: unknown key 'config'"),
     ("\n\nport: many", "line 3 (port): --port: invalid int value: 'many'"),
-    ("port: 70000", "line 1 (port): --port is 70000; it must be from 0"),
+    ("port: 70000", "line 1 (port): --port is 70000; it must be between 0"),
     ("block-size: 0", "line 1 (block-size): --block-size: block_size_tokens is 0"),
     ("access-log: loud", "line 1 (access-log): --access-log: invalid choice: 'loud'"),
     ("prefix-caching: maybe", "line 1 (prefix-caching) is 'maybe'; it must be true or false"),
@@ -141,8 +141,8 @@ BAD_FILES = [
     ("api-key: [a, [b]]", "line 1: api-key must be a value or a list of values, found a sequence"),
     ("served-model-name: [a, --port]", "line 1 (served-model-name): '--port' is a flag"),
     ("port: 1\nblock-size: 64\nblock_size: 32", "line 3 (block_size) and "),
-    ("- port", "needs lines of FLAG: VALUE, found a sequence"),
-    ("port", "needs lines of FLAG: VALUE, found a scalar"),
+    ("- port", "need lines of the form FLAG: VALUE, found a sequence"),
+    ("port", "need lines of the form FLAG: VALUE, found a scalar"),
     ("port: 1\n  host: b", "line 2: not YAML: mapping values are not allowed here"),
     ("a: &x [*x", ": not YAML: "),
     ("host: " + 2000 * "[" + 2000 * "]", ": nested too deeply"),
@@ -178,7 +178,7 @@ def test_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for words in (["--config", str(path)], [f"--config={path}"]):
         assert main(["serve", *words, "--config", str(path)]) == 2
         assert capsys.readouterr().err == (
-            "mamba-cache: error: --config is given more than once; put everything into one file\n"
+            "mamba-cache: error: --config is given more than once; merge the files into one\n"
         )
 
 
@@ -193,7 +193,7 @@ def test_unreadable_file_is_named(name: str, reason: str, tmp_path: Path, capsys
 
 BAD_VARIABLES = [
     ("PORT", "many", "MAMBA_CACHE_PORT: --port: invalid int value: 'many'"),
-    ("PORT", "70000", "MAMBA_CACHE_PORT: --port is 70000; it must be from 0"),
+    ("PORT", "70000", "MAMBA_CACHE_PORT: --port is 70000; it must be between 0"),
     ("CORS_ORIGIN", "[a, {b: c}]", "MAMBA_CACHE_CORS_ORIGIN is '[a, {b: c}]'; it must be words, or a list"),
     ("NO_PREFIX_CACHING", "2", "MAMBA_CACHE_NO_PREFIX_CACHING is '2'; it must be true or false"),
     ("CONFIG", "none.yaml", "--config none.yaml: No such file"),

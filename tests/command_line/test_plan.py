@@ -116,7 +116,7 @@ def test_quantized_state_takes_a_byte_per_value_and_a_scale_per_channel(
         ((*KV, *STATE, "--cached-state-dtype", "int8"), "--cached-state-dtype needs --model"),
         (KV, "--state-bytes is missing"),
         ((), "--kv-bytes-per-token is missing"),
-        ((*KV, *STATE, "--model", "x"), "--model: give a model or the sizes of one"),
+        ((*KV, *STATE, "--model", "x"), "--model cannot be combined with"),
         (("--model", "nowhere"), "--model nowhere"),
         ((*KV, "--state-bytes", "0"), "--state-bytes is 0"),
         ((*KV, *STATE, "--cache-gb", "0"), "--cache-gb is 0.0"),

@@ -18,8 +18,8 @@ def scores(layout: Layout, most_logits: int) -> tuple[list[float], list[dict[str
         subject = engine_runs.hybrid(tiny_sizes())
         run = EngineRun.start(subject, cache_config(subject.sizes, max_tokens=24), scores_prompts=True)
         run.add(0, some_tokens(20, seed=1), 6)
-        wish = {"return_log_probs": True, "skip_prompt_log_probs": False, "top_n_logprobs": 2}
-        ranked = greedy(4, **wish)
+        requested = {"return_log_probs": True, "skip_prompt_log_probs": False, "top_n_logprobs": 2}
+        ranked = greedy(4, **requested)
         add_fields(ranked, prompt_top_n=3)
         run.add(1, some_tokens(50), ranked)
         run.finish()

@@ -4,7 +4,7 @@ A block is marked by an HTML comment right before it:
 
     <!-- run: base -->            executed in an environment with the base install; `server` and `test` likewise
     <!-- run: server, serves -->  a server: started, waited for, and stopped where the page ends or starts another
-    <!-- run: base, continues --> Python that goes on where the Python block before it ended
+    <!-- run: base, continues --> Python that continues the Python block before it
     <!-- prints -->               what the block before it prints; a line `...` stands for any lines
     <!-- prints: times vary -->   the same, but times and rates are not compared
     <!-- file: NAME -->           a file that later blocks of the page read

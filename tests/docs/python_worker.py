@@ -1,6 +1,6 @@
 """Execute Python blocks one after another in one process: a JSON object a line in, one a line out.
 
-Each block is `__main__` in a namespace of its own, unless it continues the one before it.
+Each block is `__main__` in its own namespace, unless it continues the one before it.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
     python -m tests.docs.run_blocks --environment base|server|test [--page README.md ...] [--pip-lines | --first]
 
 Imports the standard library only. `pip install` lines are left out: `--pip-lines` prints them and runs nothing. Every
-page runs in a folder of its own that looks like the repository, so that what blocks write leaves no trace.
+page runs in its own copy of the repository's layout, so that files written by blocks leave no trace.
 """
 
 import argparse

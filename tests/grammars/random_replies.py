@@ -16,7 +16,7 @@ class StuckReplyError(AssertionError):
 
 
 def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length: int) -> str:
-    """Return the text of a reply that ends soon after so many tokens.
+    """Return the text of a reply that ends soon after a number of tokens.
 
     Args:
         matcher: At a grammar's start.

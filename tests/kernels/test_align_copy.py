@@ -300,9 +300,9 @@ def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignBatch], tuple[object, .
         return arguments
 
     return {
-        "slots": (lambda p, r: (p.conv[:, 1:], p.ssm, r, BLOCK, WINDOW_LEN), "slots on cpu"),
-        "dimensions": (lambda p, r: (p.conv[0], p.ssm, r, BLOCK, WINDOW_LEN), "slots on cpu, found"),
-        "devices": (lambda p, r: (p.conv, p.ssm.to("meta"), r, BLOCK, WINDOW_LEN), "slots on cpu, found .* on meta"),
+        "slots": (lambda p, r: (p.conv[:, 1:], p.ssm, r, BLOCK, WINDOW_LEN), "5 slots, .*on cpu"),
+        "dimensions": (lambda p, r: (p.conv[0], p.ssm, r, BLOCK, WINDOW_LEN), "7 slots, .*on cpu, found"),
+        "devices": (lambda p, r: (p.conv, p.ssm.to("meta"), r, BLOCK, WINDOW_LEN), "slots, .*on cpu, found .* on meta"),
         "channel-major": (lambda p, r: (p.conv.mT.contiguous().mT, p.ssm, r, BLOCK, WINDOW_LEN), "contiguous inputs"),
         "window": (lambda p, r: (p.conv, p.ssm, r, BLOCK, 8), "need windows of at least 8 inputs"),
         "block": (lambda p, r: (p.conv, p.ssm, r, 0, WINDOW_LEN), "block_size"),

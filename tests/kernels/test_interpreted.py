@@ -1,6 +1,6 @@
 """The kernels' own tests pass in Triton's interpreter, which needs no GPU.
 
-In a process of its own: Triton binds every kernel to the interpreter or the compiler once, when it is imported.
+They run in a separate process: Triton binds every kernel to the interpreter or the compiler once, when it is imported.
 """
 
 import os

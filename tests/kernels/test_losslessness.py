@@ -38,7 +38,7 @@ def model_logits() -> Tensor:
 class Drafting:
     """A way to draft: a distribution to sample from, and the rows that report it to the verifier.
 
-    Rows that do not tell are verified by matching, wherever their drafts come from.
+    Rows that do not report it are verified by matching, whatever the source of their drafts.
     """
 
     proposal: Proposal

@@ -67,7 +67,7 @@ def test_kernel_and_reference_follow_the_definitions(device: str) -> None:
 
 def test_mismatched_arguments_are_refused(device: str) -> None:
     rows = rows_of(9, device)
-    with pytest.raises(ValueError, match="counts of 9 tokens, logits of 10"):
+    with pytest.raises(ValueError, match="one vocabulary size, found 9 and 10"):
         penalise(torch.zeros(7, 10, device=device), rows)
     with pytest.raises(ValueError, match="need float32 logits"):
         penalise(torch.zeros(7, 9, device=device, dtype=torch.bfloat16), rows)

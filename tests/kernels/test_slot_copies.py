@@ -189,12 +189,12 @@ def test_states_of_another_dtype_are_cast(device: str) -> None:
 def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str]]:
     """Return invalid calls and a word of the error."""
     return {
-        "lengths": (lambda pools, slots: copy_slots(pools, pools, slots, slots[:1]), "as many src as dst"),
+        "lengths": (lambda pools, slots: copy_slots(pools, pools, slots, slots[:1]), "src and dst of one length"),
         "dtype": (lambda pools, slots: copy_slots(pools, pools, slots.long(), slots), "src"),
         "strided numbers": (lambda pools, slots: copy_slots(pools, pools, slots[::2], slots[::2]), "contiguous"),
         "device": (lambda pools, slots: copy_slots(*[[pools[0].to("meta")]] * 2, slots, slots), "one device"),
-        "channel-major": (lambda pools, slots: copy_slots(*[[pools[0].mT]] * 2, slots, slots), "slots are contiguous"),
-        "shape": (lambda pools, slots: copy_slots(pools[:1], pools[1:], slots, slots), "differ in slots only"),
+        "channel-major": (lambda pools, slots: copy_slots(*[[pools[0].mT]] * 2, slots, slots), "with contiguous slots"),
+        "shape": (lambda pools, slots: copy_slots(pools[:1], pools[1:], slots, slots), "only in the number of slots"),
     }
 
 

@@ -300,7 +300,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x[:, :, 1:]), w, n), "need x of the ring"),
     "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "need B of the ring of"),
     "steps": (lambda t, p, r, w, n: (t, p, replace(r, steps=r.steps.mT.contiguous().mT), w, n), "contiguous within"),
-    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "need slots"),
+    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "need int32 slots"),
     "computed": (lambda t, p, r, w, n: (t, p, r, replace(w, computed=w.computed[:0]), n), "computed"),
     "max_tokens": (lambda t, p, r, w, n: (t, p, r, replace(w, max_tokens=0), n), "max_tokens"),
 }

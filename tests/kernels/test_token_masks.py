@@ -34,7 +34,7 @@ def test_mismatched_arguments_are_refused(device: str) -> None:
     logits = torch.zeros(2, 64, device=device)
     rows = torch.zeros(1, dtype=torch.int32, device=device)
     masks = torch.zeros(1, 2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="1 words cover 32 tokens, of 64"):
+    with pytest.raises(ValueError, match="1 words cover 32 of 64 tokens; need 2 words"):
         mask_tokens(logits, masks[:, :1].contiguous(), rows)
     with pytest.raises(ValueError, match="need contiguous int32 masks"):
         mask_tokens(logits, masks.long(), rows)

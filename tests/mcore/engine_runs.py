@@ -45,7 +45,7 @@ class UsualForm:
 
 @dataclass(frozen=True, slots=True)
 class Hybrid:
-    """A random model and its fp64 twin."""
+    """A random model and its fp64 oracle."""
 
     sizes: RandomHybridConfig
     model: Any
@@ -183,7 +183,7 @@ def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: i
 
 
 def with_host_tier(config: CacheConfig, shape: HybridModelShape, num_slabs: int) -> CacheConfig:
-    """Return settings of one memory with so many of its slabs on the host, on each rank, with drafts or without."""
+    """Return settings of one memory with a host tier of `num_slabs` slabs, on each rank, with drafts or without."""
     slab_bytes = 0
     for settings in (config, replace(config, num_speculative_tokens=0)):
         units = ranks_of_process().gather(shape.unit_bytes(settings.resolved()))

@@ -11,7 +11,7 @@ class NoisyDrafter:
 
     Args:
         texts: Request id -> prompt and reply.
-        varies: Propose a random part of what is requested, from nothing on.
+        varies: Propose a random number of the requested tokens, or none.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ MODEL_FORMS = {
 WITHOUT_REPLAY = ("toy", "gated delta")
 """Models whose states cannot be replayed."""
 
-_WISHES: tuple[dict[str, Any], ...] = (
+_REQUESTED: tuple[dict[str, Any], ...] = (
     {},
     {"return_log_probs": True, "skip_prompt_log_probs": True},
     {"return_log_probs": True},
@@ -149,16 +149,16 @@ class Arrival:
     num_tokens: int
     follows: int | None = None
     stop_words: tuple[tuple[int, ...], ...] = ()
-    wish: dict[str, Any] = field(default_factory=dict)
+    requested: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)  # for which Megatron has no field
     seed: int | None = None
 
     def asked(self, request_id: int) -> Asked:
         """Return the settings that the oracle needs; a request without a seed uses its id, as in `build_engine`."""
-        wish = {"top_k": 1} | self.wish
+        requested = {"top_k": 1} | self.requested
         return Asked(
             seed=request_id if self.seed is None else self.seed,
-            **{name: wish[name] for name in ("temperature", "top_k", "top_p") if name in wish},
+            **{name: requested[name] for name in ("temperature", "top_k", "top_p") if name in requested},
             logits=self.attributes.get("logits", {}),
             grammar=self.attributes.get("grammar", ""),
             ends=tuple(word[0] for word in self.stop_words if len(word) == 1),
@@ -166,18 +166,18 @@ class Arrival:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Return parameters: ends by length, stop words or single tokens; greedy unless `wish` says otherwise."""
+        """Return parameters: ends by length, stop words or single tokens; greedy unless `requested` says otherwise."""
         single = [word[0] for word in self.stop_words if len(word) == 1]
         longer = [" ".join(map(str, word)) for word in self.stop_words if len(word) > 1]
         end = single[0] if single else -1
-        params = greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.wish)
+        params = greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.requested)
         add_fields(params, **(self.attributes | ({"stop_token_ids": single[1:]} if single[1:] else {})))
         return params
 
     @property
     def is_greedy(self) -> bool:
         """True if its tokens must equal the oracle's."""
-        return "temperature" not in self.wish and "logits" not in self.attributes
+        return "temperature" not in self.requested and "logits" not in self.attributes
 
     def assert_ends_right(self, tokens: list[int]) -> None:
         """Assert that a reply ends where it must and not before."""
@@ -219,7 +219,7 @@ class Flavour:
 
     Args:
         settings: From a random generator, the block size and the most blocks of a request to cache settings.
-        gaps: Steps between two arrivals, one of which is drawn.
+        gaps: Options for the steps between two arrivals.
         is_disturbed: True if steps fail, and caches are flushed and suspended.
         num_texts: Texts that share nothing; each later request is the next turn of an earlier one. None: most requests
             share a beginning with others.
@@ -417,10 +417,10 @@ def make_workload(
 
     Args:
         has_log_probs: True if most requests want log-probs, and steps are disturbed whatever the flavour.
-        sampled_share: How many of the requests draw their tokens at random.
-        changed_share: How many of them change their logits.
+        sampled_share: Share of the requests that sample.
+        changed_share: Share of those that change their logits.
         has_grammars: True if about half of the requests have to follow a grammar, and no others have stop words.
-        models: Sizes of models, one of which is drawn; None: MODELS.
+        models: Sizes of models to choose from; None: MODELS.
         replays: True if states are replayed, from rings of some length; else what the device's default is.
         cached_form: How cached states are stored.
     """
@@ -442,10 +442,12 @@ def make_workload(
     if num_drafts or rng.random() < 0.3:
         arrivals = tuple(replace(arrival, stop_words=_stop_words(rng, subject)) for arrival in arrivals)
     if has_log_probs:
-        arrivals = tuple(replace(arrival, wish=rng.choice(_WISHES)) for arrival in arrivals)
+        arrivals = tuple(replace(arrival, requested=rng.choice(_REQUESTED)) for arrival in arrivals)
     if sampled_share:
         arrivals = tuple(
-            replace(arrival, wish=arrival.wish | rng.choice(_SAMPLED)) if rng.random() < sampled_share else arrival
+            replace(arrival, requested=arrival.requested | rng.choice(_SAMPLED))
+            if rng.random() < sampled_share
+            else arrival
             for arrival in arrivals
         )
     if has_grammars:

@@ -38,7 +38,7 @@ def start_run(**settings: Any) -> EngineRun:
 @pytest.mark.parametrize(
     "form", [list, tuple, np.array, torch.tensor, lambda tokens: torch.tensor(tokens, dtype=torch.int32)]
 )
-def test_token_id_prompts_may_be_any_sequence(form: Any) -> None:
+def test_prompt_may_be_any_sequence_of_token_ids(form: Any) -> None:
     run, plain = start_run(), start_run()
     run.prompts[0] = some_tokens(20)
     run.engine.add_request(0, form(some_tokens(20)), greedy(4))
@@ -48,7 +48,7 @@ def test_token_id_prompts_may_be_any_sequence(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
-def test_prompt_stays_on_the_host(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_tokens_are_stored_on_the_cpu(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
@@ -59,7 +59,7 @@ def test_prompt_stays_on_the_host(form: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("form", [list, np.array, torch.tensor])
-def test_callers_later_changes_do_not_reach_the_prompt(form: Any) -> None:
+def test_changing_the_callers_list_does_not_change_the_prompt(form: Any) -> None:
     run, prompt = start_run(), form(some_tokens(20))
     run.engine.add_request(0, prompt, greedy(4))
     prompt[2:5] = form([1, 2, 3])
@@ -69,12 +69,12 @@ def test_callers_later_changes_do_not_reach_the_prompt(form: Any) -> None:
 
 
 @pytest.mark.parametrize("token", [1.9, True, "7", None, 2**70, [1]])
-def test_prompt_that_is_not_token_ids_is_refused_without_a_trace(token: Any) -> None:
+def test_prompt_with_a_non_integer_token_is_refused_and_not_queued(token: Any) -> None:
     run = start_run()
-    with pytest.raises(ValueError, match=r"token 1 of the prompt is .*integers of 64 bits"):
+    with pytest.raises(ValueError, match=r"token 1 of the prompt is .*64-bit integers"):
         run.engine.add_request(0, [3, token], greedy(4))
     for prompt in ([token] * 3, [np.int64(3), token]):
-        with pytest.raises(ValueError, match=r"token [01] of the prompt is .*integers of 64 bits"):
+        with pytest.raises(ValueError, match=r"token [01] of the prompt is .*64-bit integers"):
             run.engine.add_request(0, prompt, greedy(4))
     with pytest.raises(TypeError, match="text or a sequence of token ids, found 7"):
         run.engine.add_request(0, 7, greedy(4))
@@ -100,7 +100,7 @@ def test_prompt_that_is_not_token_ids_is_refused_without_a_trace(token: Any) -> 
 )
 def test_arrays_that_are_not_token_ids_are_refused(prompt: Any) -> None:
     run = start_run()
-    with pytest.raises(ValueError, match=r"token 0 of the prompt is .*integers of 64 bits"):
+    with pytest.raises(ValueError, match=r"token 0 of the prompt is .*64-bit integers"):
         run.engine.add_request(0, prompt, greedy(4))
     assert not run.engine.requests
 
@@ -163,7 +163,7 @@ BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_bad_request_fails_alone_with_one_clear_error(name: str) -> None:
+def test_invalid_request_fails_with_a_clear_error_and_others_continue(name: str) -> None:
     prompt, params, words = BAD_REQUESTS[name]
     run = start_run()
     run.add(0, some_tokens(40), 9)
@@ -200,7 +200,7 @@ def test_id_of_a_failed_request_can_be_reused() -> None:
     run.assert_exact()
 
 
-def test_failed_request_is_reported_after_a_suspend() -> None:
+def test_failed_request_is_reported_when_the_engine_resumes() -> None:
     run = start_run()
     run.add(0, some_tokens(40))
     run.add(1, [])
@@ -212,7 +212,7 @@ def test_failed_request_is_reported_after_a_suspend() -> None:
     run.assert_nothing_held()
 
 
-def test_failed_request_counts_as_unfinished_until_reported() -> None:
+def test_failed_request_is_unfinished_until_its_error_is_reported() -> None:
     run = start_run()
     run.add(0, [])
     assert run.engine.has_unfinished_requests()
@@ -222,7 +222,7 @@ def test_failed_request_counts_as_unfinished_until_reported() -> None:
 
 
 @pytest.mark.parametrize("name", [*BAD_REQUESTS, "open number of tokens"])
-def test_context_refuses_a_bad_request_and_changes_nothing(name: str) -> None:
+def test_context_refuses_an_invalid_request_and_is_unchanged(name: str) -> None:
     bad = BAD_REQUESTS | {"open number of tokens": (some_tokens(5), greedy(None), ("num_tokens_to_generate", "None"))}
     prompt, params, words = bad[name]
     run = start_run()
@@ -246,23 +246,23 @@ def test_request_added_to_the_context_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("model", "found"), [(None, "None"), ("model", "'model'"), (torch.nn.Linear(1, 1), "Linear")])
-def test_engine_without_a_model_names_what_it_needs(model: Any, found: str) -> None:
-    with pytest.raises(TypeError, match=f"needs a MambaModel, found {found}"):
+def test_engine_built_without_a_model_raises_type_error(model: Any, found: str) -> None:
+    with pytest.raises(TypeError, match=f"only a MambaModel can be served, found {found}"):
         build_engine(model)
 
 
-def test_engine_with_invalid_settings_names_what_it_needs() -> None:
+def test_engine_built_with_a_dict_of_settings_raises_type_error() -> None:
     with pytest.raises(TypeError, match=r"needs a CacheConfig or None, found \{'max_tokens': 5\}"):
         build_engine(tiny_hybrid().model, {"max_tokens": 5})
 
 
 @pytest.mark.parametrize("spec", [None, local_hybrid_spec, torch.nn.Linear], ids=["None", "function", "class"])
-def test_invalid_spec_names_what_it_needs(spec: Any) -> None:
+def test_layer_spec_of_the_wrong_type_is_refused(spec: Any) -> None:
     with pytest.raises(TypeError, match="needs the ModuleSpec of a MambaStack, found"):
         with_mamba_cache(spec)
 
 
-def test_impossible_kv_budget_is_refused_with_the_minimum() -> None:
+def test_too_small_kv_budget_is_refused_and_the_error_names_the_minimum() -> None:
     subject = tiny_hybrid()
     with pytest.raises(ValueError, match=r"cache_gb is 1.1e-06 .*--cache-gb to 0\.0\d+ or more"):
         build_engine(
@@ -270,7 +270,7 @@ def test_impossible_kv_budget_is_refused_with_the_minimum() -> None:
         )
 
 
-def test_stated_minimum_of_one_budget_fits_the_longest_request() -> None:
+def test_cache_gb_minimum_given_in_the_error_fits_the_longest_requests() -> None:
     subject = tiny_hybrid()
     settings = {"block_size_tokens": 16, "max_sequence_length": 96, "max_tokens": 64, "max_requests": 4}
     with pytest.raises(ValueError, match=r"cache_gb is 1e-06 GiB.*max_sequence_length=96") as error:
@@ -283,7 +283,7 @@ def test_stated_minimum_of_one_budget_fits_the_longest_request() -> None:
     run.assert_exact()
 
 
-def test_stated_minimum_is_enough() -> None:
+def test_engine_runs_with_the_minimum_cache_gb_given_in_the_error() -> None:
     subject = tiny_hybrid()
     settings = {"block_size_tokens": 16, "max_sequence_length": 64, "max_tokens": 64, "max_requests": 4}
     tiny = CacheConfig(buffer_size_gb=1e-9, prefix_caching_mamba_gb=1e-9, **settings)
@@ -298,7 +298,7 @@ def _number_after(words: str, error: pytest.ExceptionInfo[ValueError]) -> float:
     return float(str(error.value).split(words)[1].split()[0].rstrip(",.;"))
 
 
-def test_impossible_state_budget_is_refused_with_the_minimum() -> None:
+def test_too_small_state_budget_is_refused_and_the_error_names_the_minimum() -> None:
     large = tiny_hybrid(mamba_state_dim=64, mamba_head_dim=32, hidden_size=64, pattern="MMM*")
     with pytest.raises(ValueError, match=r"cache_gb is 2e-05 .* 0\.0\d+ or more"):
         build_engine(large.model, CacheConfig(prefix_caching_mamba_gb=1e-5, buffer_size_gb=1e-5))
@@ -308,7 +308,7 @@ def test_impossible_state_budget_is_refused_with_the_minimum() -> None:
     "allocation", [f"{cache_memory.__name__}.StepBuffers", f"{dynamic_context.__name__}.GraphedMHAMetadata"]
 )
 @pytest.mark.parametrize("raised", [RuntimeError, torch.OutOfMemoryError, MemoryError])
-def test_step_too_large_for_memory_names_its_limits(
+def test_out_of_memory_error_names_the_limits_to_lower(
     allocation: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
@@ -323,7 +323,7 @@ def test_step_too_large_for_memory_names_its_limits(
 
 def test_block_size_must_be_a_multiple_of_the_ssm_chunk() -> None:
     subject = tiny_hybrid(ssm_chunk_size=16)
-    with pytest.raises(ValueError, match=r"block_size_tokens is 24.*chunk of 16"):
+    with pytest.raises(ValueError, match=r"chunk size 16, found 24"):
         build_engine(subject.model, cache_config(subject.sizes, block_size_tokens=24))
     run = EngineRun.start(subject, cache_config(subject.sizes, block_size_tokens=24, prefix_caching=False))
     run.run(0, some_tokens(50))
@@ -334,7 +334,7 @@ def test_block_size_must_be_a_multiple_of_the_ssm_chunk() -> None:
     ("pattern", "message"),
     [("****", "no Mamba layer"), ("MM-M", "no attention layer"), ("MX*", r"unknown symbols \['X'\]"), ("", "no Mamba")],
 )
-def test_only_hybrids_of_known_layers_are_built(pattern: str, message: str) -> None:
+def test_layer_pattern_without_mamba_or_attention_is_refused(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         random_hybrid_model(tiny_sizes(pattern=pattern))
 
@@ -371,7 +371,7 @@ def test_other_megatron_core_release_is_refused() -> None:
     [{"tenant": None}, {"tenant": "\ud800"}, {"seed": 1.5}, {"request_id": 2**70}, {"request_id": -1}],
     ids=str,
 )
-def test_synchronously_refused_request_leaves_no_trace(settings: dict[str, Any]) -> None:
+def test_request_refused_by_add_request_is_not_queued(settings: dict[str, Any]) -> None:
     run = start_run()
     run.add(0, some_tokens(40), 6)
     request_id = settings.pop("request_id", 9)
@@ -395,7 +395,9 @@ def test_synchronously_refused_request_leaves_no_trace(settings: dict[str, Any])
     ],
     ids=["top_k", "temperature", "top_p", "top_p nan", "broken top_k", "top_n_logprobs", "no tokens"],
 )
-def test_unsupported_sampling_fails_alone(sampling: SamplingParams, words: tuple[str, ...]) -> None:
+def test_request_with_unsupported_sampling_fails_and_others_continue(
+    sampling: SamplingParams, words: tuple[str, ...]
+) -> None:
     run = start_run()
     run.add(0, some_tokens(40), 6)
     run.engine.add_request(1, some_tokens(5), sampling)

@@ -70,7 +70,7 @@ def test_zero_centered_layer_norm_is_refused() -> None:
         LayerNorm(layer_norm, 8)
 
 
-def test_layer_norm_is_torchs_own() -> None:
+def test_layer_norm_is_an_nn_layer_norm() -> None:
     norm = LayerNorm(config("LayerNorm", torch.bfloat16), 8)
     assert type(norm) is nn.LayerNorm and norm.weight.dtype == torch.bfloat16
 
@@ -83,7 +83,7 @@ def summed(multiplier: float = 1.0, offset: float = 0.0) -> tuple[ResidualAdd, L
 
 
 @pytest.mark.parametrize(("multiplier", "offset"), [(1.0, 0.0), (0.5, 0.0), (1.0, 1.0)])
-def test_residual_sum_computes_the_next_layers_norm(
+def test_residual_addition_also_computes_the_next_layers_norm(
     multiplier: float, offset: float, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     add, norm = summed(multiplier, offset)
@@ -100,7 +100,9 @@ def test_residual_sum_computes_the_next_layers_norm(
     torch.testing.assert_close(normed, expected)
 
 
-def test_prefetched_norm_is_used_only_for_its_own_tensor(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_precomputed_norm_is_used_only_for_the_tensor_it_belongs_to(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     add, norm = summed()
     norm.to(device)
     with torch.inference_mode():

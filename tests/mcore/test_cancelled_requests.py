@@ -31,7 +31,7 @@ def cancel(run: EngineRun, request_id: int) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 9])
-def test_cancelled_request_holds_nothing_after_the_call(num_steps: int) -> None:
+def test_cancelled_request_releases_its_blocks_and_slots_immediately(num_steps: int) -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(60), 40)
     for _ in range(num_steps):
@@ -62,13 +62,13 @@ def test_paused_request_continues_after_others_are_cancelled(how: str, monkeypat
     run.assert_exact()
 
 
-def test_second_or_late_cancel_returns_false() -> None:
+def test_cancelling_a_finished_or_unknown_request_returns_false() -> None:
     run = start_run()
     run.run(0, some_tokens(20))
     assert not run.engine.cancel_request(0) and not run.engine.cancel_request(7)
 
 
-def test_published_blocks_of_a_cancelled_request_stay_findable() -> None:
+def test_cached_blocks_of_a_cancelled_request_are_reused_by_the_next() -> None:
     run = start_run()
     run.add(0, some_tokens(50), 40)
     run.step()
@@ -77,7 +77,7 @@ def test_published_blocks_of_a_cancelled_request_stay_findable() -> None:
     run.assert_exact()
 
 
-def test_request_waiting_for_a_cancelled_prefix_continues() -> None:
+def test_request_continues_when_the_prefix_it_waits_for_is_cancelled() -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(60), 4)
     run.add(1, some_tokens(60), 4)
@@ -121,7 +121,7 @@ def test_refused_request_can_be_cancelled_before_its_report() -> None:
         for form, share in (("dense", True), ("gated delta", index % 4 == 1))
     ],
 )
-def test_random_cancels_leak_nothing_and_change_no_token(name: str, num_drafts: int, form: str) -> None:
+def test_random_cancels_leak_no_memory_and_change_no_token(name: str, num_drafts: int, form: str) -> None:
     tally, num_cancelled = OracleTally(), 0
     for seed in range(3):
         rng = random.Random(f"cancels {name} {seed} {num_drafts}")

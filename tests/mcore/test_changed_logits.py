@@ -54,7 +54,7 @@ def run_with(prompt: Sequence[int], settings: dict[str, Any], **sampling: Any) -
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_token_maximizes_the_changed_logits(name: str) -> None:
+def test_greedy_token_maximizes_the_logits_after_penalties_and_bias(name: str) -> None:
     prompt, settings = some_tokens(30), CHANGES[name]
     run = run_with(prompt, settings)
     tokens, oracle, num_compared = run.tokens(0), HybridOracle.from_megatron(run.subject.model), 0
@@ -70,7 +70,7 @@ def test_each_token_maximizes_the_changed_logits(name: str) -> None:
     run.assert_nothing_held()
 
 
-def test_neutral_settings_change_nothing_and_cost_nothing() -> None:
+def test_neutral_penalties_change_no_token_and_track_no_seen_tokens() -> None:
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1, "logit_bias": [], "min_p": 0}
     prompt = some_tokens(30)
     run = run_with(prompt, neutral)

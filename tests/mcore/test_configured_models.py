@@ -34,7 +34,7 @@ def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MambaLayer, "__init__", build)
 
 
-def test_model_with_experts_is_built() -> None:
+def test_moe_model_is_built() -> None:
     config = configured()
     assert (routing_rule(config).top_k, routing_rule(config).score) == (2, "softmax")
     assert isinstance(built(config).decoder.layers[1], ExpertLayer)
@@ -52,10 +52,10 @@ def test_model_with_experts_is_built() -> None:
         ("moe_expert_capacity_factor", 1.5, "1.5.*support"),
         ("moe_shared_expert_overlap", True, "True.*support"),
         ("add_bias_linear", True, "True.*support"),
-        ("num_moe_experts", None, "None.*set it"),
-        ("top_k", {"moe_router_topk": 8}, "8, and a token can choose from 4"),
-        ("moe_router_topk", GROUPS | {"moe_router_topk": 1}, "1, fewer than the 2 groups.*no score"),
-        ("moe_router_pre_softmax", GROUPS | {"moe_router_pre_softmax": True}, "True, which scores groups by sums of"),
+        ("num_moe_experts", None, "None.*set num_moe_experts"),
+        ("top_k", {"moe_router_topk": 8}, "8, but a token can choose from 4"),
+        ("moe_router_topk", GROUPS | {"moe_router_topk": 1}, "1, which is less than .*group_topk, 2; each"),
+        ("moe_router_pre_softmax", GROUPS | {"moe_router_pre_softmax": True}, "True, but a group with more"),
         ("activation_func_clamp_value", 7.0, "7.0.*support"),
         ("glu_linear_offset", 1.0, "1.0.*support"),
         ("window_size", (4, 0), r"\(4, 0\).*support"),
@@ -74,9 +74,9 @@ def test_unsupported_configuration_is_refused(setting: str, value: Any, shown: s
 
 
 @pytest.mark.usefixtures("no_layers")
-def test_spec_without_experts_is_refused_for_a_pattern_with_experts() -> None:
+def test_moe_layer_pattern_is_refused_when_the_spec_has_no_experts() -> None:
     """Megatron would skip these layers, and tokens would be wrong."""
-    with pytest.raises(ValueError, match=r"num_experts of LocalSpecOptions is None.*hybrid_override_pattern.*set it"):
+    with pytest.raises(ValueError, match=r"num_experts is None.*hybrid_override_pattern.*set num_experts"):
         built(configured(), local_hybrid_spec())
 
 
@@ -85,12 +85,12 @@ def test_model_with_skipped_layers_is_refused() -> None:
     spec = local_hybrid_spec()
     spec.submodules.mlp_layer = IdentityOp
     model = built(configured(), spec, hybrid_override_pattern="M-M*")
-    with pytest.raises(ValueError, match="the model's spec has no layer for '-'"):
+    with pytest.raises(ValueError, match="layer pattern contains '-', but its spec has no such layer"):
         build_engine(model, SETTINGS)
 
 
 @pytest.mark.parametrize("setting", ["qk_layernorm", "qk_l2_norm"])
-def test_query_and_key_norms_missing_from_the_spec_are_refused(setting: str) -> None:
+def test_spec_without_the_configured_query_and_key_norms_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting} is True, but the spec has no norm.*set it to False"):
         built(configured(**{setting: True}))
 
@@ -99,7 +99,7 @@ def test_query_and_key_norms_missing_from_the_spec_are_refused(setting: str) -> 
     ("setting", "value"),
     [("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("moe_input_jitter_eps", 0.1)],
 )
-def test_expert_layer_whose_tokens_depend_on_the_batch_or_chance_is_refused(setting: str, value: Any) -> None:
+def test_moe_routing_with_capacity_limits_or_randomness_is_refused(setting: str, value: Any) -> None:
     spec = spec_with_experts()
     spec.submodules.moe_layer.module = TransformerLayer
     spec.submodules.moe_layer.submodules.mlp = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
@@ -111,9 +111,9 @@ def test_expert_layer_whose_tokens_depend_on_the_batch_or_chance_is_refused(sett
         build_engine(model, SETTINGS)
 
 
-def test_requests_may_not_exceed_learned_positions() -> None:
+def test_request_longer_than_the_learned_positions_is_refused() -> None:
     model = built(configured(), position_embedding_type="learned_absolute")
-    with pytest.raises(ValueError, match="embeddings of 64 positions, and a request may have 256 tokens; set"):
+    with pytest.raises(ValueError, match="embeddings for 64 positions, but a request may have 256 tokens; set"):
         build_engine(model, SETTINGS)
     build_engine(model, replace(SETTINGS, max_sequence_length=64)).close()
 
@@ -122,7 +122,7 @@ def test_requests_may_not_exceed_learned_positions() -> None:
     ("layer", "part", "base"),
     [("attention_layer", "self_attention", SelfAttention), ("mamba_layer", "mixer", MambaMixer)],
 )
-def test_custom_layer_that_would_not_be_called_is_refused(layer: str, part: str, base: type) -> None:
+def test_custom_mixer_or_attention_class_is_refused(layer: str, part: str, base: type) -> None:
     own = type("Own", (base,), {})
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=ModuleSpec(MambaMixer))),
@@ -133,13 +133,13 @@ def test_custom_layer_that_would_not_be_called_is_refused(layer: str, part: str,
     spec = ModuleSpec(MambaStack, submodules=layers)
     with_mamba_cache(spec)
     setattr(getattr(layers, layer).submodules, part, ModuleSpec(own))
-    with pytest.raises(ValueError, match=f"Own.*, not a {base.__name__}"):
+    with pytest.raises(ValueError, match=f"Own.* instead of a {base.__name__}"):
         with_mamba_cache(spec)
 
 
-def test_custom_attention_that_would_not_be_called_is_refused() -> None:
+def test_custom_core_attention_class_is_refused() -> None:
     spec = spec_with_experts()
     own = type("Own", (DotProductAttention,), {"__module__": "somewhere"})
     spec.submodules.attention_layer.submodules.self_attention.submodules.core_attention = own
-    with pytest.raises(ValueError, match="core_attention is Own, which no step would call"):
+    with pytest.raises(ValueError, match="core_attention is Own, which steps would not call"):
         built(configured(), spec)

@@ -132,7 +132,7 @@ def test_random_workloads_with_drafts_match_the_oracle(
 
 @forms
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_graphs_may_hold_more_requests_than_can_run(
+def test_graph_may_be_captured_for_more_requests_than_max_requests(
     models: Any, replays: bool, num_drafts: int, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured_shapes, "_is_slow", lambda num_tokens: True)
@@ -155,7 +155,7 @@ def test_graphs_may_hold_more_requests_than_can_run(
     assert max(requests_too_many) == 1
 
 
-def test_every_step_that_fits_a_shape_replays_a_graph() -> None:
+def test_step_replays_a_graph_whenever_it_fits_a_captured_shape() -> None:
     run = start(max_requests=8)
     for request_id in range(5):
         run.add(request_id, some_tokens(12, seed=request_id), 6 + request_id)
@@ -173,7 +173,7 @@ def test_every_step_that_fits_a_shape_replays_a_graph() -> None:
 
 
 @forms
-def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_with_many_prompts_replays_a_graph(models: Any, replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     laid_out = []
 
     class NotedGraph(StepGraph):
@@ -205,7 +205,7 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
 
 
 @pytest.mark.parametrize("num_prompt", [10, 60])
-def test_drafts_join_prompts_only_if_the_step_keeps_its_graph(num_prompt: int) -> None:
+def test_prefill_steps_include_drafts_only_if_no_graph_is_lost(num_prompt: int) -> None:
     """Graphs hold up to 40 prompt tokens and no drafts: only longer prompts run with drafts."""
     subject = tiny_hybrid()
     plain = EngineRun.start(subject, cache_config(subject.sizes))
@@ -231,7 +231,7 @@ def test_drafts_join_prompts_only_if_the_step_keeps_its_graph(num_prompt: int) -
     run.assert_exact()
 
 
-def test_largest_prompt_shape_is_where_compute_equals_launch_time(
+def test_largest_prefill_graph_is_where_compute_time_equals_launch_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_shape, "_LAUNCHED_MACS", 100 * tiny_hybrid().shape.layer_weights)
@@ -248,7 +248,7 @@ def test_largest_prompt_shape_is_where_compute_equals_launch_time(
     assert most[True, 4] == 200 and most[True, 8] == 100 and most[False, 8] == 100
 
 
-def test_capture_touches_no_state_and_holds_nothing() -> None:
+def test_graph_capture_changes_no_state_and_holds_no_blocks() -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, decode_checkpoints="all", num_speculative_tokens=2)
     run = EngineRun.start(subject, with_graphs(with_one_budget(config, subject.shape, 40)))
@@ -270,7 +270,7 @@ def test_capture_touches_no_state_and_holds_nothing() -> None:
         assert torch.equal(old, new)
 
 
-def test_graphs_survive_a_flush_and_evictions() -> None:
+def test_graphs_stay_valid_after_a_flush_and_evictions() -> None:
     run = start(cached_states=2, kv_blocks=6, max_requests=3)
     graphs = run.context.graphs
     for request_id in range(8):
@@ -283,7 +283,7 @@ def test_graphs_survive_a_flush_and_evictions() -> None:
     run.assert_exact()
 
 
-def test_resume_captures_new_graphs_over_the_new_memory() -> None:
+def test_resume_allocates_new_memory_and_captures_new_graphs() -> None:
     run = start()
     run.add(0, some_tokens(30), 12)
     run.step()
@@ -329,7 +329,7 @@ def test_sampled_tokens_equal_those_without_graphs(num_drafts: int) -> None:
     assert texts[0] == texts[1]
 
 
-def test_prompts_are_scored_next_to_graphs() -> None:
+def test_prompt_log_probs_are_right_when_other_steps_replay_graphs() -> None:
     subject = tiny_hybrid()
     config = with_graphs(cache_config(subject.sizes))
     run = EngineRun.start(subject, config, scores_prompts=True)
@@ -353,9 +353,9 @@ def test_log_probs_equal_those_without_graphs(only_last: bool) -> None:
         run = EngineRun.start(subject, settings, materialize_only_last_token_logits=only_last)
         run.add(0, some_tokens(20), 5)
         run.step()
-        wish = {"return_log_probs": True, "top_n_logprobs": 2, "skip_prompt_log_probs": True}
-        run.add(1, some_tokens(16, seed=1), greedy(9, **wish))
-        run.add(2, some_tokens(7, seed=2), greedy(9, **wish))
+        requested = {"return_log_probs": True, "top_n_logprobs": 2, "skip_prompt_log_probs": True}
+        run.add(1, some_tokens(16, seed=1), greedy(9, **requested))
+        run.add(2, some_tokens(7, seed=2), greedy(9, **requested))
         num_steps, num_graphs = run.counters.steps, run.counters.graph_steps
         run.finish()
         num_steps, num_graphs = run.counters.steps - num_steps, run.counters.graph_steps - num_graphs
@@ -368,7 +368,7 @@ def test_log_probs_equal_those_without_graphs(only_last: bool) -> None:
         torch.testing.assert_close(plain, captured, rtol=0, atol=1e-5)
 
 
-def test_experts_that_need_the_host_run_without_graphs(
+def test_no_graphs_are_captured_when_the_host_waits_for_expert_routing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01, "max_requests": 2}
@@ -382,7 +382,7 @@ def test_experts_that_need_the_host_run_without_graphs(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay calls no hook")
-def test_padding_is_routed_to_no_expert() -> None:
+def test_padding_tokens_are_routed_to_no_expert() -> None:
     subject = tiny_hybrid(pattern="ME*")
     run = EngineRun.start(subject, with_graphs(cache_config(subject.sizes, max_requests=8)))
     mixture, chosen = subject.model.decoder.layers[1].mlp, []
@@ -402,7 +402,7 @@ class RanksOfWhichOneCannot(OneRank):
         return [value, "the host waits for experts"]
 
 
-def test_no_stage_is_captured_if_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_rank_captures_graphs_if_one_rank_cannot(caplog: pytest.LogCaptureFixture) -> None:
     settings = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01, "max_requests": 2, "block_size_tokens": 64}
     engine = build_engine(tiny_hybrid().model, with_graphs(CacheConfig(**settings), 2))
     assert engine.context.graphs is not None
@@ -422,7 +422,7 @@ def test_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert run.counters.graph_steps == 0
 
 
-def test_garbage_is_collected_before_a_capture_and_not_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_garbage_is_collected_before_a_capture_and_not_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[bool] = []
 
     class Garbage:

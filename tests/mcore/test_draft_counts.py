@@ -28,7 +28,7 @@ def counts(run: EngineRun) -> list[DraftCounts]:
     return [run.engine.draft_counts(request_id) for request_id in range(NUM_REQUESTS)]
 
 
-def test_right_drafts_save_one_step_per_accepted_token() -> None:
+def test_correct_drafts_save_one_decode_step_per_accepted_token() -> None:
     run = start(accuracy=1.0)
     assert counts(run) == [DraftCounts()] * NUM_REQUESTS
     run.finish()
@@ -37,13 +37,13 @@ def test_right_drafts_save_one_step_per_accepted_token() -> None:
     assert sum(found.accepted for found in counts(run)) == NUM_REQUESTS * (NUM_TOKENS - 1) - run.counters.decode_rows
 
 
-def test_wrong_drafts_are_counted_as_drafted_only() -> None:
+def test_rejected_drafts_are_counted_as_drafted_but_not_accepted() -> None:
     run = start(accuracy=0.0)
     run.finish()
     assert all(found.drafted > 0 == found.accepted for found in counts(run))
 
 
-def test_counts_survive_evictions_and_add_up_to_the_counters() -> None:
+def test_draft_counts_survive_evictions_and_sum_to_the_engine_counters() -> None:
     run = start(accuracy=0.7, kv_blocks=10, paused_blocks=0)
     run.finish()
     run.assert_exact()
@@ -53,5 +53,5 @@ def test_counts_survive_evictions_and_add_up_to_the_counters() -> None:
     assert all(0 < found.accepted < found.drafted for found in counts(run))
 
 
-def test_unknown_request_has_no_drafts() -> None:
+def test_draft_counts_of_an_unknown_request_are_zero() -> None:
     assert EngineRun.start(tiny_hybrid()).engine.draft_counts(7) == DraftCounts()

@@ -58,7 +58,7 @@ def step_while(run: EngineRun, act: Callable[[EngineRun], None]) -> None:
 @pytest.mark.parametrize("resident_pools", [False, True])
 @pytest.mark.parametrize("num_graphs", [0, 2])
 @pytest.mark.parametrize("num_steps", [0, 4])
-def test_dropped_step_leaves_no_token(
+def test_abandoning_a_running_step_loses_and_repeats_no_token(
     name: str, resident_pools: bool, num_graphs: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)
@@ -73,14 +73,14 @@ def test_dropped_step_leaves_no_token(
     run.assert_nothing_held()
 
 
-def test_closing_ends_the_running_step() -> None:
+def test_closing_the_engine_ends_the_running_step() -> None:
     run = start_run()
     run.step()
     step_while(run, lambda run: run.engine.close())
     assert not run.context.is_computing and not run.context.running_requests
 
 
-def test_closing_refuses_remaining_requests_one_by_one() -> None:
+def test_stepping_a_closed_engine_fails_its_requests_one_by_one() -> None:
     run = start_run(max_requests=1)
     run.step()
     assert [request.request_id for request in run.context.running_requests] == [1] and list(
@@ -100,7 +100,7 @@ def test_closing_refuses_remaining_requests_one_by_one() -> None:
     assert not run.engine.requests and not run.engine.has_unfinished_requests()
 
 
-def test_requests_of_a_suspended_engine_wait_while_it_is_stepped() -> None:
+def test_stepping_a_suspended_engine_raises_and_fails_no_request() -> None:
     run = start_run(max_requests=1)
     run.step()
     run.engine.suspend()
@@ -113,7 +113,7 @@ def test_requests_of_a_suspended_engine_wait_while_it_is_stepped() -> None:
     run.assert_exact()
 
 
-def test_suspended_engine_can_be_reset() -> None:
+def test_resetting_a_suspended_engine_removes_its_requests() -> None:
     run = start_run()
     run.step()
     run.engine.suspend()
@@ -121,7 +121,7 @@ def test_suspended_engine_can_be_reset() -> None:
     assert not run.engine.requests and not run.engine.has_unfinished_requests()
 
 
-def test_closing_without_requests_does_nothing() -> None:
+def test_closing_an_engine_without_requests_does_nothing() -> None:
     run = start_run()
     run.finish()
     run.engine.close()
@@ -131,7 +131,7 @@ def test_closing_without_requests_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("digest_steps", [0, 1, 2])
-def test_rank_digest_covers_steps_taken_by_the_caller(digest_steps: int) -> None:
+def test_rank_digest_includes_steps_run_by_the_caller(digest_steps: int) -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, rank_digest_steps=digest_steps))
     context, model = run.context, run.engine.controller.inference_wrapped_model
@@ -148,7 +148,7 @@ def test_rank_digest_covers_steps_taken_by_the_caller(digest_steps: int) -> None
     assert subject.oracle.check_greedy(prompt, tokens, 1e-5).first_mismatch is None
 
 
-def test_requests_advanced_by_a_failed_step_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_advanced_by_a_failed_step_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     for _ in range(3):
         run.step()
@@ -165,7 +165,7 @@ def test_requests_advanced_by_a_failed_step_are_dropped(monkeypatch: pytest.Monk
     context.check_integrity()
 
 
-def test_evicted_request_is_released_once_even_if_growth_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_request_is_released_once_when_block_allocation_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid()
     settings = {"kv_blocks": 5, "paused_blocks": 1, "max_sequence_length": 64, "prefix_caching": False}
     run = EngineRun.start(subject, cache_config(subject.sizes, **settings))

@@ -29,7 +29,7 @@ def computed_tokens(run: EngineRun, prompts: Sequence[Sequence[int]]) -> list[in
 
 
 @pytest.mark.parametrize("ssm_chunk_size", [64, 256])
-def test_branches_of_one_prefix_compute_2008_of_3800_tokens(ssm_chunk_size: int) -> None:
+def test_requests_that_share_a_prefix_compute_2008_of_3800_tokens(ssm_chunk_size: int) -> None:
     a, b = distinct_tokens(512, 0)[:256], distinct_tokens(512, 0)[256:]
     r1, r2, r3 = (distinct_tokens(288, seed) for seed in (1, 2, 3))
     prompts = [a + r3[:44], a + b + r1, a + b + r2, a + b + r3, a + b + r1[:256] + distinct_tokens(332, 4)]
@@ -40,7 +40,7 @@ def test_branches_of_one_prefix_compute_2008_of_3800_tokens(ssm_chunk_size: int)
     run.assert_exact()
 
 
-def test_simultaneous_branches_compute_1752_tokens() -> None:
+def test_simultaneous_requests_that_share_a_prefix_compute_1752_tokens() -> None:
     a, b = distinct_tokens(512, 0)[:256], distinct_tokens(512, 0)[256:]
     r1, r2, r3 = (distinct_tokens(288, seed) for seed in (1, 2, 3))
     prompts = [a + r3[:44], a + b + r1, a + b + r2, a + b + r3, a + b + r1[:256] + distinct_tokens(332, 4)]
@@ -53,7 +53,7 @@ def test_simultaneous_branches_compute_1752_tokens() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [2048, 300])
-def test_burst_of_8_computes_its_shared_prefix_once(max_tokens: int) -> None:
+def test_8_simultaneous_requests_compute_their_shared_prefix_once(max_tokens: int) -> None:
     shared = distinct_tokens(512, 0)
     run = start_run(64, max_tokens=max_tokens)
     for index in range(8):
@@ -63,14 +63,14 @@ def test_burst_of_8_computes_its_shared_prefix_once(max_tokens: int) -> None:
     run.assert_exact()
 
 
-def test_aligned_prompts_and_their_repeats_compute_1024_of_1536_tokens() -> None:
+def test_repeated_prompts_of_whole_blocks_compute_1024_of_1536_tokens() -> None:
     a, b = distinct_tokens(512, 0)[:256], distinct_tokens(512, 0)[256:]
     run = start_run(256, ssm_chunk_size=64)
     assert computed_tokens(run, [a, a, a + b, a + b]) == [256, 256, 256, 256]
     run.assert_exact()
 
 
-def test_repeat_computes_only_tokens_after_its_last_boundary() -> None:
+def test_repeated_prompt_computes_only_tokens_after_its_last_full_block() -> None:
     prompt = distinct_tokens(4 * 32 + 5, 0)
     run = start_run(32)
     assert computed_tokens(run, [prompt, prompt]) == [133, 5]
@@ -78,14 +78,14 @@ def test_repeat_computes_only_tokens_after_its_last_boundary() -> None:
     run.assert_exact()
 
 
-def test_aligned_repeat_computes_one_block() -> None:
+def test_repeated_prompt_of_whole_blocks_computes_one_block() -> None:
     prompt = distinct_tokens(3 * 32, 0)
     run = start_run(32)
     assert computed_tokens(run, [prompt, prompt]) == [96, 32]
     run.assert_exact()
 
 
-def test_skip_ends_at_the_deepest_state_whatever_kv_is_cached() -> None:
+def test_prefill_resumes_at_the_last_cached_state_even_if_more_kv_is_cached() -> None:
     prompt = distinct_tokens(3 * 32 + 5, 0)
     run = start_run(32, boundary_stride=1)
     run.add(0, prompt)
@@ -102,7 +102,7 @@ def test_skip_ends_at_the_deepest_state_whatever_kv_is_cached() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_prompt_shorter_than_the_convolution_works(num_tokens: int) -> None:
+def test_prompt_shorter_than_the_convolution_window_is_served(num_tokens: int) -> None:
     run = start_run(32)
     prompt = distinct_tokens(num_tokens, 0)
     assert num_tokens < run.subject.shape.recurrent[0].recurrence.d_conv
@@ -112,7 +112,7 @@ def test_prompt_shorter_than_the_convolution_works(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("carry", [0, 1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("align", [True, False])
-def test_carry_across_prefill_chunks_changes_nothing(carry: int, align: bool) -> None:
+def test_splitting_a_prompt_into_prefill_chunks_changes_no_token(carry: int, align: bool) -> None:
     run = start_run(32, ssm_chunk_size=16, max_tokens=64, align_prefill_chunks=align)
     run.add(0, distinct_tokens(64 - carry, 0))
     run.add(1, distinct_tokens(101, 1))
@@ -122,7 +122,7 @@ def test_carry_across_prefill_chunks_changes_nothing(carry: int, align: bool) ->
     run.assert_exact()
 
 
-def test_ten_identical_prompts_hold_one_copy_of_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_identical_prompts_share_one_copy_of_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = distinct_tokens(3 * 32, 0)
     run = start_run(32, max_requests=10)
     for index in range(10):
@@ -148,7 +148,7 @@ def test_ten_identical_prompts_hold_one_copy_of_their_blocks(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("align", [True, False])
-def test_chunked_prompt_captures_its_last_boundary(align: bool) -> None:
+def test_chunked_prefill_caches_the_state_after_the_last_full_block(align: bool) -> None:
     prompt = distinct_tokens(400, 0) + distinct_tokens(400, 1)
     run = start_run(256, ssm_chunk_size=64, max_tokens=300, align_prefill_chunks=align)
     run.add(0, prompt)

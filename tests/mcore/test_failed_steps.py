@@ -41,7 +41,7 @@ def assert_nothing_reserved(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize("point", ERROR_POINTS)
-def test_error_anywhere_returns_reservations_and_loses_no_token(
+def test_error_in_any_part_of_a_step_frees_reservations_and_loses_no_token(
     point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run()
@@ -71,7 +71,7 @@ def test_consecutive_errors_lose_no_token(steps_between: int, monkeypatch: pytes
     run.assert_exact()
 
 
-def test_failed_step_publishes_nothing_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_caches_no_block_or_state(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     before = run.context.snapshot()
     raise_once(monkeypatch, run.subject.model.decoder.layers[2].mixer, "forward")

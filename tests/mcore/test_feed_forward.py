@@ -46,7 +46,7 @@ def test_only_supported_activations_are_fused(changed: dict[str, Any], activatio
 
 @pytest.mark.parametrize("kind", [FeedForward, SharedFeedForward])
 @pytest.mark.parametrize("num_tokens", [1, 2])
-def test_single_token_uses_the_fused_gemm(
+def test_single_token_step_uses_the_fused_gemm(
     kind: type, num_tokens: int, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     model = random_hybrid_model(RandomHybridConfig(pattern="M*-E")).to(torch.bfloat16)
@@ -102,7 +102,7 @@ def test_overlapping_the_shared_expert_with_routing_changes_no_output(
 
 
 @pytest.mark.parametrize("kind", [FeedForward, SharedFeedForward])
-def test_gated_layers_use_one_kernel_between_their_gemms(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_layers_run_one_kernel_between_their_gemms(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_hybrid_model(RandomHybridConfig(pattern="M*-E", gated=True))
     layer = model.decoder.layers[2].mlp if kind is FeedForward else model.decoder.layers[3].mlp.shared_experts
     x = torch.randn(5, 1, layer.config.hidden_size, device=next(layer.parameters()).device)
@@ -121,7 +121,9 @@ def test_gated_layers_use_one_kernel_between_their_gemms(kind: type, monkeypatch
 
 
 @pytest.mark.parametrize("reason", ["bias", "gradient", "scale", "split tokens"])
-def test_other_gated_layers_are_left_to_megatron(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_layers_with_unsupported_features_run_megatrons_code(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = random_hybrid_model(RandomHybridConfig(pattern="M*-", gated=True)).decoder.layers[2].mlp
     weight = layer.linear_fc1.weight
     x = torch.randn(5, 1, layer.config.hidden_size, device=weight.device, requires_grad=reason == "gradient")

@@ -178,7 +178,7 @@ def test_tokens_match_the_oracle(
 @pytest.mark.parametrize(
     "name", ["roomy", *(pytest.param(name, marks=pytest.mark.long) for name in FLAVOURS if name != "roomy")]
 )
-def test_tokens_match_the_oracle_with_histories_attended_in_pieces(
+def test_tokens_match_the_oracle_with_split_kv_attention(
     name: str, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the query tokens of prompts were too few for the GPU."""
@@ -198,7 +198,7 @@ def test_tokens_match_the_oracle_with_histories_attended_in_pieces(
         *(pytest.param("disturbed", last, n, marks=pytest.mark.long) for last in (2, 5) for n in (0, MOST_DRAFTS)),
     ],
 )
-def test_no_kernel_reads_a_block_out_of_its_range(
+def test_attention_kernels_read_no_block_beyond_their_addressable_range(
     name: str, last_block: int, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a cache were larger than the reach of "fa3"."""
@@ -216,7 +216,7 @@ class Prompt:
 
 
 @pytest.mark.parametrize(("blocks", "reads"), [([[0], [3]], True), ([[4], [1]], False), ([[1], [4, 2]], False)])
-def test_graph_is_not_replayed_if_any_prompt_has_an_unreadable_block(blocks: list[list[int]], reads: bool) -> None:
+def test_graph_is_not_replayed_if_a_prompt_block_is_out_of_its_range(blocks: list[list[int]], reads: bool) -> None:
     graph = SimpleNamespace(_attention=SimpleNamespace(last_block=3))
     requests = [Prompt([9], is_prefilling=False), *map(Prompt, blocks)]
     assert StepGraph.reads_blocks_of(graph, requests) is reads  # type: ignore[arg-type]

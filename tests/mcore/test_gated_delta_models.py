@@ -24,7 +24,7 @@ NUM_TOKENS = 40
 
 
 @models
-def test_each_layer_computes_whole_sequences_like_the_oracle(sizes: RandomHybridConfig) -> None:
+def test_each_layer_matches_the_oracle_over_whole_sequences(sizes: RandomHybridConfig) -> None:
     subject = hybrid(sizes)
     generator = torch.Generator().manual_seed(len(sizes.pattern))
     hidden_from = ~torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).tril()
@@ -43,7 +43,9 @@ def test_each_layer_computes_whole_sequences_like_the_oracle(sizes: RandomHybrid
 
 @models
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_slots_have_the_bytes_of_a_window_and_a_matrix(sizes: RandomHybridConfig, num_drafts: int) -> None:
+def test_state_slot_size_is_that_of_a_conv_window_and_a_state_matrix(
+    sizes: RandomHybridConfig, num_drafts: int
+) -> None:
     shape = hybrid(sizes).shape
     config = cache_config(sizes, num_speculative_tokens=num_drafts).resolved()
     assert shape.state_layout(config).slot_bytes == state_bytes(sizes, num_drafts)
@@ -51,17 +53,15 @@ def test_slots_have_the_bytes_of_a_window_and_a_matrix(sizes: RandomHybridConfig
     assert layout.slot_bytes == quantized_bytes(sizes)
 
 
-def test_draft_states_are_kept_in_windows() -> None:
+def test_gated_delta_models_store_one_state_per_draft_and_refuse_replay() -> None:
     subject = hybrid(MODELS[0])
     config = cache_config(subject.sizes, draft_states="auto", num_speculative_tokens=4, max_requests=64)
     assert subject.shape.resolved(config).draft_states == "window"
-    with pytest.raises(
-        ValueError, match="which a model of gated_delta layers does not have: set --draft-states window"
-    ):
+    with pytest.raises(ValueError, match="not supported for models with gated_delta layers; set --draft-states window"):
         EngineRun.start(subject, cache_config(subject.sizes, draft_states="replay"))
 
 
-def test_decays_stay_in_float32_and_the_rest_in_the_models_dtype() -> None:
+def test_decay_parameters_stay_in_float32_in_a_bf16_model() -> None:
     model = random_hybrid_model(replace(MODELS[1], dtype=torch.bfloat16))
     dtypes = {name.rsplit(".", 1)[-1]: parameter.dtype for name, parameter in model.named_parameters()}
     kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
@@ -97,7 +97,7 @@ def test_training_and_packed_sequences_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="packed_seq_params is not supported"):
         mixer(hidden, packed_seq_params=object())
     mixer.train()
-    with pytest.raises(NotImplementedError, match=r"for inference here; call model\.eval\(\)"):
+    with pytest.raises(NotImplementedError, match=r"support only inference; call model\.eval\(\)"):
         mixer(hidden)
 
 
@@ -111,14 +111,14 @@ def test_local_spec_builds_gated_delta_layers() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "message"), [((4, 6), "6 is not divisible by linear_num_key_heads 4")])
-def test_unsplittable_heads_are_refused(num_heads: tuple[int, int], message: str) -> None:
+def test_value_heads_not_divisible_by_key_heads_are_refused(num_heads: tuple[int, int], message: str) -> None:
     keys, values = num_heads
     spec = local_hybrid_spec(LocalSpecOptions(mixer="gated_delta", num_experts=4))
     with pytest.raises(ValueError, match=f"linear_num_value_heads {message}"):
         built(configured(linear_num_key_heads=keys, linear_num_value_heads=values), spec)
 
 
-def test_random_architectures_have_every_feature_of_such_models() -> None:
+def test_random_gated_delta_models_have_gates_norms_and_shared_experts() -> None:
     architecture = random_architecture(RandomHybridConfig("MEM*E", gated_delta=GatedDeltaSizes(2, 4, 8, 8)))
     attention, experts = architecture.attention, architecture.experts
     assert attention.has_output_gate and attention.has_head_norms and attention.rotary_percent == 0.25

@@ -62,7 +62,9 @@ DISTURBANCES: dict[str, Callable[[EngineRun], object]] = {
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
-def test_steps_with_a_grammar_overlap(disturbance: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_overlap_while_a_request_follows_a_grammar(
+    disturbance: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The forward is launched before the tokens are known that decide the grammar's mask."""
     schema = {"type": "array", "items": {"enum": ["a", 10, True]}, "minItems": 10, "maxItems": 14}
     grammars = ["", forms.json_grammar(schema).text, "", forms.json_grammar({"type": "boolean"}).text]
@@ -140,7 +142,7 @@ def test_grammar_applies_after_reasoning(closing: str, is_open: bool) -> None:
     assert replies_to(requests, plain) == plain
 
 
-def test_too_complex_grammar_fails_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_with_a_too_complex_grammar_fails_and_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "_MOST_ITEMS", 500)
     schema = {"type": "object", "properties": {f"p{number}": {} for number in range(200)}}
     requests = [
@@ -159,7 +161,7 @@ def test_too_complex_grammar_fails_only_its_request(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("end", [-1, 5])
-def test_grammar_needs_the_end_token_of_its_text(end: int) -> None:
+def test_grammar_request_must_stop_at_the_tokenizers_end_token(end: int) -> None:
     """Otherwise the reply would repeat it up to its length."""
     subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
     run = EngineRun.start(subject, cache_config(subject.sizes), tokenizer=TOKENIZER)

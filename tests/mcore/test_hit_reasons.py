@@ -19,34 +19,34 @@ def reasons(run: EngineRun) -> dict[str, int]:
     return run.context.snapshot().counters.requests_without_hit
 
 
-def test_one_block_prompt_is_short_and_a_longer_one_new() -> None:
+def test_cache_miss_is_short_prompt_up_to_one_block_and_new_prefix_above() -> None:
     run = start_run()
     run.run(0, some_tokens(BLOCK))
     run.run(1, some_tokens(BLOCK + 1, seed=1))
     assert reasons(run) == {"short_prompt": 1, "new_prefix": 1}
 
 
-def test_hit_has_no_miss_reason() -> None:
+def test_cache_hit_has_no_miss_reason() -> None:
     run = start_run()
     run.run(0, some_tokens(50))
     run.run(1, some_tokens(50))
     assert run.engine.cached_tokens(1) and reasons(run) == {"new_prefix": 1}
 
 
-def test_known_blocks_without_a_state_count_as_missing_state() -> None:
+def test_miss_reason_is_no_state_when_cached_blocks_have_no_state() -> None:
     run = start_run()
     run.run(0, some_tokens(60))
     run.run(1, [*some_tokens(40), *some_tokens(20, seed=1)])
     assert not run.engine.cached_tokens(1) and reasons(run) == {"new_prefix": 1, "no_state": 1}
 
 
-def test_disabled_cache_is_the_reason() -> None:
+def test_miss_reason_is_caching_off_when_the_cache_is_disabled() -> None:
     run = start_run(prefix_caching=False)
     run.run(0, some_tokens(50))
     assert reasons(run) == {"caching_off": 1}
 
 
-def test_prompt_log_probs_are_the_reason() -> None:
+def test_miss_reason_is_prompt_log_probs_when_they_are_requested() -> None:
     run = start_run(only_last=False)
     run.run(0, some_tokens(50))
     run.run(1, some_tokens(50), greedy(2, return_log_probs=True))
@@ -54,7 +54,7 @@ def test_prompt_log_probs_are_the_reason() -> None:
 
 
 @pytest.mark.parametrize("num_requests", [2, 4])
-def test_readmission_after_an_eviction_is_not_counted_again(num_requests: int) -> None:
+def test_request_readmitted_after_eviction_counts_no_second_miss(num_requests: int) -> None:
     run = start_run(kv_blocks=7, paused_blocks=2, max_tokens=128)
     for request_id in range(num_requests):
         run.add(request_id, some_tokens(15, seed=request_id), 60)

@@ -154,7 +154,7 @@ def defaults_in(spec: Any, prefix: str = "") -> set[str]:
 @pytest.mark.parametrize("grammar", ["", regex_grammar("[d-z]{60,99}").text], ids=["settings", "a grammar"])
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("name", INTERRUPTIONS | UNINTERRUPTED)
-def test_requested_outputs_stay_the_same(name: str, times: int, grammar: str) -> None:
+def test_interruption_keeps_every_setting_and_output_of_a_request(name: str, times: int, grammar: str) -> None:
     run = start_run()
     run.add(ASKED, some_tokens(SHARED + 10), everything(grammar), seed=77, tenant="one")
     step_until_generated(run, 1)
@@ -185,7 +185,7 @@ def test_requested_outputs_stay_the_same(name: str, times: int, grammar: str) ->
 
 @pytest.mark.parametrize("num_generated", [0, 1, 5])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
-def test_breakpoint_and_its_ttl_survive(name: str, num_generated: int) -> None:
+def test_interruption_keeps_cache_breakpoints_and_their_ttl(name: str, num_generated: int) -> None:
     """Flush the cache first, so that only the second prefill can have left a state."""
     run = start_run(cached_states=60)
     params = greedy(12)
@@ -204,7 +204,7 @@ def test_breakpoint_and_its_ttl_survive(name: str, num_generated: int) -> None:
 
 @pytest.mark.parametrize("prompt_len", [SHARED, SHARED + 7, 5], ids=["whole blocks", "a part of a block", "no block"])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
-def test_interruption_does_not_reduce_skipped_tokens(name: str, prompt_len: int) -> None:
+def test_interrupted_request_caches_as_much_for_later_requests(name: str, prompt_len: int) -> None:
     skipped = []
     for interrupt in (None, INTERRUPTIONS[name]):
         run = start_run(decode_checkpoints="none")
@@ -221,7 +221,7 @@ def test_interruption_does_not_reduce_skipped_tokens(name: str, prompt_len: int)
 
 @pytest.mark.parametrize("num_generated", [0, 1, 4])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
-def test_end_conditions_survive_an_interruption(name: str, num_generated: int) -> None:
+def test_interruption_keeps_stop_words_end_tokens_and_length_limits(name: str, num_generated: int) -> None:
     """End by a stop word that began before the interruption, a stop token, another end token, or the length."""
     run = start_run()
     run.run(50, some_tokens(30), 20)
@@ -250,7 +250,7 @@ def test_end_conditions_survive_an_interruption(name: str, num_generated: int) -
 
 
 @pytest.mark.parametrize("name", INTERRUPTIONS)
-def test_character_split_by_an_interruption_is_in_the_text(name: str) -> None:
+def test_character_split_by_an_interruption_is_in_the_reply_text(name: str) -> None:
     run, tokenizer = start_run(), PieceTokenizer()
     params = greedy(40, termination_id=END)
     add_fields(params, grammar=regex_grammar("[ж-н]{9}").text)
@@ -281,7 +281,7 @@ def is_new_pair(tokens: list[int], index: int) -> bool:
     return pairs.index((tokens[index - 1], tokens[index])) == index - 1
 
 
-def test_spec_survives_serialization() -> None:
+def test_request_spec_is_equal_after_serialization() -> None:
     run = start_run()
     params = add_fields(everything(regex_grammar("[d-z]{60,99}").text), logits=LOGITS_ASKED | {"min_tokens": 0})
     run.add(ASKED, some_tokens(30), params, seed=5, tenant="one")
@@ -295,7 +295,7 @@ def test_spec_survives_serialization() -> None:
     assert defaults_in(asked) == {"sampling.logits.min_tokens", "num_replayed", "log_probs.skip_prompt"}
 
 
-def test_continued_spec_keeps_every_field() -> None:
+def test_spec_of_a_continued_request_keeps_every_field() -> None:
     run = start_run()
     run.add(ASKED, some_tokens(30), everything(), seed=5, tenant="one")
     asked = run.engine._states[ASKED].candidate.spec

@@ -82,7 +82,7 @@ def totals() -> Iterator[WorkloadTotals]:
 
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize(("name", "has_drafts", "form"), CASES)
-def test_interrupted_replies_equal_those_of_float64(
+def test_interrupted_replies_match_a_float64_reference(
     name: str, has_drafts: bool, form: str, seeds: range, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)

@@ -35,7 +35,7 @@ def take(own: KVBlockAllocator, num_blocks: int) -> torch.Tensor:
     return blocks
 
 
-def test_it_is_a_megatron_allocator() -> None:
+def test_kv_allocator_has_the_interface_of_megatrons_allocator() -> None:
     assert issubclass(KVBlockAllocator, BlockAllocator)
     for name in ("allocate_memory_blocks", "release_memory_blocks", "is_memory_available", "reset"):
         own, theirs = (
@@ -44,7 +44,7 @@ def test_it_is_a_megatron_allocator() -> None:
         assert own == theirs
 
 
-def test_pool_of_ten_has_nine_blocks_and_a_dummy() -> None:
+def test_pool_of_ten_blocks_has_nine_usable_ones_and_a_dummy() -> None:
     own = allocator()
     assert (own.total_avail, own.dummy_block_idx, own.active_count, own.paused_count) == (9, 9, 7, 2)
     blocks = take(own, 9)
@@ -81,7 +81,7 @@ def test_released_blocks_can_be_allocated_again() -> None:
     assert sorted(take(own, 4).tolist()) == sorted(blocks[:4].tolist())
 
 
-def test_block_of_two_owners_is_freed_by_both_releases() -> None:
+def test_block_with_two_references_is_freed_after_two_releases() -> None:
     own = allocator()
     blocks = take(own, 1)
     own.pool.acquire([BlockId(int(blocks[0]))])
@@ -90,7 +90,7 @@ def test_block_of_two_owners_is_freed_by_both_releases() -> None:
     assert sorted(take(own, 9).tolist()) == list(range(9))
 
 
-def test_block_of_two_owners_survives_one_release() -> None:
+def test_block_with_two_references_stays_allocated_after_one_release() -> None:
     own = allocator()
     blocks = take(own, 1)
     own.pool.acquire([BlockId(int(blocks[0]))])
@@ -100,7 +100,7 @@ def test_block_of_two_owners_survives_one_release() -> None:
     assert own.total_avail == 9
 
 
-def test_extra_release_is_an_error_that_changes_nothing() -> None:
+def test_releasing_a_free_block_raises_and_changes_nothing() -> None:
     own = allocator()
     blocks = take(own, 2)
     with pytest.raises(CacheIntegrityError, match="release"):
@@ -144,14 +144,14 @@ def test_reset_releases_allocated_blocks_and_keeps_the_cache() -> None:
     assert own.pool.find(BlockKey(5)) == cached
 
 
-def test_shared_blocks_are_counted_once() -> None:
+def test_block_shared_by_requests_is_counted_once() -> None:
     requests = (request(0, 1, 2), request(0, 1, 3), request(4, 5, paused=True), request(4, 6, paused=True))
     own = allocator(requests=requests)
     assert (own.get_active_used(), own.get_paused_used()) == (4, 3)
     assert (own.get_active_avail(), own.get_paused_avail()) == (3, -1)
 
 
-def test_description_names_used_blocks() -> None:
+def test_allocator_description_counts_used_blocks() -> None:
     own = allocator(requests=(request(0, 1), request(2, paused=True)))
     take(own, 3)
     assert str(own) == "using: total 3/9; active 2/7; paused 1/2"

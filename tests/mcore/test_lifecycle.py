@@ -35,7 +35,7 @@ def _dummy_forward(run: EngineRun) -> None:
 
 
 @pytest.mark.parametrize("event", [_idle_step, _reset, _dummy_forward])
-def test_idle_and_dummy_steps_clear_nothing(event: Callable[[EngineRun], None]) -> None:
+def test_idle_steps_and_dummy_forwards_keep_the_cache(event: Callable[[EngineRun], None]) -> None:
     run = start_run()
     run.run(0, some_tokens(50))
     before = run.context.snapshot()
@@ -50,7 +50,7 @@ def test_idle_and_dummy_steps_clear_nothing(event: Callable[[EngineRun], None]) 
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 6, 30])
-def test_requests_from_before_a_flush_publish_nothing_findable(steps_before: int) -> None:
+def test_requests_started_before_a_flush_leave_no_cache_entries(steps_before: int) -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(50), 40)
     for _ in range(steps_before):
@@ -87,7 +87,7 @@ def _switch_weights_while_suspended(run: EngineRun) -> None:
 
 
 @pytest.mark.parametrize("switch", [_switch_weights, _switch_weights_while_suspended])
-def test_new_weights_find_nothing_of_the_old_ones(switch: Callable[[EngineRun], None]) -> None:
+def test_new_weights_do_not_reuse_states_cached_with_old_weights(switch: Callable[[EngineRun], None]) -> None:
     old = random_hybrid_model(tiny_sizes(seed=1))  # a model of its own: its weights change
     new = hybrid(tiny_sizes(seed=2))
     subject = Hybrid(new.sizes, old, new.oracle, new.shape)
@@ -102,7 +102,7 @@ def test_new_weights_find_nothing_of_the_old_ones(switch: Callable[[EngineRun], 
     run.assert_nothing_held()
 
 
-def test_tenants_never_share_a_prefix() -> None:
+def test_tenants_never_share_a_cached_prefix() -> None:
     run = start_run()
     computed = [run.run(i, some_tokens(50), tenant=tenant) for i, tenant in enumerate(("", "a", "b", "a", "", "b"))]
     assert computed == [50, 50, 50, 2, 2, 2]
@@ -113,7 +113,7 @@ def test_tenants_never_share_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("steps_before", range(7))
-def test_suspended_requests_continue(steps_before: int) -> None:
+def test_suspended_requests_continue_after_resume(steps_before: int) -> None:
     run = start_run(max_tokens=24)
     run.run(0, some_tokens(50), 3)
     run.add(1, some_tokens(50) + some_tokens(30, seed=1), 12)
@@ -128,7 +128,7 @@ def test_suspended_requests_continue(steps_before: int) -> None:
     run.assert_exact()
 
 
-def test_consecutive_suspends_lose_no_token() -> None:
+def test_two_suspends_in_a_row_lose_no_token() -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(50), 12)
     for num_steps in (5, 0, 1, 4):
@@ -162,7 +162,7 @@ def test_paused_and_evicted_requests_generate_the_same_tokens() -> None:
     run.assert_exact()
 
 
-def test_evicted_request_finds_its_own_prefix() -> None:
+def test_evicted_request_resumes_from_its_own_cached_prefix() -> None:
     run = start_run(kv_blocks=9, paused_blocks=0, max_tokens=128)
     for request_id in range(2):
         run.add(request_id, some_tokens(50, seed=request_id), 40)
@@ -196,7 +196,7 @@ def test_request_added_while_suspended_runs_after_resuming() -> None:
     run.assert_nothing_held()
 
 
-def test_future_cancelled_by_its_caller_costs_no_token() -> None:
+def test_cancelling_a_requests_future_changes_no_token() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
     run.add(0, some_tokens(20), 3)
     run.add(1, some_tokens(30, seed=2), 12)
@@ -205,7 +205,7 @@ def test_future_cancelled_by_its_caller_costs_no_token() -> None:
     run.assert_matches_oracle().assert_few_stops()
 
 
-def test_stride_all_keeps_every_boundary() -> None:
+def test_boundary_stride_all_caches_a_state_after_every_block() -> None:
     sizes = tiny_hybrid().sizes
     run = EngineRun.start(tiny_hybrid(), cache_config(sizes, boundary_stride="all"))
     block = run.context.block_size_tokens

@@ -42,7 +42,7 @@ def totals() -> Iterator[WorkloadTotals]:
 
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize(("name", "has_drafts", "form"), CASES)
-def test_log_prob_lists_equal_those_of_an_undisturbed_run(
+def test_log_probs_are_unchanged_by_failures_and_interruptions(
     name: str, has_drafts: bool, form: str, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
@@ -69,7 +69,7 @@ def test_log_prob_lists_equal_those_of_an_undisturbed_run(
         pytest.param(0.3, True, marks=pytest.mark.long),
     ],
 )
-def test_captured_overlapped_steps_give_the_log_prob_lists_of_a_plain_run(
+def test_log_probs_are_unchanged_by_graphs_and_overlapped_steps(
     scores_prompts: bool, changed_share: float, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)

@@ -30,7 +30,7 @@ def test_prompt_log_probs_match_the_oracle_under_chunked_prefill(max_tokens: int
     run.assert_matches_oracle().assert_few_stops()
 
 
-def test_request_for_prompt_log_probs_skips_nothing_and_publishes() -> None:
+def test_request_with_prompt_log_probs_reuses_no_cache_but_fills_it() -> None:
     run = start_run()
     assert run.run(0, some_tokens(50), greedy(4, return_log_probs=True)) == 50
     assert run.run(1, some_tokens(50)) == 2
@@ -44,7 +44,7 @@ def test_request_for_prompt_log_probs_skips_nothing_and_publishes() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [24, 64])
-def test_generated_log_probs_alone_allow_skipping(max_tokens: int) -> None:
+def test_request_for_generated_log_probs_only_reuses_the_cache(max_tokens: int) -> None:
     run = start_run(max_tokens=max_tokens)
     run.run(0, some_tokens(50), 2)
     prompt = some_tokens(50) + some_tokens(40, seed=1)
@@ -56,7 +56,7 @@ def test_generated_log_probs_alone_allow_skipping(max_tokens: int) -> None:
     assert not request.prompt_log_probs
 
 
-def test_requests_without_log_probs_get_none_next_to_others() -> None:
+def test_only_requests_that_want_log_probs_get_them() -> None:
     run = start_run()
     run.add(0, some_tokens(30), greedy(6, return_log_probs=True))
     run.add(1, some_tokens(30, seed=1))
@@ -78,9 +78,7 @@ def _fail_a_step(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("interrupt", [_suspend, _fail_a_step])
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 4, 6])
-def test_interrupted_request_has_undisturbed_log_probs(
-    steps_before: int, interrupt: Callable[[EngineRun], None]
-) -> None:
+def test_interruption_does_not_change_log_probs(steps_before: int, interrupt: Callable[[EngineRun], None]) -> None:
     run = start_run(max_tokens=16)
     run.add(0, some_tokens(50), greedy(6, return_log_probs=True))
     for _ in range(steps_before):

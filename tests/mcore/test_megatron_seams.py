@@ -222,7 +222,7 @@ def test_megatron_method_has_the_expected_signature(cls: type, name: str) -> Non
 
 
 @pytest.mark.parametrize("cls", OUR_CLASSES)
-def test_every_overridden_method_is_pinned(cls: type) -> None:
+def test_every_overridden_megatron_method_has_a_recorded_signature(cls: type) -> None:
     overridden = list(overridden_methods(cls))
     assert overridden
     assert [(origin.__name__, name) for origin, name in overridden if name not in PINNED.get(origin, {})] == []
@@ -240,7 +240,7 @@ def test_override_takes_every_positional_argument_of_megatron(cls: type) -> None
 
 
 @pytest.mark.parametrize("ours", OUR_CLASSES, ids=lambda ours: ours.__name__)
-def test_exactly_the_replacing_methods_are_marked(ours: type) -> None:
+def test_override_decorator_marks_exactly_the_overriding_methods(ours: type) -> None:
     theirs = {name for base in ours.__mro__ if base.__module__.startswith("megatron.core") for name in vars(base)}
     methods = {name: method for name, method in vars(ours).items() if inspect.isfunction(method) and name[:2] != "__"}
     marked = {name for name, method in methods.items() if getattr(method, "__override__", False)}

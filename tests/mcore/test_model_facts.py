@@ -55,11 +55,11 @@ CHANGED: dict[str, Model] = {
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_changes_that_affect_tokens_change_the_facts(what: str) -> None:
+def test_model_fingerprint_changes_with_anything_that_affects_tokens(what: str) -> None:
     assert facts_of(CHANGED[what]) != facts_of(Model())
 
 
-def test_weights_ranks_and_step_leftovers_do_not_change_the_facts() -> None:
+def test_model_fingerprint_ignores_weights_ranks_and_scratch_values() -> None:
     experts = {"first_expert": 4, "local_expert_indices": [4, 5]}
     model = Model(tp_rank=1, tp_group=object(), ahead=(torch.ones(1), torch.ones(1)), **experts)
     with torch.no_grad():

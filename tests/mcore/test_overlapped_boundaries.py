@@ -42,7 +42,7 @@ def published(counters: CacheCounters) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"decode_checkpoints": "all"}, {"decode_checkpoints": "none"}], ids=str)
-def test_early_publications_are_found_like_later_ones(settings: dict[str, Any]) -> None:
+def test_states_cached_by_overlapped_steps_are_reused_by_the_next_turn(settings: dict[str, Any]) -> None:
     runs = [start(3, 60, run_ahead=run_ahead, **settings) for run_ahead in (True, False)]
     (num_steps, num_ahead), (_, none) = map(finish, runs)
     assert num_ahead >= num_steps - 3 and not none
@@ -87,7 +87,7 @@ def test_requests_completing_the_same_text_share_one_block(monkeypatch: pytest.M
     run.assert_exact()
 
 
-def test_no_step_overlaps_into_a_missing_block() -> None:
+def test_steps_do_not_overlap_when_the_next_kv_block_is_missing() -> None:
     """Three requests need 15 blocks of 12: some wait, and each reply is complete all the same."""
     run = start(3, 60, kv_blocks=12)
     num_steps, num_ahead = finish(run)
@@ -98,7 +98,7 @@ def test_no_step_overlaps_into_a_missing_block() -> None:
 
 
 @pytest.mark.parametrize("limit", [{"max_requests": 3}, {"kv_blocks": 12}], ids=["a request", "memory"])
-def test_overlapped_steps_cross_boundaries_while_a_request_waits(limit: dict[str, int]) -> None:
+def test_steps_overlap_at_block_boundaries_while_a_request_waits(limit: dict[str, int]) -> None:
     """A state published there might free room for a waiting request, which would join a step later."""
     run = start(3, 60, **limit)
     run.add(3, some_tokens(20 if "max_requests" in limit else 110, seed=9), 5)
@@ -115,7 +115,7 @@ def test_overlapped_steps_cross_boundaries_while_a_request_waits(limit: dict[str
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
-def test_reservations_of_an_ending_request_are_returned(length: int) -> None:
+def test_request_ended_at_a_block_end_releases_blocks_of_the_running_step(length: int) -> None:
     """A token ends the request just beyond whole blocks, while the step after it runs."""
     plain = start(3, 60, run_ahead=False)
     plain.finish()
@@ -174,7 +174,7 @@ def step_until_reserved(run: EngineRun, request_id: int) -> RunningRequest:
 
 @pytest.mark.parametrize("disturb", [None, rehearse_engine, recapture], ids=["nothing", "rehearsal", "capture"])
 @pytest.mark.parametrize("request_id", [0, 2])
-def test_states_are_copied_even_if_verification_is_late(
+def test_boundary_states_are_copied_even_if_verification_is_late(
     request_id: int, disturb: Callable[[EngineRun], None] | None
 ) -> None:
     run = start_with_penalised()
@@ -189,7 +189,7 @@ def test_states_are_copied_even_if_verification_is_late(
     run.assert_nothing_held()
 
 
-def test_request_that_leaves_before_verification_copies_nothing() -> None:
+def test_no_boundary_state_is_copied_for_a_requeued_request() -> None:
     """Its slot may belong to another request by then."""
     run = start_with_penalised()
     assert_nothing_is_copied_for(step_until_reserved(run, 0), run)

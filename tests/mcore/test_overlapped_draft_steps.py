@@ -93,7 +93,7 @@ def finish(run: EngineRun) -> int:
 
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_draft_steps_overlap(form: str, is_sampled: bool) -> None:
+def test_steps_with_drafts_overlap(form: str, is_sampled: bool) -> None:
     run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     assert finish(run) > 8 and run.counters.accepted_tokens > NUM_TOKENS
 
@@ -108,7 +108,9 @@ def test_draft_steps_overlap(form: str, is_sampled: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_states_at_boundaries_of_overlapped_steps_are_found(form: str, is_sampled: bool, checkpoints: str) -> None:
+def test_overlapped_draft_steps_cache_the_same_states_as_plain_steps(
+    form: str, is_sampled: bool, checkpoints: str
+) -> None:
     runs = [
         start_drafted(
             draft_states=form,
@@ -137,7 +139,7 @@ def test_states_at_boundaries_of_overlapped_steps_are_found(form: str, is_sample
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_leaving_before_verification_copies_no_state(form: str) -> None:
+def test_no_boundary_state_is_copied_for_a_requeued_draft_request(form: str) -> None:
     """Its slot may belong to another request by then."""
     run = start_drafted(draft_states=form, decode_checkpoints="all", cached_states=80)
     while not (is_ahead(run) and run.context.running_requests[0].reserved):
@@ -148,7 +150,7 @@ def test_leaving_before_verification_copies_no_state(form: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"run_ahead": False}, {"rank_digest_steps": 1}], ids=str)
-def test_draft_steps_wait_if_more_than_tokens_is_undecided(settings: dict[str, Any]) -> None:
+def test_draft_steps_do_not_overlap_when_disabled_or_comparing_ranks(settings: dict[str, Any]) -> None:
     run = start_drafted(block_size_tokens=64, **settings)
     assert finish(run) == 0
 
@@ -162,7 +164,7 @@ def test_draft_steps_wait_if_more_than_tokens_is_undecided(settings: dict[str, A
         for at, is_sampled in enumerate((False, True))
     ],
 )
-def test_events_during_verification_change_no_token(name: str, form: str, is_sampled: bool) -> None:
+def test_flush_suspend_or_warmup_during_verification_changes_no_token(name: str, form: str, is_sampled: bool) -> None:
     run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     for _ in range(4):
         step_until_ahead(run)
@@ -176,7 +178,7 @@ def test_events_during_verification_change_no_token(name: str, form: str, is_sam
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gone", [[0], [1], [0, 2]], ids=str)
-def test_cancelled_requests_do_not_affect_others(form: str, gone: list[int], is_sampled: bool) -> None:
+def test_cancelling_a_request_does_not_affect_others(form: str, gone: list[int], is_sampled: bool) -> None:
     run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     step_until_ahead(run)
     for request_id in gone:
@@ -188,7 +190,7 @@ def test_cancelled_requests_do_not_affect_others(form: str, gone: list[int], is_
 
 
 @in_either_form
-def test_arriving_request_joins_after_the_overlapped_step() -> None:
+def test_new_request_joins_after_the_overlapped_step() -> None:
     run = start_drafted(block_size_tokens=64)
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
@@ -200,7 +202,7 @@ def test_arriving_request_joins_after_the_overlapped_step() -> None:
 
 
 @in_either_form
-def test_no_step_overlaps_for_an_ended_request_while_another_is_paused() -> None:
+def test_no_step_overlaps_while_another_request_is_paused() -> None:
     drafter = MostlyRight(replies())
     run = start(1, 22, drafter=drafter, num_speculative_tokens=NUM_DRAFTS, kv_blocks=5, paused_blocks=2)
     run.add(1, some_tokens(23, seed=1), 30)  # it needs a third block while the first request has three of the five
@@ -222,7 +224,7 @@ LOOKED_AT: dict[str, Callable[[], SamplingParams]] = {
 @in_either_form
 @pytest.mark.parametrize("is_cancelled", [False, True])
 @pytest.mark.parametrize("name", LOOKED_AT)
-def test_reading_requests_between_steps_changes_nothing(name: str, is_cancelled: bool) -> None:
+def test_inspecting_requests_between_steps_changes_no_output(name: str, is_cancelled: bool) -> None:
     found = []
     for overlaps in (False, True):
         run = start_drafted(block_size_tokens=64, run_ahead=overlaps)
@@ -284,7 +286,7 @@ def test_error_during_an_overlapped_step_loses_no_token(point: str, form: str, m
 
 
 @in_either_form
-def test_reports_equal_those_without_overlapped_steps() -> None:
+def test_reports_are_the_same_with_and_without_overlapped_steps() -> None:
     reports = []
     for overlaps in (False, True):
         run = start_drafted(block_size_tokens=64, run_ahead=overlaps)

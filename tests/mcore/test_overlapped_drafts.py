@@ -53,7 +53,7 @@ class RightOrNothing:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_paused_drafting_of_others_costs_a_request_no_drafts(order: int) -> None:
+def test_request_keeps_its_drafts_while_drafting_is_paused_for_others(order: int) -> None:
     plain = start(2, 80)
     plain.finish()
     replies = [plain.tokens(0), plain.tokens(1)]

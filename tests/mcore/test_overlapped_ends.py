@@ -61,7 +61,7 @@ def test_step_is_launched_before_its_input_tokens_are_read(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("ending", [(0,), (1, 2), (0, 1, 2)])
-def test_request_may_end_while_the_next_step_computes_it(
+def test_request_may_end_while_the_next_step_already_computes_it(
     ending: tuple[int, ...], replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = {request_id: last_of_new_ones(replies[request_id], NUM_TOKENS - 5) for request_id in ending}
@@ -132,14 +132,14 @@ def test_host_buffers_are_reused_only_after_their_copy(monkeypatch: pytest.Monke
     run.assert_exact()
 
 
-def test_host_copy_has_the_values_of_its_start(device: str) -> None:
+def test_host_copy_has_the_values_from_when_it_started(device: str) -> None:
     tensor = torch.arange(6, device=device).view(3, 2)
     reading = HostCopy(tensor)
     tensor.zero_()
     assert reading.wait() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_request_without_room_delays_no_step() -> None:
+def test_waiting_requests_without_room_do_not_delay_steps() -> None:
     run = start(max_requests=3)
     num_ahead = 0
     for request_id in range(3, 15):
@@ -151,7 +151,7 @@ def test_request_without_room_delays_no_step() -> None:
     run.assert_exact()
 
 
-def test_joinable_request_reopens_the_queue() -> None:
+def test_queue_is_open_until_the_scheduler_visits_a_new_request() -> None:
     """It stays open until the scheduler has visited the request."""
     runner = start().context.runner
     runner.queue.note_waiting(has_waiting=False)

@@ -99,7 +99,7 @@ def test_every_step_but_the_first_overlaps() -> None:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_steps_wait_if_more_than_tokens_is_undecided(settings: dict[str, Any]) -> None:
+def test_steps_do_not_overlap_when_disabled_or_when_ranks_are_compared(settings: dict[str, Any]) -> None:
     assert count_overlapped_steps(start(**settings)) == 0
 
 
@@ -163,7 +163,9 @@ ASKED: dict[str, dict[str, Any]] = {
         for at, others in enumerate(("greedy", "sampled"))
     ],
 )
-def test_steps_overlap_next_to_requests_with_extra_outputs(asked: dict[str, Any], are_others_sampled: bool) -> None:
+def test_steps_still_overlap_when_some_requests_want_extra_outputs(
+    asked: dict[str, Any], are_others_sampled: bool
+) -> None:
     found = []
     for may_be_ahead in (True, False):
         run, num_ahead, num_steps = start_sampled(run_ahead=may_be_ahead), 0, 0
@@ -201,7 +203,7 @@ def test_steps_overlap_next_to_requests_with_extra_outputs(asked: dict[str, Any]
     print(f"{num_steps} steps; request 8: {ahead.tokens(8)[:12]}")
 
 
-def test_requested_settings_change_tokens() -> None:
+def test_penalties_and_biases_of_these_tests_change_the_tokens() -> None:
     """Shows that the comparison above can fail."""
     texts = set()
     for asked in ({}, *ASKED.values()):
@@ -213,7 +215,7 @@ def test_requested_settings_change_tokens() -> None:
     assert len(texts) == 4  # log-probs change nothing
 
 
-def test_empty_stop_word_ends_nothing() -> None:
+def test_empty_stop_word_ends_no_request() -> None:
     run = start(2, 20)
     run.add(2, some_tokens(20, seed=9), greedy(20, stop_words=["", ""]))
     assert count_overlapped_steps(run) > 15
@@ -283,7 +285,7 @@ def test_steps_overlap_with_several_end_tokens() -> None:
     run.assert_exact()
 
 
-def test_arriving_request_joins_after_the_running_step() -> None:
+def test_new_request_joins_after_the_running_step() -> None:
     run = start()
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
@@ -323,7 +325,9 @@ def test_steps_overlap_while_waiting_requests_do_not_fit() -> None:
     ids=["mamba2", "mamba2, resident", "gated delta", "gated delta, resident"],
 )
 @pytest.mark.parametrize("name", EVENTS_DURING_A_STEP)
-def test_events_during_a_step_change_no_token(name: str, resident: bool, model: dict[str, Any]) -> None:
+def test_flush_suspend_or_warmup_during_a_step_changes_no_token(
+    name: str, resident: bool, model: dict[str, Any]
+) -> None:
     run = start(resident_pools=resident, model=model)
     for _ in range(4):
         step_until_ahead(run)
@@ -337,7 +341,7 @@ def test_events_during_a_step_change_no_token(name: str, resident: bool, model: 
 
 
 @pytest.mark.parametrize("name", EVENTS_DURING_A_STEP)
-def test_events_during_a_sampled_step_change_no_token(name: str) -> None:
+def test_flush_suspend_or_warmup_during_a_step_changes_no_sampled_token(name: str) -> None:
     run = start_sampled()
     for _ in range(2):
         step_until_ahead(run)
@@ -348,7 +352,7 @@ def test_events_during_a_sampled_step_change_no_token(name: str) -> None:
     run.assert_nothing_held()
 
 
-def test_capture_never_waits_for_a_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_capture_does_not_wait_for_a_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     waits, in_capture = [], [False]
@@ -396,7 +400,7 @@ def test_error_during_the_next_step_loses_no_token(point: str, monkeypatch: pyte
     run.assert_nothing_held()
 
 
-def test_live_states_ahead_of_their_requests_are_hidden() -> None:
+def test_reading_live_states_during_an_overlapped_step_raises() -> None:
     run = start()
     step_until_ahead(run)
     with pytest.raises(CacheIntegrityError, match="run_ahead=False"):
@@ -406,14 +410,14 @@ def test_live_states_ahead_of_their_requests_are_hidden() -> None:
     assert len(run.context.mamba_metadata.request_to_mamba_state_idx) == len(run.context.running_requests)
 
 
-def test_overlapped_step_is_timed_from_its_predecessor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapped_step_is_timed_from_the_end_of_the_previous_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     monkeypatch.setattr(run.engine, "_step_ended", run.engine._step_ended - 100.0)
     assert 100.0 < run.engine.step_modern()["step_time"] < 200.0
 
 
-def test_steps_are_timed_by_the_host_after_a_reset() -> None:
+def test_steps_on_a_cpu_use_a_wall_clock_after_a_reset() -> None:
     run = start()
     run.engine.reset()
     assert isinstance(run.engine.step_start_event, WallClockEvent)
@@ -429,9 +433,7 @@ OVERLAPPED_POINTS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
 
 
 @pytest.mark.parametrize("point", OVERLAPPED_POINTS)
-def test_step_failing_before_it_lands_the_launched_one_loses_no_token(
-    point: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_while_an_overlapped_step_runs_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     for _ in range(3):
         step_until_ahead(run)
@@ -447,7 +449,7 @@ def test_step_failing_before_it_lands_the_launched_one_loses_no_token(
     run.assert_nothing_held()
 
 
-def test_aborted_layout_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_warmup_between_overlapped_steps_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     for _ in range(3):
         step_until_ahead(run)
@@ -461,7 +463,9 @@ def test_aborted_layout_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["rehearsal", "capture", "drop"])
-def test_buffers_are_written_after_the_overlapped_step_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_buffers_are_not_written_until_the_overlapped_step_ends(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = start()
     step_until_ahead(run)
     events: list[str] = []
@@ -515,7 +519,7 @@ def test_no_request_joins_an_overlapped_step() -> None:
     run.assert_exact()
 
 
-def test_step_landed_by_the_caller_launches_no_other() -> None:
+def test_no_further_step_is_launched_when_the_caller_finishes_one() -> None:
     run = start()
     step_until_ahead(run)
     run.engine.schedule_waiting_requests()
@@ -531,7 +535,7 @@ def test_step_landed_by_the_caller_launches_no_other() -> None:
     )
 
 
-def test_tokens_not_fed_to_the_overlapped_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_differ_from_the_overlapped_steps_input_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     context = run.context
@@ -545,7 +549,7 @@ def test_tokens_not_fed_to_the_overlapped_step_are_refused(monkeypatch: pytest.M
     assert [request.generated[-2:] for request in context.running_requests] == [[token, token] for token in fed]
 
 
-def test_reports_of_overlapped_steps_equal_those_of_others() -> None:
+def test_step_reports_are_the_same_with_and_without_overlap() -> None:
     reports, runs = [], [start(), start(run_ahead=False)]
     for run in runs:
         reports.append([])
@@ -561,7 +565,7 @@ def test_reports_of_overlapped_steps_equal_those_of_others() -> None:
     assert reports[0] == reports[1] and reports[0][-1][2] is not None
 
 
-def test_request_after_a_cancelled_one_is_admitted_at_once() -> None:
+def test_request_queued_after_a_cancelled_one_is_admitted_promptly() -> None:
     run = start(1, 60, kv_blocks=5, paused_blocks=1, block_size_tokens=64, max_sequence_length=300)
     run.add(1, some_tokens(256, seed=1), 5)  # all five blocks, one of which is in use
     run.add(2, some_tokens(20, seed=2), 5)
@@ -576,7 +580,7 @@ def test_request_after_a_cancelled_one_is_admitted_at_once() -> None:
     run.assert_exact()
 
 
-def test_request_cannot_be_cancelled_within_a_step() -> None:
+def test_cancelling_a_request_during_a_step_raises() -> None:
     run = start()
     step_until_ahead(run)
 

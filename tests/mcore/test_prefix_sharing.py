@@ -32,7 +32,7 @@ def running_ids(run: EngineRun) -> list[int]:
 # Sharing.
 
 
-def test_identical_prompts_in_one_step_share_one_block_per_key() -> None:
+def test_second_of_two_identical_prompts_waits_and_shares_blocks() -> None:
     run = start_run(max_tokens=128)
     for request_id in (0, 1):
         run.add(request_id, some_tokens(50))
@@ -47,7 +47,7 @@ def test_identical_prompts_in_one_step_share_one_block_per_key() -> None:
     run.assert_exact()
 
 
-def test_requests_computing_the_same_blocks_in_one_step_adopt_one_copy() -> None:
+def test_equal_blocks_computed_in_one_step_are_merged_into_one_copy() -> None:
     run = start_run(keeps_all_logits=True, max_tokens=128)
     for request_id in (0, 1):  # a request for prompt log-probs skips nothing, so it does not wait either
         run.add(request_id, some_tokens(50), greedy(8, return_log_probs=True))
@@ -60,7 +60,7 @@ def test_requests_computing_the_same_blocks_in_one_step_adopt_one_copy() -> None
     run.assert_exact()
 
 
-def test_identical_replies_share_one_block_per_key() -> None:
+def test_identical_replies_share_their_blocks() -> None:
     run = start_run(max_tokens=128)
     for request_id in (0, 1):
         run.add(request_id, some_tokens(18), 40)
@@ -75,7 +75,7 @@ def test_identical_replies_share_one_block_per_key() -> None:
     run.assert_exact()
 
 
-def test_next_turn_shares_the_blocks_of_the_reply() -> None:
+def test_next_conversation_turn_reuses_the_blocks_of_the_reply() -> None:
     run = start_run(max_tokens=128)
     run.run(0, some_tokens(18), 40)
     text = run.prompts[0] + run.tokens(0)
@@ -101,7 +101,7 @@ def test_shared_blocks_are_never_written() -> None:
 # Waiting.
 
 
-def test_waiting_for_a_prefix_does_not_block_later_requests() -> None:
+def test_request_waiting_for_a_prefix_does_not_block_later_requests() -> None:
     run = start_run(max_tokens=160)
     run.add(0, some_tokens(50))
     run.add(1, some_tokens(50))
@@ -115,7 +115,7 @@ def test_waiting_for_a_prefix_does_not_block_later_requests() -> None:
 
 
 @pytest.mark.parametrize(("stride", "window", "waits"), [(None, 0, False), (None, 1, True), (1, 0, True)])
-def test_request_waits_only_for_a_boundary_reserved_in_this_step(
+def test_request_waits_for_a_shared_prefix_only_if_its_state_is_kept(
     stride: int | None, window: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "BRANCH_WINDOW", window)
@@ -131,7 +131,7 @@ def test_request_waits_only_for_a_boundary_reserved_in_this_step(
     run.assert_exact()
 
 
-def test_source_state_is_not_evicted_in_the_admitting_step() -> None:
+def test_cached_state_a_request_resumes_from_is_not_evicted_that_step() -> None:
     run = start_run(cached_states=1, max_requests=2)
     run.run(0, some_tokens(33))
     run.add(1, some_tokens(33))  # takes a live slot and pins the one cached state
@@ -155,7 +155,7 @@ def _plan(run: EngineRun, prompt: Sequence[int]) -> tuple[Any, AdmissionPlan]:
     return candidate, plan
 
 
-def test_state_missing_after_planning_is_an_error() -> None:
+def test_admission_raises_if_the_planned_state_was_dropped() -> None:
     run = start_run()
     run.run(0, some_tokens(50))
     run.run(1, some_tokens(70))  # its state keeps the blocks before it
@@ -166,7 +166,7 @@ def test_state_missing_after_planning_is_an_error() -> None:
     run.assert_nothing_held()
 
 
-def test_block_missing_after_planning_is_an_error() -> None:
+def test_admission_raises_if_a_planned_block_was_evicted() -> None:
     run = start_run(kv_blocks=8)
     run.run(0, some_tokens(50))
     candidate, plan = _plan(run, some_tokens(50))
@@ -177,7 +177,7 @@ def test_block_missing_after_planning_is_an_error() -> None:
     run.assert_nothing_held()
 
 
-def test_state_leaves_with_its_unregistered_block() -> None:
+def test_releasing_an_unregistered_block_drops_its_state() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
     allocator, states = run.context.block_allocator, run.context.mamba_slot_allocator
     blocks = allocator.allocate_memory_blocks(2)

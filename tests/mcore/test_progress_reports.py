@@ -40,7 +40,7 @@ def engine_with(request: Any) -> Any:
     )
 
 
-def test_unsent_tokens_are_sent_with_the_next_ones() -> None:
+def test_tokens_unsent_after_an_error_are_sent_with_the_next_report() -> None:
     request = SimpleNamespace(
         sampling_params=SimpleNamespace(**{STREAMS: True}),
         generated_tokens=[5],

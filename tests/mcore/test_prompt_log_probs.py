@@ -45,7 +45,7 @@ def test_prompt_log_probs_match_the_oracle_for_any_chunks(
 
 @pytest.mark.parametrize("max_tokens", [9, 64])
 @pytest.mark.parametrize(("top_n", "prompt_top_n"), [(0, 0), (0, 3), (2, 1), (1, 4)])
-def test_rank_counts_more_probable_tokens(top_n: int, prompt_top_n: int, max_tokens: int) -> None:
+def test_token_rank_is_the_number_of_more_probable_tokens(top_n: int, prompt_top_n: int, max_tokens: int) -> None:
     run = start_run(max_tokens=max_tokens)
     ranked = greedy(5, **SCORED, top_n_logprobs=top_n)
     add_fields(ranked, prompt_top_n=prompt_top_n)
@@ -64,7 +64,7 @@ def test_rank_counts_more_probable_tokens(top_n: int, prompt_top_n: int, max_tok
     assert run.finished[1].prompt_log_probs == [score.log_prob for score in scores]
 
 
-def test_tokens_with_equal_text_are_all_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_n_lists_all_tokens_even_if_their_texts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     monkeypatch.setattr(run.engine.controller.tokenizer, "detokenize", lambda tokens, **_: "x" * len(tokens))
     by_id = greedy(3, **SCORED, top_n_logprobs=4)
@@ -90,7 +90,7 @@ def test_tokens_with_equal_text_are_all_among_the_best(monkeypatch: pytest.Monke
         (2, {"return_log_probs": True, "skip_prompt_log_probs": True}, "skip_prompt_log_probs=False"),
     ],
 )
-def test_unavailable_ranks_are_refused(count: Any, settings: dict[str, Any], words: str) -> None:
+def test_invalid_prompt_top_n_is_refused(count: Any, settings: dict[str, Any], words: str) -> None:
     run = start_run()
     ranked = greedy(2, **settings)
     add_fields(ranked, prompt_top_n=count)
@@ -99,7 +99,7 @@ def test_unavailable_ranks_are_refused(count: Any, settings: dict[str, Any], wor
     assert words in str(run.finished[0].events[0].payload)
 
 
-def test_engine_that_keeps_all_logits_reports_no_ranks() -> None:
+def test_token_ranks_are_refused_by_an_engine_that_keeps_all_logits() -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes), materialize_only_last_token_logits=False)
     ranked = greedy(2, **SCORED)
@@ -109,7 +109,7 @@ def test_engine_that_keeps_all_logits_reports_no_ranks() -> None:
     assert "scores_prompts=True" in str(run.finished[0].events[0].payload)
 
 
-def test_scored_prompt_is_computed_whole_and_published() -> None:
+def test_prompt_with_log_probs_is_computed_whole_and_cached() -> None:
     run = start_run()
     assert run.run(0, some_tokens(50), greedy(4, **SCORED)) == 50
     assert run.run(1, some_tokens(50)) == 2
@@ -138,7 +138,7 @@ def _fail_bookkeeping(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("interrupt", [None, _suspend, _fail_a_step, _fail_bookkeeping])
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 3, 5])
-def test_top_n_match_the_oracle_after_an_interruption(
+def test_top_n_log_probs_match_the_oracle_after_an_interruption(
     steps_before: int, interrupt: Callable[[EngineRun], None] | None
 ) -> None:
     run = start_run(max_tokens=16)
@@ -154,7 +154,7 @@ def test_top_n_match_the_oracle_after_an_interruption(
     assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
 
 
-def test_logits_are_computed_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logits_are_computed_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_log_probs, "_MOST_LOGITS", 10 * 96)
     run = start_run()
     sizes = []

@@ -95,7 +95,7 @@ def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload
 @pytest.mark.parametrize(
     ("name", "form", "has_graphs", "cached_form", "seeds"), BY_DEFAULT + OTHERS + OTHER_RECURRENCES
 )
-def test_restored_states_were_published_and_everything_is_returned(
+def test_quantized_states_are_restored_as_cached_in_random_workloads(
     name: str, form: str, has_graphs: bool, cached_form: str, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
@@ -143,7 +143,7 @@ def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "seeds", [pytest.param(range(1), id="few"), pytest.param(range(1, 30), id="more", marks=pytest.mark.slow)]
 )
-def test_tokens_equal_those_of_states_quantized_when_published(form: str, seeds: range) -> None:
+def test_tokens_match_an_engine_that_dequantizes_states_when_caching(form: str, seeds: range) -> None:
     """Both engines have room for everything, so that they make the same decisions."""
     skipped = 0
     for seed in seeds:

@@ -34,7 +34,7 @@ def start_captured(
     return EngineRun.start(subject, config)
 
 
-def test_work_before_the_first_attention_layer_runs_once() -> None:
+def test_attention_is_prepared_once_before_its_first_layer() -> None:
     calls: list[str] = []
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -49,7 +49,9 @@ def test_work_before_the_first_attention_layer_runs_once() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a recorder that notes takes the place of the real one")
 @pytest.mark.parametrize("is_planned", [True, False])
-def test_prompt_graphs_are_split_where_attention_is_planned(is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_graphs_are_split_before_attention_if_it_needs_a_plan(
+    is_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     splits: list[int] = []
     monkeypatch.setattr(ComputesAgain, "split", lambda self: splits.append(1))
     run = start_captured(is_planned=is_planned, patch=monkeypatch)
@@ -61,9 +63,7 @@ def test_prompt_graphs_are_split_where_attention_is_planned(is_planned: bool, mo
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
 @pytest.mark.parametrize("is_planned", [True, False])
-def test_step_in_other_blocks_is_planned_once_before_attention(
-    is_planned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_step_is_planned_once_before_its_attention(is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[object] = []
     has_new_blocks: list[bool] = []
     plan, note_next, lay_out = CapturedReference.plan_again, StepGraph._note_next, StepGraph.lay_out
@@ -101,7 +101,7 @@ def test_step_in_other_blocks_is_planned_once_before_attention(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
-def test_prompts_in_unreadable_blocks_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_in_blocks_out_of_the_graphs_range_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturedReference, "last_block", 3)
     run = start_captured(is_planned=True, patch=monkeypatch)
     for index in range(5):
@@ -120,7 +120,7 @@ def test_prompts_in_unreadable_blocks_run_without_a_graph(monkeypatch: pytest.Mo
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
 @pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_failed_plan_loses_no_token(number: int, is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_attention_plan_loses_no_token(number: int, is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[int] = []
 
     def failing_once(self: CapturedReference, requests: AttentionRows) -> None:
@@ -141,7 +141,7 @@ def test_failed_plan_loses_no_token(number: int, is_planned: bool, monkeypatch: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
 @pytest.mark.parametrize(("failing_call", "begun", "dropped"), [(None, 8, 0), (1, 9, 1), (2, 9, 0), (6, 9, 1)])
-def test_step_begins_at_its_layout_and_may_be_dropped_then(
+def test_graph_replay_starts_at_step_layout_and_is_dropped_on_error(
     failing_call: int | None, begun: int, dropped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is prepared before, and states written by the first part are not used again."""
@@ -173,7 +173,7 @@ def test_step_begins_at_its_layout_and_may_be_dropped_then(
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("splits", [True, False])
-def test_host_prepares_before_the_second_part_of_each_replay(splits: bool) -> None:
+def test_host_callback_runs_before_the_second_half_of_each_replay(splits: bool) -> None:
     recorder, prepared = CudaRecorder(), []
     source, plan = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
 

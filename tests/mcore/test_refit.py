@@ -151,7 +151,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("change", WAYS)
-def test_nothing_of_the_old_weights_is_found(change: Callable[[Refit], None], refit: Refit) -> None:
+def test_states_cached_with_old_weights_are_not_reused(change: Callable[[Refit], None], refit: Refit) -> None:
     run = refit.run
     run.run(0, some_tokens(PROMPT_LEN))
     assert run.run(1, some_tokens(PROMPT_LEN)) == PROMPT_LEN - FOUND
@@ -205,7 +205,7 @@ def test_running_requests_continue_with_the_new_weights(
 # Graphs.
 
 
-def test_weights_loaded_in_place_keep_resident_graphs(resident: Refit, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_loaded_in_place_keep_their_captured_graphs(resident: Refit, caplog: pytest.LogCaptureFixture) -> None:
     run = resident.run
     memory, graphs = run.context.memory, run.context.graphs
     for version in (1, 2):
@@ -219,7 +219,7 @@ def test_weights_loaded_in_place_keep_resident_graphs(resident: Refit, caplog: p
     assert run.counters.graph_steps and "captured again" not in caplog.text
 
 
-def test_dropped_pools_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_again_when_suspend_frees_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     refit = Refit.start(monkeypatch)
     context, memory, graphs = refit.run.context, refit.run.context.memory, refit.run.context.graphs
     refit.run.engine.suspend()
@@ -258,7 +258,7 @@ def _add_a_buffer(model: torch.nn.Module) -> str:
 
 @pytest.mark.parametrize("is_suspended", [True, False])
 @pytest.mark.parametrize("move", [_move_one, _move_the_data_of_one, _turn_one, _add_a_buffer])
-def test_moved_weights_are_captured_again(
+def test_graphs_are_captured_again_when_weights_move_in_memory(
     move: Callable[[torch.nn.Module], str], is_suspended: bool, resident: Refit, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, graphs = resident.run, resident.run.context.graphs
@@ -282,7 +282,7 @@ def test_moved_weights_are_captured_again(
     resident.assert_exact(0)
 
 
-def test_recapture_between_steps_loses_no_token(resident: Refit) -> None:
+def test_capturing_graphs_again_between_steps_loses_no_token(resident: Refit) -> None:
     run, graphs = resident.run, resident.run.context.graphs
     run.add(0, some_tokens(PROMPT_LEN), 30)
     for _ in range(6):
@@ -312,7 +312,7 @@ def test_rotary_tables_read_by_graphs_are_not_freed(resident: Refit) -> None:
 # What stays cached.
 
 
-def test_resident_prefixes_are_found_after_a_plain_resume(resident: Refit) -> None:
+def test_prefixes_kept_in_memory_are_reused_after_resume(resident: Refit) -> None:
     run = resident.run
     run.run(0, some_tokens(PROMPT_LEN))
     before = run.context.snapshot()
@@ -324,7 +324,7 @@ def test_resident_prefixes_are_found_after_a_plain_resume(resident: Refit) -> No
     resident.assert_exact(0, 1)
 
 
-def test_resident_prefixes_of_the_same_version_are_found(resident: Refit) -> None:
+def test_prefixes_kept_in_memory_are_reused_for_the_same_weights_version(resident: Refit) -> None:
     run = resident.run
     run.run(0, some_tokens(PROMPT_LEN))
     run.engine.suspend()
@@ -333,7 +333,7 @@ def test_resident_prefixes_of_the_same_version_are_found(resident: Refit) -> Non
     resident.assert_exact(0, 1)
 
 
-def test_running_requests_find_their_own_prefix_in_resident_pools(resident: Refit) -> None:
+def test_resumed_requests_reuse_their_prefix_if_the_cache_was_kept(resident: Refit) -> None:
     run = resident.run
     run.add(0, some_tokens(PROMPT_LEN), 40)
     for _ in range(20):
@@ -349,7 +349,7 @@ def test_running_requests_find_their_own_prefix_in_resident_pools(resident: Refi
 
 
 @pytest.mark.parametrize("is_suspended", [True, False])
-def test_flush_with_the_same_version_leaves_nothing_findable(is_suspended: bool, refit: Refit) -> None:
+def test_flush_empties_the_cache_even_for_the_same_weights_version(is_suspended: bool, refit: Refit) -> None:
     run = refit.run
     run.run(0, some_tokens(PROMPT_LEN))
     if is_suspended:
@@ -361,7 +361,7 @@ def test_flush_with_the_same_version_leaves_nothing_findable(is_suspended: bool,
     refit.assert_exact(0, 1, 2)
 
 
-def test_returning_version_finds_nothing_of_its_first_use(resident: Refit) -> None:
+def test_weights_version_loaded_again_reuses_no_earlier_states(resident: Refit) -> None:
     run = resident.run
     for request_id, (version, name) in enumerate([(0, "a"), (1, "b"), (0, "a")]):
         run.engine.suspend()
@@ -371,7 +371,7 @@ def test_returning_version_finds_nothing_of_its_first_use(resident: Refit) -> No
         resident.assert_exact(request_id)
 
 
-def test_coordinator_is_sent_only_changes_after_a_suspend(refit: Refit) -> None:
+def test_coordinator_is_sent_only_cache_changes_after_a_suspend(refit: Refit) -> None:
     run, reported = refit.run, ReportedKeys()
     run.engine._reports = reports = CacheReports(run.context, reported)
     run.run(0, some_tokens(PROMPT_LEN))
@@ -397,13 +397,13 @@ def test_coordinator_is_sent_only_changes_after_a_suspend(refit: Refit) -> None:
 # Mistakes.
 
 
-def test_new_version_of_a_running_engine_is_refused(refit: Refit) -> None:
+def test_new_weights_version_is_refused_while_the_engine_runs(refit: Refit) -> None:
     with pytest.raises(ValueError, match=r"'2' is given to resume\(\), but the engine is not suspended: call flush"):
         refit.run.engine.resume("2")
     assert refit.run.context.weights_version == "0"
 
 
-def test_invalid_version_leaves_the_engine_suspended(refit: Refit) -> None:
+def test_invalid_weights_version_leaves_the_engine_suspended(refit: Refit) -> None:
     run = refit.run
     run.engine.suspend()
     for call in (run.engine.resume, run.engine.flush):

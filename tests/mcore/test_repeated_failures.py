@@ -91,7 +91,7 @@ def test_two_failing_requests_are_refused_and_others_continue(monkeypatch: pytes
     run.assert_exact()
 
 
-def test_suspects_run_isolated_until_each_generated_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_failed_steps_run_alone_until_each_has_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run, steps = start_run(), []
     lay_out = run.context.runner.lay_out
 
@@ -110,7 +110,7 @@ def test_suspects_run_isolated_until_each_generated_a_token(monkeypatch: pytest.
     run.assert_exact()
 
 
-def test_failures_separated_by_tokens_never_cause_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_failures_with_tokens_in_between_fail_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(1)
     for _ in range(NUM_TOKENS - 1):
         for _ in range(FAILURES_BEFORE_REFUSAL - 1):
@@ -124,7 +124,7 @@ def test_failures_separated_by_tokens_never_cause_a_refusal(monkeypatch: pytest.
     run.assert_exact()
 
 
-def test_interrupt_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupts_fail_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(1)
 
     def interrupt(*_: Any) -> None:
@@ -144,7 +144,7 @@ def test_interrupt_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("call", range(1, 9))
-def test_failed_detokenization_loses_no_token_or_report(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detokenization_error_loses_no_token_or_report(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
     assert finish_through_errors(run) == 1
@@ -155,7 +155,9 @@ def test_failed_detokenization_loses_no_token_or_report(call: int, monkeypatch: 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 @pytest.mark.parametrize("kv_blocks", [12, 200])
-def test_error_between_two_reports_loses_no_token(call: int, kv_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_between_the_reports_of_two_requests_loses_no_token(
+    call: int, kv_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = start_run(kv_blocks=kv_blocks)
     # Megatron asks for each request of a step in which one ends, once it has appended the token.
     raise_once(monkeypatch, run.engine, "_check_stop_words_for_request_post_append", call=call)
@@ -165,7 +167,7 @@ def test_error_between_two_reports_loses_no_token(call: int, kv_blocks: int, mon
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_failed_batch_of_reports_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_while_tokens_are_reported_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     raise_once(monkeypatch, engine_module, "append_tokens", call=call)
     assert finish_through_errors(run) == 1
@@ -173,7 +175,7 @@ def test_failed_batch_of_reports_loses_no_token(call: int, monkeypatch: pytest.M
     run.assert_exact()
 
 
-def test_request_with_undecodable_alternatives_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_whose_top_n_tokens_cannot_be_decoded_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes))
     wanted = greedy(NUM_TOKENS, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2)

@@ -100,7 +100,7 @@ def test_requests_of_a_suspended_engine_are_served_after_resume() -> None:
     asyncio.run(serve())
 
 
-def test_engine_runs_in_one_loop_after_another() -> None:
+def test_engine_runs_in_one_event_loop_after_another() -> None:
     run = EngineRun.start(tiny_hybrid())
 
     async def serve(request_id: int) -> None:
@@ -176,7 +176,7 @@ USES: dict[str, Callable[[EngineRun], None]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("build", BUILDS)
-def test_engine_serves_wherever_it_was_built(build: str, use: str) -> None:
+def test_engine_works_with_or_without_a_running_event_loop(build: str, use: str) -> None:
     run = BUILDS[build]()
     USES[use](run)
     assert_served(run, 1)

@@ -123,7 +123,7 @@ def add_all(run: EngineRun) -> None:
 @pytest.mark.parametrize(
     "start", [in_a_batch, from_the_cache, in_prefill_chunks, evicted, suspended, after_a_failed_step]
 )
-def test_sampled_tokens_do_not_depend_on(start: Callable[[], EngineRun]) -> None:
+def test_sampled_tokens_do_not_depend_on_batch_cache_or_interruption(start: Callable[[], EngineRun]) -> None:
     run = start()
     run.finish()
     for index, name in enumerate(SETTINGS):

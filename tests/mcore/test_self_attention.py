@@ -143,7 +143,7 @@ COMBINATIONS = pytest.mark.parametrize(("has_gate", "has_norms", "rotates"), lis
 @COMBINATIONS
 @pytest.mark.parametrize("is_zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_step_matches_megatrons_modules(
+def test_attention_step_matches_megatrons_modules(
     has_gate: bool,
     has_norms: bool,
     rotates: bool,
@@ -177,7 +177,7 @@ def test_step_matches_megatrons_modules(
 
 
 @COMBINATIONS
-def test_step_matches_megatrons_ops_for_each_prompt(has_gate: bool, has_norms: bool, rotates: bool) -> None:
+def test_packed_attention_matches_megatrons_ops_for_each_prompt(has_gate: bool, has_norms: bool, rotates: bool) -> None:
     layer, angles = built_layer(
         has_gate=has_gate, has_norms=has_norms, rotates=rotates, layernorm_zero_centered_gamma=True
     )
@@ -191,7 +191,7 @@ def test_step_matches_megatrons_ops_for_each_prompt(has_gate: bool, has_norms: b
 
 
 @pytest.mark.parametrize("setting", ["rotary_interleaved", "test_mode"])
-def test_unsupported_settings_are_computed_by_megatron(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_attention_settings_run_megatrons_code(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, angles = built_layer(has_gate=True, has_norms=False, rotates=True)
     monkeypatch.setattr(layer.config, setting, True)
     monkeypatch.setattr(CachingSelfAttention, "run_realtime_tests", lambda self: None)
@@ -204,7 +204,7 @@ def test_unsupported_settings_are_computed_by_megatron(setting: str, monkeypatch
     torch.testing.assert_close(found[: len(prompt)], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_unsupported_norms_are_computed_by_their_modules() -> None:
+def test_unsupported_head_norms_run_their_own_modules() -> None:
     layer, angles = built_layer(has_gate=True, has_norms=True, rotates=True)
     layer.q_layernorm, layer.k_layernorm = (nn.LayerNorm(16, device=layer.linear_qkv.weight.device) for _ in range(2))
     hidden, context = inputs_of(layer)
@@ -215,7 +215,7 @@ def test_unsupported_norms_are_computed_by_their_modules() -> None:
     torch.testing.assert_close(found[: len(prompt)], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rotation_table_lives_as_long_as_its_angles() -> None:
+def test_cached_rotation_table_is_freed_with_its_angles() -> None:
     angles = torch.rand(5, 1, 1, 8)
     table = rotation_table(angles, torch.bfloat16)
     assert table.shape == (5, 2, 4) and rotation_table(angles, torch.bfloat16) is table

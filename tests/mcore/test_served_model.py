@@ -28,7 +28,7 @@ def model_with_fp32_residuals(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("ranks", [OneRank(), FirstOfTwoStages()])
-def test_fp32_residuals_passed_on_as_bf16_are_refused(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_residual_connection_is_refused_in_a_bf16_model(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_fp32_residuals(torch.bfloat16, monkeypatch)
     message = r"fp32_residual_connection is True, but layers and stages pass torch\.bfloat16 on"
     with pytest.raises(ValueError, match=message):

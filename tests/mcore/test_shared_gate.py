@@ -76,7 +76,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_routed_expert_launches_apply_the_gate(
+def test_fused_expert_kernels_apply_the_shared_experts_gate(
     num_tokens: int, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = gated_layer(dtype)
@@ -98,7 +98,9 @@ def test_routed_expert_launches_apply_the_gate(
 
 
 @pytest.mark.parametrize("num_tokens", [257, 300])
-def test_gate_is_applied_to_an_overlapped_shared_expert(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_is_applied_when_the_shared_expert_overlaps_routing(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer, taken = gated_layer(), []
     x = tokens(layer, num_tokens)
 
@@ -116,7 +118,9 @@ def test_gate_is_applied_to_an_overlapped_shared_expert(num_tokens: int, monkeyp
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 257])
-def test_gate_is_applied_before_a_separate_addition(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_is_applied_when_the_shared_expert_is_added_separately(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With latent projections, or experts on other ranks, the weighted sum lacks the shared expert."""
     monkeypatch.setattr(overlapped_expert, "takes_long_tiles", lambda *args, **settings: True)
     latent, exchanged = gated_layer(moe_latent_size=32), gated_layer()

@@ -1,7 +1,7 @@
 """Engines that share experts, each in a thread, launch the same steps in the same order under any load.
 
 The model has no experts, so nothing is exchanged but what the hosts agree on; a step that one rank launches early and
-another later, or never, would make ranks with experts wait for each other for ever.
+another later, or never, would make ranks with experts wait for each other forever.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ def serve(
         *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 2, 0, True), (1, 3, 0, False), (3, 2, 2, True))),
     ],
 )
-def test_ranks_launch_the_same_steps(
+def test_expert_parallel_ranks_launch_the_same_steps_in_order(
     seed: int, num_ranks: int, drafts: int, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)
@@ -147,7 +147,7 @@ def test_ranks_launch_the_same_steps(
         assert sum(numbers)
 
 
-def test_closing_rank_computes_a_step_launched_early_by_another(
+def test_closing_rank_joins_the_step_another_rank_launched_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capture_without_cuda(monkeypatch)

@@ -95,7 +95,7 @@ def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
-def test_right_drafts_are_all_accepted_in_one_step(num_drafts: int) -> None:
+def test_correct_drafts_are_all_accepted_in_one_step(num_drafts: int) -> None:
     run = start_run(num_drafts)
     run.run(0, prompt_of(0), NUM_TOKENS)
     assert run.tokens(0) == greedy_texts()[0][13 : 13 + NUM_TOKENS]
@@ -110,7 +110,7 @@ def test_right_drafts_are_all_accepted_in_one_step(num_drafts: int) -> None:
 @pytest.mark.parametrize("num_drafts", [0, 1, 4, 7])
 @pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 11, 12, 19, 40])
-def test_crossing_n_boundaries_makes_n_align_copies(
+def test_decoding_makes_one_state_copy_per_completed_block(
     num_drafts: int, accuracy: float, num_tokens: int, align_copies: list[int]
 ) -> None:
     run = start_run(num_drafts, accuracy=accuracy, decode_checkpoints="all")
@@ -122,7 +122,7 @@ def test_crossing_n_boundaries_makes_n_align_copies(
     run.assert_exact()
 
 
-def test_drafts_rejected_before_a_boundary_publish_nothing_there(align_copies: list[int]) -> None:
+def test_rejected_drafts_past_a_block_end_cache_no_state(align_copies: list[int]) -> None:
     run = start_run(7, accuracy=0.0)
     run.add(0, prompt_of(0), 2)  # 13 prompt tokens; drafts reach over 16, the accepted ones do not
     run.finish()
@@ -162,12 +162,12 @@ def test_limits_inside_accepted_drafts_end_the_request(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("accuracy", [0.6, 1.0])
 @pytest.mark.parametrize("keeps_all_logits", [False, True])
-def test_every_kept_token_has_its_log_prob(accuracy: float, keeps_all_logits: bool) -> None:
+def test_every_accepted_token_has_its_log_prob(accuracy: float, keeps_all_logits: bool) -> None:
     run = start_run(4, accuracy=accuracy, keeps_all_logits=keeps_all_logits)
     skips = {"skip_prompt_log_probs": not keeps_all_logits}
     for request_id in range(3):
-        wish = {"return_log_probs": True, "top_n_logprobs": 2, **skips} if request_id else {}
-        run.add(request_id, prompt_of(request_id), greedy(NUM_TOKENS, **wish))
+        requested = {"return_log_probs": True, "top_n_logprobs": 2, **skips} if request_id else {}
+        run.add(request_id, prompt_of(request_id), greedy(NUM_TOKENS, **requested))
     run.finish()
     assert run.counters.accepted_tokens > 0
     for request_id in (1, 2):
@@ -239,11 +239,11 @@ def test_drafter_gets_the_hidden_state_of_the_newest_token() -> None:
     run.assert_exact()
 
 
-def test_drafter_for_other_hidden_states_is_refused() -> None:
+def test_drafter_for_another_hidden_size_is_refused() -> None:
     subject = tiny_hybrid(hidden_size=48)
     drafter = HiddenStateDrafter({}, accuracy=1.0, vocab_size=96)
     config = cache_config(subject.sizes, num_speculative_tokens=3)
-    with pytest.raises(ValueError, match="width 32, the model's have 48"):
+    with pytest.raises(ValueError, match="width 32, but the model's have 48"):
         EngineRun.start(subject, config, drafter=drafter)
     with pytest.raises(ValueError, match="materialize_only_last_token_logits=True"):
         EngineRun.start(
@@ -255,10 +255,10 @@ def test_drafter_for_other_hidden_states_is_refused() -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2, 5, 9, 14])
-def test_undecodable_alternative_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_error_in_top_n_tokens_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(3)
-    wish = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
-    run.add(0, prompt_of(0), greedy(20, **wish))
+    requested = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
+    run.add(0, prompt_of(0), greedy(20, **requested))
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
     with pytest.raises(InjectedError):
         run.finish()
@@ -272,7 +272,7 @@ def test_undecodable_alternative_loses_no_token(call: int, monkeypatch: pytest.M
 # Memory.
 
 
-def test_request_paused_with_a_window_continues_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paused_request_continues_from_its_last_accepted_state(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved: list[int] = []
     resolve = WindowStorage.resolve
 
@@ -317,7 +317,7 @@ def test_request_keeps_the_configured_decode_checkpoints(checkpoints: str, num_l
     run.assert_exact()
 
 
-def test_checkpoint_matched_by_another_request_is_not_retired() -> None:
+def test_checkpoint_reused_by_another_request_is_not_retired() -> None:
     run = start_run(0)
     run.add(0, prompt_of(0), NUM_TOKENS)
     while run.counters.decode_states_published < 2:
@@ -333,7 +333,7 @@ def test_checkpoint_matched_by_another_request_is_not_retired() -> None:
 
 
 @pytest.mark.parametrize("accuracy", [0.7, 1.0])
-def test_stored_window_state_is_that_of_the_last_kept_token(accuracy: float) -> None:
+def test_state_after_a_draft_step_is_that_of_the_last_accepted_token(accuracy: float) -> None:
     run, plain = start_run(4, accuracy=accuracy), start_run(0)
     for engine in (run, plain):
         engine.add(0, prompt_of(0), NUM_TOKENS)
@@ -363,14 +363,14 @@ def test_stored_window_state_is_that_of_the_last_kept_token(accuracy: float) -> 
     ("num_drafts", "needed"),
     [(wrong, "an int from 0 to 8") for wrong in (-1, 9, 1.0, True)] + [(8, "below block_size_tokens=8")],
 )
-def test_number_of_drafts_out_of_range_is_refused(num_drafts: Any, needed: str) -> None:
+def test_num_speculative_tokens_out_of_range_is_refused(num_drafts: Any, needed: str) -> None:
     subject = tiny_hybrid()
     with pytest.raises(ValueError, match=f"num_speculative_tokens is {num_drafts}; it must be {needed}"):
         cache_config(subject.sizes, block_size_tokens=8, num_speculative_tokens=num_drafts)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_drafts_beyond_the_budgets_slots_are_refused(prefix_caching: bool) -> None:
+def test_more_drafts_than_the_state_budget_holds_are_refused(prefix_caching: bool) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, prefix_caching=prefix_caching, num_speculative_tokens=1)
     config = replace(with_one_budget(config, subject.shape, 0), num_speculative_tokens=8)
@@ -379,14 +379,14 @@ def test_drafts_beyond_the_budgets_slots_are_refused(prefix_caching: bool) -> No
     start_run(5, cached_states=5, prefix_caching=prefix_caching).run(0, prompt_of(0), 9)
 
 
-def test_drafter_without_drafts_is_refused() -> None:
+def test_drafter_is_refused_when_num_speculative_tokens_is_0() -> None:
     subject = tiny_hybrid()
     drafter = NoisyDrafter({}, accuracy=1.0, vocab_size=96)
     with pytest.raises(ValueError, match=r"num_speculative_tokens is 0"):
         EngineRun.start(subject, cache_config(subject.sizes), drafter=drafter)
 
 
-def test_one_drafter_error_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_error_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(3)
     for request_id in range(3):
         run.add(request_id, prompt_of(request_id), NUM_TOKENS)
@@ -398,7 +398,7 @@ def test_one_drafter_error_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> No
     run.assert_exact()
 
 
-def test_failed_drafter_forgets_its_requests_before_the_next_call(
+def test_failed_drafter_is_reset_before_its_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = start_run(3)
@@ -423,7 +423,7 @@ class ForgetsWithDifficulty(NoisyDrafter):
         raise KeyError(request_id)
 
 
-def test_drafter_that_cannot_forget_affects_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_when_a_drafter_drops_a_request_changes_no_token(caplog: pytest.LogCaptureFixture) -> None:
     subject = tiny_hybrid()
     drafter = ForgetsWithDifficulty(greedy_texts(), accuracy=0.8, vocab_size=96)
     config = cache_config(subject.sizes, block_size_tokens=BLOCK, num_speculative_tokens=3, kv_blocks=12)
@@ -452,7 +452,7 @@ class BrokenDrafter(NoisyDrafter):
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("no"), None, Draft((96,)), Draft((1,) * 9), Draft((-1,))])
-def test_drafter_that_always_fails_costs_only_its_drafts(answer: Any) -> None:
+def test_drafter_that_always_fails_changes_no_token(answer: Any) -> None:
     subject = tiny_hybrid()
     drafter = BrokenDrafter(greedy_texts(), accuracy=1.0, vocab_size=96)
     drafter.answer = answer
@@ -473,7 +473,7 @@ def test_invalid_drafter_is_refused(drafter: Any) -> None:
         EngineRun.start(subject, config, drafter=drafter)
 
 
-def test_drafts_leave_slots_for_checkpoints() -> None:
+def test_drafts_leave_state_slots_free_for_checkpoints() -> None:
     run = start_run(4, cached_states=16, max_requests=4)
     for request_id in range(4):
         run.add(request_id, prompt_of(request_id), NUM_TOKENS)
@@ -485,7 +485,7 @@ def test_drafts_leave_slots_for_checkpoints() -> None:
     run.assert_exact()
 
 
-def test_drafter_forgets_every_request_that_left() -> None:
+def test_drafter_drops_its_data_on_every_finished_request() -> None:
     run = start_run(3)
     for request_id in range(4):
         run.add(request_id, prompt_of(request_id), 9)

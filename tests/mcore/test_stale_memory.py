@@ -70,7 +70,7 @@ def num_checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         ("disturbed_budget", 0, "gated delta"),
     ],
 )
-def test_tokens_match_the_oracle_with_nan_in_released_states(
+def test_tokens_match_the_oracle_when_freed_memory_is_filled_with_nan(
     name: str, num_drafts: int, form: str, spoiled: list[SlabSpace], num_checked: Counter[str]
 ) -> None:
     num_compared = 0

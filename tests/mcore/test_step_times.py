@@ -26,7 +26,7 @@ def matrices_of(model: Any) -> int:
     return sum(weight.numel() for name, weight in named.items() if name.startswith("decoder."))
 
 
-def test_dense_model_reads_all_its_weights() -> None:
+def test_estimated_reads_of_a_dense_model_include_all_weights() -> None:
     subject = tiny_hybrid()
     reads, sizes = reads_of(subject), subject.sizes
     output = subject.model.vocab_size * sizes.hidden_size
@@ -35,7 +35,7 @@ def test_dense_model_reads_all_its_weights() -> None:
     assert reads.num_layers == len(subject.model.decoder.layer_type_list)
 
 
-def test_model_with_experts_reads_only_chosen_experts() -> None:
+def test_estimated_reads_of_an_moe_model_include_only_chosen_experts() -> None:
     subject = tiny_hybrid(**next(iter(MODEL_FORMS["experts"])))
     reads, config = reads_of(subject), subject.model.config
     stacked = [weight for name, weight in subject.model.named_parameters() if ".experts.linear_fc" in name]
@@ -48,7 +48,7 @@ def test_model_with_experts_reads_only_chosen_experts() -> None:
     assert reads.weights == 4 * dense and reads.macs == dense + config.moe_router_topk * reads.expert // 4
 
 
-def test_windows_write_a_state_for_each_draft() -> None:
+def test_draft_verification_writes_one_state_per_draft_token() -> None:
     subject = tiny_hybrid()
     window, auto, replay = (
         reads_of(subject, draft_states=form, num_speculative_tokens=3) for form in ("window", "auto", "replay")
@@ -58,7 +58,7 @@ def test_windows_write_a_state_for_each_draft() -> None:
 
 
 @pytest.mark.parametrize(("settings", "width"), [({}, 0), ({"num_cuda_graphs": 2}, 4), ({"run_ahead": False}, 0)])
-def test_captured_steps_are_padded_to_the_most_drafts(settings: dict[str, Any], width: int) -> None:
+def test_estimate_pads_captured_steps_to_the_draft_limit(settings: dict[str, Any], width: int) -> None:
     subject = tiny_hybrid()
     config = CacheConfig(num_speculative_tokens=3, **settings)
     time = step_time_of(subject.model, model_shape_of(subject.model), config, OneRank())
@@ -72,7 +72,7 @@ class SaysHowLong(NoisyDrafter):
         return 0.001 * num_drafts
 
 
-def test_fast_drafters_run_in_shadow_and_draft_models_are_awaited() -> None:
+def test_draft_policy_waits_for_slow_drafters_but_not_prompt_lookup() -> None:
     subject = tiny_hybrid()
     vocab = subject.sizes.vocab_size
     drafters = {

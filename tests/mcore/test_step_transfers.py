@@ -147,7 +147,7 @@ def _our_whole_prefill() -> Callable[[], None]:
     return step
 
 
-def test_step_adds_one_copy_and_no_wait_to_megatrons_bookkeeping() -> None:
+def test_decode_step_adds_one_copy_and_no_sync_to_megatrons_steps() -> None:
     stock, ours = _transfers(_stock_bookkeeping()), _transfers(_our_whole_step())
     print(f"megatron-core's bookkeeping of a decode step: {dict(stock)}; our whole step: {dict(ours)}")
     assert ours["HtoD"] <= stock["HtoD"] + 1
@@ -155,13 +155,13 @@ def test_step_adds_one_copy_and_no_wait_to_megatrons_bookkeeping() -> None:
     assert ours["syncs"] <= stock["syncs"]
 
 
-def test_step_sends_one_buffer_and_reads_the_sampled_tokens_once() -> None:
+def test_decode_step_makes_one_copy_to_the_device_and_one_back() -> None:
     counts = _transfers(_our_whole_step())
     print(dict(counts))
     assert (counts["HtoD"], counts["DtoH"]) == (1, 1)
 
 
-def test_prefill_of_hits_adds_one_copy_and_no_wait() -> None:
+def test_prefill_with_cache_hits_adds_one_copy_and_no_sync() -> None:
     stock, ours = _transfers(_stock_prefill_bookkeeping()), _transfers(_our_whole_prefill())
     print(f"megatron-core's bookkeeping of a prefill step: {dict(stock)}; our whole step: {dict(ours)}")
     assert ours["HtoD"] <= stock["HtoD"] + 1
@@ -169,7 +169,7 @@ def test_prefill_of_hits_adds_one_copy_and_no_wait() -> None:
     assert ours["syncs"] <= stock["syncs"]
 
 
-def test_prefill_of_hits_sends_one_buffer_and_reads_tokens_once() -> None:
+def test_prefill_with_cache_hits_makes_one_copy_each_way() -> None:
     counts = _transfers(_our_whole_prefill())
     print(dict(counts))
     assert (counts["HtoD"], counts["DtoH"]) == (1, 1)

@@ -65,7 +65,7 @@ def test_stop_word_of_a_text_tokenizer_ends_a_request() -> None:
     assert run.tokens(0) == reply[: first_end_of(word, reply)]
 
 
-def test_stop_word_that_begins_in_the_prompt_ends_nothing() -> None:
+def test_stop_word_that_begins_in_the_prompt_ends_no_request() -> None:
     prompt, reply = prompt_and_reply()
     run = start_run()
     run.run(0, prompt, greedy(NUM_TOKENS, stop_words=[as_text([prompt[-1], reply[0]])]))
@@ -86,7 +86,9 @@ def _fail_a_step(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("interrupt", [_suspend, _fail_a_step])
 @pytest.mark.parametrize("already_generated", [0, 1, 2])
-def test_stop_word_spans_an_interruption(interrupt: Callable[[EngineRun], None], already_generated: int) -> None:
+def test_stop_word_is_matched_across_an_interruption(
+    interrupt: Callable[[EngineRun], None], already_generated: int
+) -> None:
     prompt, reply = prompt_and_reply()
     word = reply[10:13]
     end = first_end_of(word, reply)
@@ -99,7 +101,7 @@ def test_stop_word_spans_an_interruption(interrupt: Callable[[EngineRun], None],
     assert run.tokens(0) == reply[:end]
 
 
-def test_stop_word_spans_an_eviction() -> None:
+def test_stop_word_is_matched_across_an_eviction() -> None:
     subject = tiny_hybrid(vocab_size=256)
     prompt, reply = prompt_and_reply()
     rng = random.Random(1)

@@ -43,7 +43,7 @@ class TokenByToken:
 
 @given(ring_len=st.sampled_from((4, 8, 16, 32)), computed=st.integers(0, 200), limit=st.integers(0, 8))
 @example(ring_len=4, computed=3, limit=8)
-def test_drafts_stop_before_a_bf16_fold(ring_len: int, computed: int, limit: int) -> None:
+def test_drafting_stops_before_the_state_is_stored_in_bf16(ring_len: int, computed: int, limit: int) -> None:
     drafts = ReplayStates(1, rounding_len=ring_len).most_drafts(computed, limit)
     assert 0 <= drafts <= limit and computed // ring_len == (computed + drafts) // ring_len
     assert drafts == limit or (computed + drafts + 1) % ring_len == 0, "no fewer than need be"
@@ -80,7 +80,7 @@ def served(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels sum one token and several in their own orders")
 @pytest.mark.parametrize("ring_len", [4, 8, 16])
-def test_tokens_and_states_equal_those_without_drafts(ring_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_change_no_token_or_state_with_bf16_states(ring_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "torch", TokenByToken(torch))
     monkeypatch.setattr(linear, "F", TokenByToken(F))
     subject, rng = tiny_hybrid(pattern=MAMBA_LAYERS, ssm_chunk_size=8), random.Random(ring_len)

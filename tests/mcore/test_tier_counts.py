@@ -41,7 +41,7 @@ def run_texts(run: EngineRun, first_id: int = 0) -> list[TierTokens]:
     return found
 
 
-def test_restored_tokens_of_a_request_stay_reported() -> None:
+def test_restored_token_counts_are_kept_after_a_request_finishes() -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     assert run_texts(run) == [TierTokens()] * NUM_TEXTS
     run.assert_exact()
@@ -53,7 +53,7 @@ def test_restored_tokens_of_a_request_stay_reported() -> None:
     assert run.counters.prompt_tokens_from_host == sum(tokens.from_host for tokens in found)
 
 
-def test_tokens_kept_on_the_device_count_for_no_tier() -> None:
+def test_prefix_hits_on_the_device_count_for_no_other_tier() -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     run.run(0, TEXTS[0], 4)
     run.run(1, TEXTS[0], 4)
@@ -61,7 +61,7 @@ def test_tokens_kept_on_the_device_count_for_no_tier() -> None:
     assert run.engine.tier_tokens(99) == TierTokens()
 
 
-def test_restarted_engine_reports_the_disk(tmp_path: Path) -> None:
+def test_restarted_engine_reports_tokens_restored_from_disk(tmp_path: Path) -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
     run_texts(run)
     run.assert_exact()
@@ -70,7 +70,7 @@ def test_restarted_engine_reports_the_disk(tmp_path: Path) -> None:
     assert run_texts(run) == [TierTokens(from_disk=FOUND)] * NUM_TEXTS
 
 
-def test_tier_bytes_are_reported_by_use_and_add_up(tmp_path: Path) -> None:
+def test_tier_bytes_by_use_sum_to_the_tier_size(tmp_path: Path) -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
     host = run.context._below._host
     before = run.context.snapshot()
@@ -90,7 +90,7 @@ def test_tier_bytes_are_reported_by_use_and_add_up(tmp_path: Path) -> None:
     assert CacheSnapshot.of_dict(after.as_dict()) == after
 
 
-def test_copies_in_flight_are_reported_with_their_bytes() -> None:
+def test_running_tier_copies_are_reported_with_their_bytes() -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     run.run(0, TEXTS[0], 4)  # its last boundary is on its way until the next step
     reported = run.context.snapshot()
@@ -105,7 +105,7 @@ def test_copies_in_flight_are_reported_with_their_bytes() -> None:
     assert run.context.snapshot().tier_copies["device"] == 0
 
 
-def test_boundaries_being_written_to_disk_are_reported(tmp_path: Path) -> None:
+def test_snapshot_counts_states_being_written_to_disk(tmp_path: Path) -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
     run.run(0, TEXTS[0], 4)
     run.context.memory.below._tier._copies.wait([0])  # it is on the host now, and about to be stored
@@ -115,14 +115,14 @@ def test_boundaries_being_written_to_disk_are_reported(tmp_path: Path) -> None:
     assert run.context.snapshot().tier_copies["disk"] == 0
 
 
-def test_nothing_is_reported_without_tiers() -> None:
+def test_snapshot_has_no_tier_fields_without_tiers() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
     run.run(0, TEXTS[0], 4)
     reported = run.context.snapshot()
     assert reported.host_bytes == reported.disk_bytes == reported.tier_copies == {}
 
 
-def test_failed_copy_is_counted_as_the_miss_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_restore_is_counted_as_the_miss_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     run_texts(run)
     run.assert_exact()
@@ -139,7 +139,7 @@ def test_failed_copy_is_counted_as_the_miss_reason(monkeypatch: pytest.MonkeyPat
     assert run.context.snapshot().counters.requests_without_hit == {"new_prefix": NUM_TEXTS, "copy_failed": 1}
 
 
-def test_flush_during_a_copy_is_not_a_copy_failure() -> None:
+def test_flush_during_a_copy_is_not_counted_as_a_copy_failure() -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     run_texts(run)
     run.assert_exact()

@@ -67,7 +67,9 @@ def resolve(run: EngineRun) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_restore_starts_for_a_request_waiting_at_the_limit(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_starts_for_a_request_waiting_at_the_request_limit(
+    run_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps overlap while it waits, and its prefix is restored when the running request ends."""
     capture_without_cuda(monkeypatch)
     subject = tiny_hybrid()
@@ -98,7 +100,7 @@ def test_restore_starts_for_a_request_waiting_at_the_limit(run_ahead: bool, monk
 
 
 @subjects
-def test_later_turns_are_restored_from_the_host(subject: Hybrid) -> None:
+def test_later_conversation_turns_are_restored_from_host_memory(subject: Hybrid) -> None:
     run, talks = EngineRun.start(subject, small_device(subject)), Conversations()
     assert talks.turn(run) == [0] * NUM_TEXTS
     for _ in range(2):
@@ -112,14 +114,14 @@ def test_later_turns_are_restored_from_the_host(subject: Hybrid) -> None:
     assert counters.host_restores_failed == 0
 
 
-def test_nothing_is_restored_without_the_tier() -> None:
+def test_conversations_are_recomputed_without_a_host_tier() -> None:
     config = replace(small_device(tiny_hybrid()), host_cache_gb=None)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
     assert sum(talks.turn(run)) < NUM_TEXTS * PROMPT_LEN / 2
 
 
-def test_tenants_do_not_share_tiers() -> None:
+def test_tenants_do_not_share_offloaded_prefixes() -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run, tenant="one")
     resolve(run)
@@ -130,7 +132,7 @@ def test_tenants_do_not_share_tiers() -> None:
 
 
 @subjects
-def test_suspended_engine_finds_what_it_published(subject: Hybrid) -> None:
+def test_resumed_engine_restores_prefixes_from_before_the_suspend(subject: Hybrid) -> None:
     run, talks = EngineRun.start(subject, small_device(subject)), Conversations()
     talks.turn(run)
     run.engine.suspend()
@@ -141,7 +143,7 @@ def test_suspended_engine_finds_what_it_published(subject: Hybrid) -> None:
 
 
 @pytest.mark.parametrize("is_suspended", [False, True])
-def test_flush_empties_the_host(is_suspended: bool) -> None:
+def test_flush_empties_the_host_tier(is_suspended: bool) -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     if is_suspended:
@@ -184,7 +186,7 @@ def test_restarted_engine_restores_from_disk(tmp_path: Path, subject: Hybrid) ->
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])
-def test_prompt_ends_that_requests_resume_from_are_on_disk(is_repeated: bool, tmp_path: Path) -> None:
+def test_states_at_prompt_ends_are_written_to_disk(is_repeated: bool, tmp_path: Path) -> None:
     limits = {"max_sequence_length": 256, "max_requests": 2}
     roomy = with_one_budget(cache_config(tiny_hybrid().sizes, **limits), tiny_hybrid().shape, 40)
     config = on_disk(with_host_tier(roomy, tiny_hybrid().shape, 200), tmp_path)
@@ -205,7 +207,7 @@ def test_prompt_ends_that_requests_resume_from_are_on_disk(is_repeated: bool, tm
     run.assert_exact()
 
 
-def test_flush_holds_for_the_next_engine(tmp_path: Path) -> None:
+def test_flushed_disk_entries_are_not_restored_by_the_next_engine(tmp_path: Path) -> None:
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
@@ -220,7 +222,7 @@ def test_flush_holds_for_the_next_engine(tmp_path: Path) -> None:
     run.assert_exact()
 
 
-def test_flush_for_new_weights_holds_for_the_old_ones(tmp_path: Path) -> None:
+def test_flush_for_new_weights_invalidates_disk_entries_of_old_weights(tmp_path: Path) -> None:
     subject = tiny_hybrid()
     model = random_hybrid_model(subject.sizes)
     config = on_disk(small_device(subject), tmp_path)
@@ -236,7 +238,7 @@ def test_flush_for_new_weights_holds_for_the_old_ones(tmp_path: Path) -> None:
     run.assert_exact()
 
 
-def test_failed_disk_flush_empties_memory_and_leaves_the_disk_alone(
+def test_failed_disk_flush_empties_memory_and_keeps_the_disk_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -257,7 +259,7 @@ def test_failed_disk_flush_empties_memory_and_leaves_the_disk_alone(
     run.assert_exact()
 
 
-def test_unclosed_engine_leaves_no_thread() -> None:
+def test_deleted_engine_leaves_no_thread_without_close() -> None:
     def num_lanes() -> int:
         gc.collect()
         return sum(thread.name in {lane.value for lane in Lane} for thread in threading.enumerate())
@@ -269,7 +271,7 @@ def test_unclosed_engine_leaves_no_thread() -> None:
     assert num_lanes() == before
 
 
-def test_other_weights_of_the_same_version_find_nothing(tmp_path: Path) -> None:
+def test_different_weights_of_the_same_version_share_no_disk_entries(tmp_path: Path) -> None:
     subject = tiny_hybrid()
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(subject, config), Conversations()
@@ -280,7 +282,7 @@ def test_other_weights_of_the_same_version_find_nothing(tmp_path: Path) -> None:
     assert talks.turn(run) == [0] * NUM_TEXTS
 
 
-def test_other_settings_of_the_same_weights_find_nothing(tmp_path: Path) -> None:
+def test_engine_with_other_settings_restores_no_disk_entries(tmp_path: Path) -> None:
     subject = tiny_hybrid()
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(subject, config), Conversations()
@@ -294,7 +296,7 @@ def test_other_settings_of_the_same_weights_find_nothing(tmp_path: Path) -> None
     assert talks.turn(run) == [0] * NUM_TEXTS
 
 
-def test_text_is_stored_again_after_a_corrupt_file(tmp_path: Path) -> None:
+def test_prefix_is_stored_again_after_its_file_was_corrupt(tmp_path: Path) -> None:
     """Nothing is written after an unreadable entry."""
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
@@ -312,7 +314,7 @@ def test_text_is_stored_again_after_a_corrupt_file(tmp_path: Path) -> None:
     run.assert_exact()
 
 
-def test_burst_reaches_the_disk_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_state_reaches_the_disk_with_one_write_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_moves, "MOST_STORES", 1)
     run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
     Conversations().turn(run)
@@ -322,7 +324,7 @@ def test_burst_reaches_the_disk_in_order(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(tmp_path.rglob("*.boundary"))) == counters.states_written_to_disk
 
 
-def test_idle_engine_lands_copies_of_finished_requests(tmp_path: Path) -> None:
+def test_idle_engine_completes_disk_copies_of_finished_requests(tmp_path: Path) -> None:
     run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
     run.run(0, some_tokens(PROMPT_LEN, seed=0), 10)
     assert run.engine.has_idle_copies
@@ -342,7 +344,7 @@ def test_idle_engine_lands_copies_of_finished_requests(tmp_path: Path) -> None:
         lambda path: path.unlink(),
     ],
 )
-def test_corrupt_file_is_a_miss_and_is_removed(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+def test_corrupt_disk_file_is_a_cache_miss_and_is_removed(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
@@ -362,7 +364,7 @@ def test_corrupt_file_is_a_miss_and_is_removed(tmp_path: Path, spoil: Callable[[
     run.assert_exact()
 
 
-def test_full_disk_costs_only_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
@@ -404,7 +406,7 @@ def test_quantized_states_are_restored_exactly_from_host_and_disk(
 
 
 @pytest.mark.parametrize("first_dtype", ["live", "int8"])
-def test_states_of_another_format_are_not_found_on_disk(first_dtype: str, tmp_path: Path) -> None:
+def test_disk_entries_in_another_state_format_are_ignored(first_dtype: str, tmp_path: Path) -> None:
     forms = [first_dtype, *({"live", "int8"} - {first_dtype})]
     for dtype in forms:
         config = on_disk(small_device(tiny_hybrid(), cached_state_dtype=dtype), tmp_path)
@@ -414,7 +416,7 @@ def test_states_of_another_format_are_not_found_on_disk(first_dtype: str, tmp_pa
         run.engine.close()
 
 
-def test_two_engines_share_a_directory(tmp_path: Path) -> None:
+def test_two_engines_share_a_disk_cache_directory(tmp_path: Path) -> None:
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     first, second = (EngineRun.start(tiny_hybrid(), config) for _ in range(2))
     talks = Conversations()
@@ -445,7 +447,7 @@ time.sleep(600)
 """
 
 
-def test_engine_after_a_kill_finds_each_conversation(tmp_path: Path) -> None:
+def test_conversations_of_a_killed_engine_are_restored_from_disk(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _SERVED, str(tmp_path)],
         cwd=REPOSITORY,
@@ -473,7 +475,7 @@ def test_engine_after_a_kill_finds_each_conversation(tmp_path: Path) -> None:
         ({"disk_cache_gb": 1e-6, "disk_cache_dir": "x"}, "one entry takes .* bytes: set --disk-cache-gb to "),
     ],
 )
-def test_impossible_sizes_are_refused_in_one_line(
+def test_invalid_tier_sizes_are_refused_with_a_one_line_error(
     tmp_path: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -491,19 +493,19 @@ def test_impossible_sizes_are_refused_in_one_line(
         ({"cache_gb": 1.0, "host_cache_gb": 1.0, "disk_cache_gb": 3.0}, "which needs --disk-cache-dir"),
     ],
 )
-def test_tier_without_the_one_above_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_tier_settings_without_their_prerequisite_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CacheConfig(**settings)
 
 
-def test_unusable_directory_is_refused(tmp_path: Path) -> None:
+def test_unusable_disk_cache_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(CacheError, match=f"cannot use --disk-cache-dir {file}: "):
         EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), file))
 
 
-def test_failed_step_does_not_clear_restored_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_blocks_restored_from_the_host_survive_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restored KV is written to memory of former states, which steps clear before they read it."""
     subject = tiny_hybrid()
     limits = cache_config(subject.sizes, max_sequence_length=160, max_requests=2)
@@ -522,7 +524,7 @@ def test_failed_step_does_not_clear_restored_blocks(monkeypatch: pytest.MonkeyPa
     run.assert_exact()
 
 
-def test_restore_that_failed_for_lack_of_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_that_fails_to_get_a_slot_releases_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     resolve(run)

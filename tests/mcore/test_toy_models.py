@@ -60,10 +60,10 @@ def drafted_workload() -> Workload:
     subject = tiny_hybrid(**TOY_MODELS[0])
     block = 2 * subject.sizes.ssm_chunk_size
     config = cache_config(subject.sizes, num_speculative_tokens=NUM_DRAFTS, decode_checkpoints="all")
-    rng, wish = random.Random(0), {"return_log_probs": True, "skip_prompt_log_probs": True}
+    rng, requested = random.Random(0), {"return_log_probs": True, "skip_prompt_log_probs": True}
     prompts = [tuple(rng.choices(range(subject.sizes.vocab_size), k=length)) for length in range(block - 8, block)]
-    first = [Arrival(0, prompt, block, wish=wish) for prompt in prompts]
-    second = [Arrival(0, (1,), 4, follows=request, wish=wish) for request in range(len(prompts))]
+    first = [Arrival(0, prompt, block, requested=requested) for prompt in prompts]
+    second = [Arrival(0, (1,), 4, follows=request, requested=requested) for request in range(len(prompts))]
     return Workload(subject, config, (*first, *second), has_log_probs=True)
 
 
@@ -153,7 +153,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_planted_defect_fails_the_random_workloads(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_workloads_detect_planted_defects(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, plant = DEFECTS[defect]
     work = make()
     plant(monkeypatch, work)
@@ -162,7 +162,9 @@ def test_planted_defect_fails_the_random_workloads(defect: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("make", [restored_workload, disk_workload, quantized_workload, drafted_workload])
-def test_workloads_without_the_defect_pass(make: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workloads_pass_without_the_planted_defect(
+    make: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = run_checked(make(), monkeypatch)
     assert seen["prompt_tokens_skipped"] and (make is not restored_workload or seen["prompt_tokens_from_host"])
     assert make is not disk_workload or seen["prompt_tokens_from_disk"]
@@ -180,7 +182,7 @@ def run_checked(work: Workload, patch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
-def test_mixer_computes_whole_sequences_like_the_oracle(layer: int) -> None:
+def test_toy_mixer_matches_the_oracle_over_whole_sequences(layer: int) -> None:
     subject = tiny_hybrid(**TOY_MODELS[0])
     block = subject.model.decoder.layers[layer]
     hidden = torch.randn(20, 2, subject.sizes.hidden_size, generator=torch.Generator().manual_seed(layer))
@@ -193,7 +195,7 @@ def test_mixer_computes_whole_sequences_like_the_oracle(layer: int) -> None:
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("sizes", [tiny_sizes(**model) for model in TOY_MODELS], ids=lambda sizes: sizes.pattern)
-def test_slots_have_the_bytes_of_both_groups(sizes: ToyHybridConfig, num_drafts: int) -> None:
+def test_state_slot_size_is_the_sum_over_both_layer_types(sizes: ToyHybridConfig, num_drafts: int) -> None:
     shape = hybrid(sizes).shape
     config = cache_config(sizes, num_speculative_tokens=num_drafts).resolved()
     assert shape.state_layout(config).slot_bytes == toy_state_bytes(sizes, num_drafts)
@@ -202,9 +204,9 @@ def test_slots_have_the_bytes_of_both_groups(sizes: ToyHybridConfig, num_drafts:
         assert layout.slot_bytes == toy_state_bytes(sizes, is_quantized=True)
 
 
-def test_states_without_replay_are_kept_in_windows() -> None:
+def test_toy_models_store_one_state_per_draft_and_refuse_replay() -> None:
     subject = tiny_hybrid(**TOY_MODELS[0])
     config = cache_config(subject.sizes, draft_states="auto", num_speculative_tokens=4, max_requests=64)
     assert subject.shape.resolved(config).draft_states == "window"
-    with pytest.raises(ValueError, match="which a model of toy_matrix, toy_vector layers does not have: set --draft"):
+    with pytest.raises(ValueError, match="not supported for models with toy_matrix, toy_vector layers; set --draft"):
         EngineRun.start(subject, cache_config(subject.sizes, draft_states="replay"))

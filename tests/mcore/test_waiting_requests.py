@@ -28,7 +28,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]
 
 
 @pytest.mark.parametrize("prefix_len", [0, 2 * BLOCK], ids=["unrelated prompts", "one prefix"])
-def test_step_visits_as_many_of_10000_waiting_requests_as_of_100(
+def test_step_work_is_equal_for_100_and_10000_waiting_requests(
     prefix_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = []
@@ -46,7 +46,7 @@ def test_step_visits_as_many_of_10000_waiting_requests_as_of_100(
     assert 0 < num_plans <= 2 * (MOST_PASSED_OVER + 2) and num_keys <= num_plans + BRANCH_WINDOW
 
 
-def test_request_after_many_waiting_for_a_prefix_is_admitted() -> None:
+def test_request_queued_after_many_deferred_ones_is_eventually_admitted() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes, max_requests=4))
     for request_id in range(MOST_PASSED_OVER + 2):
         run.add(request_id, [*some_tokens(2 * BLOCK), request_id], 1)
@@ -59,7 +59,7 @@ def test_request_after_many_waiting_for_a_prefix_is_admitted() -> None:
     run.assert_exact()
 
 
-def test_prompt_is_read_once_outside_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_is_parsed_once_when_the_request_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     run = EngineRun.start(tiny_hybrid())
     reads = counted(monkeypatch, engine_module, "spec_of")
     for request_id in range(3):
@@ -70,7 +70,7 @@ def test_prompt_is_read_once_outside_of_steps(monkeypatch: pytest.MonkeyPatch) -
     run.assert_exact()
 
 
-def test_paused_requests_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_plan_is_reused_while_requests_stay_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, kv_blocks=6, paused_blocks=3, max_requests=2))
     run.add(0, some_tokens(2 * BLOCK + 1, seed=1), 2 * BLOCK - 1)

@@ -124,7 +124,7 @@ OTHERS_REHEARSED = [
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "num_drafts", "draft_states"), REHEARSED + OTHERS_REHEARSED)
-def test_warmup_launches_everything_that_steps_launch(name: str, num_drafts: int, draft_states: str) -> None:
+def test_warmup_launches_every_kernel_used_by_steps(name: str, num_drafts: int, draft_states: str) -> None:
     sizes = MODELS[name]
     with recorded_launches(on_hopper="hopper" in name) as record:
         run = start_run(sizes, num_drafts, draft_states=draft_states)
@@ -144,7 +144,7 @@ def test_warmup_launches_everything_that_steps_launch(name: str, num_drafts: int
 
 
 @needs_compiler
-def test_warmup_launches_everything_that_a_draft_model_launches() -> None:
+def test_warmup_launches_every_kernel_used_by_a_draft_model() -> None:
     sizes = MODELS["bf16-odd"]
     with recorded_launches(on_hopper=False) as record:
         drafter = DraftModelDrafter(hybrid(MODELS["bf16"]).model, cache_config(sizes, max_requests=NUM_ROWS))
@@ -183,7 +183,7 @@ def cache_snapshot(run: EngineRun) -> CacheSnapshot:
 
 @pytest.mark.parametrize("settings", [{}, {"max_requests": 1, "max_tokens": 1}, {"block_size_tokens": 8}])
 @pytest.mark.parametrize("num_drafts", [0, 1, 7])
-def test_warmup_changes_nothing(num_drafts: int, settings: dict[str, int]) -> None:
+def test_warmup_changes_no_state_or_counter(num_drafts: int, settings: dict[str, int]) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, **settings)
     run = EngineRun.start(subject, config)
@@ -236,7 +236,7 @@ def test_no_warmup_request_exceeds_the_models_length(max_length: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("pattern", ["M-M*-M-M*-", "ME*"])
 @pytest.mark.parametrize(("num_drafts", "form"), [(0, "window"), (3, "window"), (3, "replay")])
-def test_warmup_without_launches_changes_nothing(pattern: str, num_drafts: int, form: str) -> None:
+def test_warmup_without_kernel_launches_changes_no_state_or_counter(pattern: str, num_drafts: int, form: str) -> None:
     """Its kernels compute nothing, as while they are compiled ahead."""
     run = start_run(tiny_sizes(**SMALL, pattern=pattern), num_drafts, draft_states=form)
     with recorded_launches(on_hopper=False) as record:
@@ -247,7 +247,7 @@ def test_warmup_without_launches_changes_nothing(pattern: str, num_drafts: int, 
 
 
 @needs_compiler
-def test_shared_experts_order_needs_no_kernel() -> None:
+def test_tile_order_of_one_shared_expert_is_built_without_a_kernel() -> None:
     _order_of_one.cache_clear()
     with recorded_launches(on_hopper=True) as record:
         for num_tokens in (1, 300, 1000):
@@ -309,7 +309,7 @@ def test_engine_works_if_kernels_cannot_be_compiled_ahead(
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_tokens_and_counts_equal_those_without_warmup(num_drafts: int) -> None:
+def test_warmup_changes_no_token_or_counter_of_later_requests(num_drafts: int) -> None:
     outcomes = []
     for rehearses in (False, True):
         subject = tiny_hybrid()
@@ -340,7 +340,7 @@ def test_failed_warmup_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch)
     run.assert_exact()
 
 
-def test_warmup_on_a_cpu_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_on_a_cpu_runs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("engines run on the GPU here")
     run = EngineRun.start(tiny_hybrid())
@@ -397,7 +397,7 @@ class WarmDrafter:
         self.warmups += 1
 
 
-def test_warmup_reaches_the_drafter() -> None:
+def test_warmup_also_warms_up_the_drafter() -> None:
     subject, drafter = tiny_hybrid(), WarmDrafter()
     run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=3), drafter=drafter)
     run.context.planner.warmup()
@@ -410,7 +410,7 @@ def test_warmup_reaches_the_drafter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="counts compilations")
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_compiles_after_warmup(name: str, num_drafts: int) -> None:
+def test_no_kernel_compiles_after_warmup(name: str, num_drafts: int) -> None:
     run = start_run(MODELS[name], num_drafts)
     before = run.context.snapshot()
     compiled = run.engine.warmup()

@@ -100,7 +100,7 @@ class Subject:
 def converse(subject: Subject, run: EngineRun, num_others: int = 0) -> None:
     """Run two concurrent conversations of three turns, the second branching off the first within a block.
 
-    After each turn, so many requests come that have nothing in common with them.
+    After each turn, a number of unrelated requests arrive.
     """
     rng, vocab, block = random.Random(7), subject.case.vocab_size, subject.case.block_size
     first = [rng.randrange(vocab) for _ in range(block + 21)]

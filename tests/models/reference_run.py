@@ -34,7 +34,7 @@ def reference_run(case: TinyCheckpoint) -> ReferenceRun:
     """Run the case with the first weights for which both texts are varied enough to tell models apart.
 
     Raises:
-        ValueError: If there are none among a few draws.
+        ValueError: If a few random tries find none.
     """
     for draw in range(_MAX_DRAWS):
         run = _run(case, case.model(draw))

@@ -1,6 +1,6 @@
 """One of several tensor-parallel ranks on the CPU: load checkpoints of both kinds, compare them, save one again.
 
-`test_tensor_parallel.py` runs `main` in a process of its own. For each folder below its folder: `hugging_face`,
+`test_tensor_parallel.py` runs `main` in a separate process. For each folder below its folder: `hugging_face`,
 `from_one_rank` (a Megatron checkpoint) and, where it is there, `from_training` (one as Megatron-LM's training leaves
 it) are read; `from_all_ranks` (another one) and `logits.pt` are written.
 """

@@ -82,8 +82,8 @@ def comparison(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def assert_agree(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
     """Assert that logits match transformers within the tolerance.
 
-    Where the two are further apart, both must round: ours are within `EXACT_TOLERANCE` of transformers' model in
-    float64, and no further from it than its own logits are at most.
+    Where the difference is larger, both must have rounding errors: ours are within `EXACT_TOLERANCE` of transformers'
+    model in float64, and no further from it than its own logits are at most.
     """
     apart = (ours - theirs).abs() > TOLERANCE
     our_errors, their_errors = ((logits[apart] - exact[apart]).abs() for logits in (ours, theirs))

@@ -54,7 +54,7 @@ def test_any_tensor_of_a_wrong_shape_is_refused_with_both_shapes(
         with pytest.raises(ValueError) as refusal:
             load_hugging_face(directory, torch.float32)
         found, needed = tuple(grown.shape), tuple(tensor.shape)
-        message = f"{directory / 'model.safetensors'}: tensor {name} has shape {found} where the model has {needed}, "
+        message = f"{directory / 'model.safetensors'}: tensor {name} has shape {found}, but the model needs {needed}, "
         sizes = str(refusal.value).removeprefix(message)
         assert sizes in [
             f"{words} {directory / 'config.json'}" for words in ("by", "the vocab_size and hidden_size of")
@@ -161,4 +161,4 @@ def test_config_megatron_cannot_build_is_refused(
 ) -> None:
     directory = copy_of(checkpoints["granite_moe"], tmp_path)
     set_fields(directory, **fields)
-    assert_refused(directory, f"{directory / 'config.json'} describes no model that Megatron builds: ")
+    assert_refused(directory, f"{directory / 'config.json'} describes a model that Megatron cannot build: ")

@@ -120,7 +120,9 @@ def test_impossible_expert_groups_are_refused_by_name(copies: dict[str, Path]) -
 )
 def test_absurd_expert_count_is_refused_by_name(family: str, field: str, copies: dict[str, Path]) -> None:
     set_fields(copies[family], **{field: 2**19})
-    assert_refused(copies[family], f"{config_of(copies[family])}: {field}=524288, but must be an integer from", "8192")
+    assert_refused(
+        copies[family], f"{config_of(copies[family])}: {field}=524288, but must be an integer between", "8192"
+    )
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3"])

@@ -184,7 +184,7 @@ def test_absurd_sizes_are_refused_by_name(
         most = 8192 if name in many else 2**24
         for value in (most + 1, 2**24 + 1, 10**13, 10**30):
             set_fields(directory, **{name: value})
-            message = f", but must be an integer from {0 if name in MAY_BE_ZERO else 1} to {most}"
+            message = f", but must be an integer between {0 if name in MAY_BE_ZERO else 1} and {most}"
             if name == "num_hidden_layers" and "layer_types" in fields:
                 message = f" is not supported, only {len(fields['layer_types'])}"
             assert refusal_of(directory) == f"{config}: {name}={value}{message}"
@@ -200,12 +200,12 @@ def test_absurd_sizes_are_refused_by_name(
         ("nemotron_h", {"hybrid_override_pattern": "M" * 9000}, "hybrid_override_pattern has 9000 characters"),
         ("granite", {"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported, only 3"),
         ("granite", {"layer_types": ["x" * 999, 1]}, f"layer_types=['{'x' * 198}..., but must be a list of"),
-        ("granite", {"logits_scaling": 1e-320}, "but must be a number other than 0, of 1e-30 to 1e+30"),
+        ("granite", {"logits_scaling": 1e-320}, "but must be a number of magnitude between 1e-30 and 1e+30"),
         ("granite", {"time_step_limit": [0, 10**400]}, "but must be a pair of ascending numbers from 0 on"),
         ("granite", {"time_step_limit": ["inf", "inf"]}, "but must be a pair of ascending numbers from 0 on"),
         ("granite", {"time_step_limit": [0.1, 1e39]}, "but must be a pair of ascending numbers from 0 on"),
         ("granite", {"layer_types": ["x" * 999, "y"]}, f"has unknown entries ['{'x' * 198}...; known are"),
-        ("granite", {"hidden_size": "a\n" * 300}, "..., but must be an integer from 1 to 16777216"),
+        ("granite", {"hidden_size": "a\n" * 300}, "..., but must be an integer between 1 and 16777216"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported, only True"),
     ],
 )

@@ -209,7 +209,7 @@ def test_evicted_and_suspended_requests_are_forgotten_and_drafted_again() -> Non
 def test_drafter_with_another_vocabulary_is_refused() -> None:
     subject, other = tiny_hybrid(), tiny_hybrid(vocab_size=64)
     config = cache_config(subject.sizes, num_speculative_tokens=2)
-    with pytest.raises(ValueError, match="vocabulary of 64 tokens, the model's has 96"):
+    with pytest.raises(ValueError, match="vocabulary of 64 tokens, but the model's has 96"):
         build_engine(subject.model, config, drafter=CheckedDraftModel.start(other))
 
 
@@ -225,7 +225,7 @@ def test_drafter_with_sharded_experts_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_non_hybrid_draft_model_is_refused() -> None:
     with pytest.raises(TypeError, match="MambaModel"):
         DraftModelDrafter(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="not a multiple of the recurrence's chunk"):
+    with pytest.raises(ValueError, match="must be a multiple of the recurrence's chunk"):
         CheckedDraftModel.start(small_model(), block_size_tokens=12)
 
 

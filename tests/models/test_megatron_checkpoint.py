@@ -202,7 +202,7 @@ def refusal_of(directory: Path) -> str | None:
 def test_unbuildable_architecture_is_refused(fields: dict[str, str], saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     edit_json(directory / ARCHITECTURE_FILE, lambda architecture: architecture.update(fields))
-    with pytest.raises(ValueError, match=f"{ARCHITECTURE_FILE} describes no model that Megatron builds"):
+    with pytest.raises(ValueError, match=f"{ARCHITECTURE_FILE} describes a model that Megatron cannot build"):
         load_megatron_checkpoint(directory, torch.float32)
 
 

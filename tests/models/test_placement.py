@@ -118,7 +118,7 @@ def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, s
 
 def test_sections_of_a_wrong_length_are_refused_by_tensor_name() -> None:
     filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
-    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* \[4, 4\] are needed"):
+    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* into parts \[4, 4\]"):
         filler.fill("given", torch.zeros(9))
 
 

@@ -248,4 +248,4 @@ def test_weight_size_is_the_size_of_its_codes(wide: Path, tmp_path: Path) -> Non
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS["compressed-tensors NVFP4"])
     set_fields(directory, hidden_size=96)
-    assert_refused(directory, " where the model has ", str(directory / "config.json"))
+    assert_refused(directory, ", but the model needs ", str(directory / "config.json"))

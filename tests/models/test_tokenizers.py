@@ -231,7 +231,7 @@ def test_ids_beyond_the_vocabulary_are_refused_with_both_sizes(tmp_path: Path) -
     loaded(tmp_path, VOCABULARY)
     with pytest.raises(ValueError) as raised:
         load_tokenizer(tmp_path, VOCABULARY - 1)
-    for part in (f"{tmp_path}/tokenizer.json", f"{tmp_path}/config.json", "up to 511", "vocabulary of 511"):
+    for part in (f"{tmp_path}/tokenizer.json", f"{tmp_path}/config.json is 511", "up to 511"):
         assert part in str(raised.value)
 
 
@@ -333,7 +333,7 @@ def test_end_of_text_must_be_a_token_id(file: str, named: object, tmp_path: Path
         load_tokenizer(tmp_path, VOCABULARY)
     inner = file if is_inner else ""
     assert str(raised.value).startswith(f"{path}: {inner}eos_token_id={named!r}, but must be a token id")
-    assert f"from 0 to {VOCABULARY - 1}" in str(raised.value) and "\n" not in str(raised.value)
+    assert f"between 0 and {VOCABULARY - 1}" in str(raised.value) and "\n" not in str(raised.value)
 
 
 SOURCES = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | length }} tools", "rag": "documents"}

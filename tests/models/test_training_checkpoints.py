@@ -203,13 +203,13 @@ def test_arguments_of_an_unsupported_model_are_refused(
         ),
         (
             {"moe_router_topk": 2, "moe_router_group_topk": 3},
-            "moe_router_group_topk=3, but must be an integer from 1 to 2",
+            "moe_router_group_topk=3, but must be an integer between 1 and 2",
         ),
         (
             {"hybrid_override_pattern": "-M*"},
             "moe_latent_size=16 is not supported without experts in the layer pattern ",
         ),
-        ({"num_experts": 2**19}, "num_experts=524288, but must be an integer from 1 to 8192"),
+        ({"num_experts": 2**19}, "num_experts=524288, but must be an integer between 1 and 8192"),
     ],
     ids=str,
 )
@@ -232,7 +232,7 @@ def test_missing_group_count_means_one_group(balancing: str | list[str]) -> None
 def test_checkpoint_without_arguments_names_the_remedies(state: dict[str, Any], tmp_path: Path) -> None:
     save_with_common_state(random_model(DENSE), state, tmp_path)
     refusal = refusal_of(tmp_path)
-    assert f"{tmp_path / 'common.pt'} holds no arguments" in refusal
+    assert f"{tmp_path / 'common.pt'} does not contain the arguments" in refusal
     assert f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture=" in refusal
     assert load_megatron_checkpoint(tmp_path, torch.float32, architecture=DENSE).architecture == DENSE
     write_architecture(DENSE, tmp_path)
@@ -278,7 +278,7 @@ def test_other_prediction_heads_are_not_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab_size", [64, 256])
 def test_wrong_embedding_size_is_refused_instead_of_padded(vocab_size: int, trained: LoadedModel) -> None:
     refusal = refusal_of(trained.directory, architecture=replace(DENSE, vocab_size=vocab_size))
-    assert "embedding.word_embeddings.weight has shape (128, 32) where the model" in refusal
+    assert "embedding.word_embeddings.weight has shape (128, 32), but the model" in refusal
     assert f"has ({vocab_size}, 32)" in refusal
 
 

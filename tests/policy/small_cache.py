@@ -47,7 +47,7 @@ def small_cache(
             nothing, and there are `num_blocks` and `num_slots`.
         max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
         replays: True if drafts take a buffer a request instead of slots, for at most `max_requests` requests.
-        num_running: Slots of live and draft states, under numbers of their own; None: they share those of cached ones.
+        num_running: Slots of live and draft states, with their own numbers; None: they share those of cached ones.
     """
     space = SplitSpace(num_blocks, num_slots) if slabs is None else SlabSpace(*slabs)
     pools = CachePools.over(

@@ -75,37 +75,37 @@ def match(pools: Pools, prompt_len: int, *, may_skip: bool = True) -> PrefixMatc
     return match_prefix(prompt(prompt_len, may_skip=may_skip), pools.kv, pools.slots, BLOCK)
 
 
-def test_unknown_prompt_matches_nothing() -> None:
+def test_unknown_prompt_matches_no_cached_block() -> None:
     assert match(Pools(), 20) == PrefixMatch((), 0)
 
 
-def test_match_skips_to_the_deepest_state() -> None:
+def test_prompt_resumes_from_the_last_cached_state_of_its_prefix() -> None:
     pools = Pools()
     blocks = pools.hold(3, states_at=(0, 1))
     assert match(pools, 20) == PrefixMatch(tuple(blocks), 8)
 
 
-def test_known_blocks_without_a_state_are_shared_and_skip_nothing() -> None:
+def test_cached_blocks_without_a_state_are_shared_but_recomputed() -> None:
     pools = Pools()
     blocks = pools.hold(3)
     assert match(pools, 20) == PrefixMatch(tuple(blocks), 0)
 
 
-def test_state_at_the_prompt_end_leaves_nothing_to_compute_and_is_not_used() -> None:
+def test_state_at_the_prompt_end_is_not_used_because_no_token_would_remain() -> None:
     pools = Pools()
     blocks = pools.cache(3, states_at=(0, 2))
     assert match(pools, 12) == PrefixMatch(tuple(blocks), 4)
     assert match(pools, 13) == PrefixMatch(tuple(blocks), 12)
 
 
-def test_prompt_that_may_not_skip_still_shares_its_blocks() -> None:
+def test_prompt_that_must_be_recomputed_still_shares_cached_blocks() -> None:
     pools = Pools()
     blocks = pools.cache(3, states_at=(0, 1, 2))
     assert match(pools, 20, may_skip=False) == PrefixMatch(tuple(blocks), 0)
 
 
 @given(st.integers(0, 6), st.sets(st.integers(0, 5)), st.integers(1, 30), st.booleans())
-def test_match_is_the_deepest_state_within_known_blocks_and_the_prompt(
+def test_match_is_the_last_state_within_cached_blocks_and_the_prompt(
     num_cached: int, states: set[int], prompt_len: int, may_skip: bool
 ) -> None:
     pools = Pools()
@@ -120,13 +120,13 @@ def test_match_is_the_deepest_state_within_known_blocks_and_the_prompt(
     assert len(found.blocks) == min(num_cached, prompt_len // BLOCK)
 
 
-def test_plan_adds_missing_blocks_up_to_the_prompt_end() -> None:
+def test_admission_plan_allocates_missing_blocks_up_to_the_prompt_end() -> None:
     pools = Pools()
     blocks = pools.cache(2, states_at=(1,))
     assert pools.plan(18) == AdmissionPlan(PrefixMatch(tuple(blocks), 8), 3, 18)
 
 
-def test_budget_counts_only_computed_tokens() -> None:
+def test_token_budget_does_not_count_cached_tokens() -> None:
     pools = Pools()
     pools.cache(3, states_at=(2,))
     plan = pools.plan(17, budget=5)
@@ -134,61 +134,61 @@ def test_budget_counts_only_computed_tokens() -> None:
 
 
 @pytest.mark.parametrize(("align", "chunk_end"), [(True, 8), (False, 10)])
-def test_first_chunk_ends_on_the_last_boundary_in_the_budget(align: bool, chunk_end: int) -> None:
+def test_first_prefill_chunk_ends_at_the_last_full_block_within_budget(align: bool, chunk_end: int) -> None:
     plan = Pools().plan(30, budget=10, align=align)
     assert isinstance(plan, AdmissionPlan) and plan.chunk_end == chunk_end
 
 
-def test_plan_has_the_whole_prompts_blocks_for_any_budget() -> None:
+def test_admission_plan_allocates_the_whole_prompt_for_any_token_budget() -> None:
     plan = Pools().plan(30, budget=1)
     assert isinstance(plan, AdmissionPlan) and (plan.num_new_blocks, plan.chunk_end) == (8, 1)
 
 
-def test_exhausted_budget_is_a_refusal() -> None:
+def test_request_is_not_admitted_when_the_token_budget_is_0() -> None:
     assert Pools().plan(5, budget=0) is Refusal.NO_TOKENS
 
 
-def test_matched_blocks_do_not_count_as_room_for_new_ones() -> None:
+def test_matched_blocks_do_not_count_as_free_for_new_blocks() -> None:
     pools = Pools(num_blocks=4)
     pools.cache(2, states_at=(1,))
     assert isinstance(pools.plan(16), AdmissionPlan)
     assert pools.plan(17) is Refusal.NO_BLOCKS
 
 
-def test_held_blocks_are_not_available() -> None:
+def test_request_is_not_admitted_when_other_requests_hold_the_blocks() -> None:
     pools = Pools(num_blocks=4)
     pools.kv.allocate(3)
     assert isinstance(pools.plan(4), AdmissionPlan)
     assert pools.plan(5) is Refusal.NO_BLOCKS
 
 
-def test_full_slot_pool_is_a_refusal() -> None:
+def test_request_is_not_admitted_when_no_state_slot_is_free() -> None:
     pools = Pools(num_slots=1)
     pools.slots.take_live()
     assert pools.plan(4) is Refusal.NO_SLOT
 
 
-def test_reservations_that_fill_the_slot_pool_are_a_refusal() -> None:
+def test_request_is_not_admitted_when_all_state_slots_are_reserved() -> None:
     pools = Pools(num_slots=2)
     pools.slots.reserve(2)
     assert pools.plan(4) is Refusal.NO_SLOT
 
 
-def test_source_state_is_not_evicted_if_another_slot_can_be_freed() -> None:
+def test_request_waits_for_a_reserved_slot_rather_than_evict_its_state() -> None:
     pools = Pools(num_slots=2)
     pools.cache(1, states_at=(0,))
     pools.slots.reserve()
     assert pools.plan(6) is Refusal.NO_SLOT
 
 
-def test_source_state_becomes_the_live_slot_if_no_other_can_be_freed() -> None:
+def test_matched_state_is_given_up_if_only_its_slot_can_be_freed() -> None:
     pools = Pools(num_slots=2)
     blocks = pools.cache(1, states_at=(0,))
     pools.slots.take_live()
     assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
 
 
-def test_source_pinned_by_another_request_takes_no_slot() -> None:
+def test_state_already_pinned_by_another_request_needs_no_extra_slot() -> None:
     pools = Pools(num_slots=2)
     blocks = pools.cache(1, states_at=(0,))
     pools.kv.acquire(blocks)
@@ -201,25 +201,25 @@ def shared_memory(num_slabs: int) -> Pools:
     return Pools(space=SlabSpace(num_slabs, blocks_per_slab=2, slots_per_slab=1))
 
 
-def test_blocks_and_slot_of_a_plan_do_not_share_a_slab() -> None:
+def test_planned_blocks_and_state_slot_do_not_share_a_memory_slab() -> None:
     assert isinstance(shared_memory(3).plan(16), AdmissionPlan)
     assert shared_memory(3).plan(17) is Refusal.NO_BLOCKS
     assert shared_memory(0).plan(1) is Refusal.NO_SLOT
 
 
-def test_source_state_gives_its_slab_to_the_requests_slot() -> None:
+def test_matched_state_is_given_up_if_the_request_needs_its_slab_as_slot() -> None:
     pools = shared_memory(2)
     blocks = pools.cache(1, states_at=(0,))
     assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
 
 
-def test_source_state_gives_its_slab_to_the_requests_blocks() -> None:
+def test_matched_state_is_given_up_if_the_blocks_need_its_slab() -> None:
     pools = shared_memory(4)
     blocks = pools.cache(2, states_at=(1,))
     assert pools.plan(17) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 3, 17)
 
 
-def test_source_state_is_kept_while_its_request_waits_for_another() -> None:
+def test_matched_state_is_kept_if_another_request_will_free_memory() -> None:
     pools = shared_memory(5)
     pools.cache(2, states_at=(1,))
     slot = pools.slots.take_live()
@@ -232,7 +232,7 @@ def test_source_state_is_kept_while_its_request_waits_for_another() -> None:
     ("reserved_key", "prompt_len", "waits"),
     [(1, 9, False), (2, 9, True), (2, 8, False), (3, 13, True), (3, 12, False), (77, 13, False)],
 )
-def test_request_waits_for_a_reserved_boundary_within_its_prompt(
+def test_request_waits_only_for_a_pending_state_it_can_resume_from(
     reserved_key: int, prompt_len: int, waits: bool
 ) -> None:
     pools = Pools()
@@ -241,7 +241,7 @@ def test_request_waits_for_a_reserved_boundary_within_its_prompt(
     assert (plan is Refusal.WAITS_FOR_PREFIX) == waits
 
 
-def test_request_that_may_not_skip_never_waits() -> None:
+def test_request_that_must_recompute_its_prompt_never_waits() -> None:
     assert isinstance(Pools().plan(9, reserved={BlockKey(1), BlockKey(2)}, may_skip=False), AdmissionPlan)
 
 
@@ -255,7 +255,7 @@ def test_request_that_may_not_skip_never_waits() -> None:
     budget=st.integers(0, 30),
     align=st.booleans(),
 )
-def test_every_plan_can_be_applied(
+def test_every_admission_plan_can_be_applied(
     slabs: SlabSpace | None,
     num_cached: int,
     states: set[int],

@@ -20,15 +20,17 @@ BLOCK = 16
         ((60, 3, 0, 3, 2), AlignCopy(3, 1, 3, True, 3)),
     ],
 )
-def test_known_steps_move_the_known_columns(arguments: tuple[int, int, int, int, int], copy: AlignCopy | None) -> None:
+def test_state_copy_plan_matches_worked_examples(
+    arguments: tuple[int, int, int, int, int], copy: AlignCopy | None
+) -> None:
     assert plan_align_copy(*arguments, BLOCK) == copy
 
 
-def test_zero_accepted_counts_as_one() -> None:
+def test_zero_accepted_tokens_are_treated_as_one() -> None:
     assert plan_align_copy(15, 1, 0, 0, 5, BLOCK) == plan_align_copy(15, 1, 0, 1, 5, BLOCK)
 
 
-def test_copy_to_another_column_without_shift_moves_bytes() -> None:
+def test_copy_between_draft_slots_without_a_conv_shift_moves_bytes() -> None:
     assert plan_align_copy(15, 1, 0, 1, 5, BLOCK) == AlignCopy(5, 0, 0, True, 1)
 
 
@@ -38,12 +40,12 @@ def test_conv_window_moves_even_if_the_ssm_state_is_in_place() -> None:
     assert copy.source_column == copy.destination_column and copy.moves_bytes
 
 
-def test_position_zero_is_not_a_boundary() -> None:
+def test_no_state_is_copied_at_position_zero() -> None:
     assert plan_align_copy(0, 0, 0, 1, 0, BLOCK) is None
     assert plan_align_copy(0, 1, 3, 1, 0, BLOCK) is None
 
 
-def test_arguments_are_not_checked_against_each_other() -> None:
+def test_more_accepted_tokens_than_drafts_are_not_an_error() -> None:
     assert plan_align_copy(60, 3, 0, 20, 2, BLOCK) == AlignCopy(19, 17, 4, True, 20)
 
 
@@ -55,7 +57,7 @@ def test_arguments_are_not_checked_against_each_other() -> None:
     column=st.integers(0, 8),
     block=st.integers(1, 20),
 )
-def test_plan_equals_a_walk_over_the_accepted_tokens(
+def test_copy_plan_equals_a_loop_over_the_accepted_tokens(
     computed: int, drafts: int, base: int, accepted: int, column: int, block: int
 ) -> None:
     expected = None

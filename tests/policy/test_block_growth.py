@@ -33,14 +33,14 @@ def full_twins(cache: PrefixCache, num_requests: int, first_id: int) -> list[Run
     return [prefill(cache, new_spec(first_id + index, [1] * BLOCK)) for index in range(num_requests)]
 
 
-def test_request_with_room_in_its_last_block_does_not_grow() -> None:
+def test_request_with_room_in_its_last_block_gets_no_new_block() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1] * 5))
     assert grow_requests([request], cache, PLENTY) == GrowthOutcome()
     assert len(request.block_ids) == 2
 
 
-def test_full_request_grows_by_one_block() -> None:
+def test_request_whose_blocks_are_full_gets_one_new_block() -> None:
     cache = small_cache()
     requests = full_requests(cache, 1, 2)
     assert grow_requests(requests, cache, PLENTY) == GrowthOutcome()
@@ -50,7 +50,7 @@ def test_full_request_grows_by_one_block() -> None:
     cache.check_integrity(requests)
 
 
-def test_prefilling_request_already_holds_its_blocks() -> None:
+def test_prefilling_request_gets_no_new_block() -> None:
     cache = small_cache()
     request = admit(cache, new_spec(0, [1] * 8), budget=4)
     run_step(cache, [request])
@@ -118,7 +118,7 @@ def test_requests_that_may_not_stay_paused_are_evicted_youngest_first() -> None:
     cache.check_integrity([busy, *requests[:2]])
 
 
-def test_evicting_one_owner_of_a_shared_block_frees_nothing() -> None:
+def test_evicting_one_of_two_requests_that_share_a_block_frees_nothing() -> None:
     cache = small_cache(num_blocks=2)
     busy = prefill(cache, new_spec(9, [9]))
     twins = full_twins(cache, 2, first_id=0)
@@ -139,7 +139,7 @@ def test_evicted_request_releases_everything_and_stays_findable() -> None:
     cache.check_integrity([old])
 
 
-def test_slab_of_a_cached_state_is_taken_before_any_request_pauses() -> None:
+def test_cached_state_is_evicted_for_a_block_before_any_request_pauses() -> None:
     cache = small_cache(slabs=(5, 1, 1))
     cache.release(prefill(cache, new_spec(9, [9] * BLOCK)))
     (request,) = full_requests(cache, 2)
@@ -150,7 +150,7 @@ def test_slab_of_a_cached_state_is_taken_before_any_request_pauses() -> None:
     cache.check_integrity([request])
 
 
-def test_older_request_takes_the_slab_of_the_younger_ones_slot() -> None:
+def test_younger_request_is_evicted_so_its_state_memory_holds_blocks() -> None:
     cache = small_cache(slabs=(3, 1, 1))
     old, young = full_twins(cache, 2, first_id=0)
     assert grow_requests([old, young], cache, 0) == GrowthOutcome(evicted=(young,))
@@ -158,7 +158,7 @@ def test_older_request_takes_the_slab_of_the_younger_ones_slot() -> None:
 
 
 @pytest.mark.parametrize("shape", [SlabShape(3, 2), SlabShape(1, 2), SlabShape(2, 1)])
-def test_lone_request_grows_by_evicting_states_alone_in_their_slabs(shape: SlabShape) -> None:
+def test_lone_request_grows_by_evicting_states_for_whole_slabs(shape: SlabShape) -> None:
     max_blocks, num_drafts = 6, BLOCK - 1
     num_slabs = shape.slabs_of_request(max_blocks, 2 + num_drafts)
     cache = small_cache(slabs=(num_slabs, shape.blocks_per_slab, shape.slots_per_slab), checkpoints="none")
@@ -182,7 +182,7 @@ def test_lone_request_grows_by_evicting_states_alone_in_their_slabs(shape: SlabS
     cache.check_integrity([request])
 
 
-def test_lone_request_filling_the_pool_is_an_error_that_changes_nothing() -> None:
+def test_lone_request_that_fills_the_pool_raises_and_changes_nothing() -> None:
     cache = small_cache(num_blocks=2)
     (request,) = full_requests(cache, 2)
     before = frozen(cache)

@@ -17,7 +17,7 @@ def test_four_equal_blocks_have_four_different_keys() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15])
-def test_fewer_tokens_than_a_block_have_no_key(num_tokens: int) -> None:
+def test_fewer_tokens_than_one_block_have_no_key(num_tokens: int) -> None:
     assert block_keys(ROOT, [7] * num_tokens, 16) == []
     assert block_keys(ROOT, np.full(num_tokens, 7), 16) == []
 
@@ -30,13 +30,13 @@ def test_partial_block_is_never_hashed() -> None:
     assert chain.keys == block_keys(ROOT, [1, 2, 3, 4, 5, 6, 7, 8], 4)
 
 
-def test_first_token_changes_every_key() -> None:
+def test_changing_the_first_token_changes_every_block_key() -> None:
     tokens = list(range(64))
     changed = [1000, *tokens[1:]]
     assert not set(block_keys(ROOT, tokens, 16)) & set(block_keys(ROOT, changed, 16))
 
 
-def test_later_token_leaves_earlier_keys_unchanged() -> None:
+def test_changing_a_token_keeps_the_keys_of_earlier_blocks() -> None:
     tokens = list(range(64))
     changed = [*tokens[:32], 1000, *tokens[33:]]
     before, after = block_keys(ROOT, tokens, 16), block_keys(ROOT, changed, 16)
@@ -44,7 +44,7 @@ def test_later_token_leaves_earlier_keys_unchanged() -> None:
     assert before[2] != after[2] and before[3] != after[3]
 
 
-def test_changes_that_cancel_in_a_polynomial_hash_do_not_collide() -> None:
+def test_tokens_that_collide_in_a_polynomial_hash_have_different_keys() -> None:
     tokens = [100] * 32
     keys = {tuple(block_keys(ROOT, tokens, 32))}
     for j in range(31):
@@ -62,7 +62,9 @@ def test_key_is_the_full_digest_of_previous_key_and_tokens() -> None:
 
 
 @given(st.lists(INT32, max_size=40), st.integers(1, 7), st.data())
-def test_keys_do_not_depend_on_how_tokens_arrive(tokens: list[int], block_size: int, data: st.DataObject) -> None:
+def test_block_keys_do_not_depend_on_how_tokens_are_split(
+    tokens: list[int], block_size: int, data: st.DataObject
+) -> None:
     pieces = BlockKeyChain(ROOT, block_size)
     start = 0
     while start < len(tokens):
@@ -101,7 +103,7 @@ def test_tokens_must_be_a_vector_of_integers() -> None:
             block_keys(ROOT, tokens, 1)  # type: ignore[arg-type]
 
 
-def test_every_field_of_the_salt_changes_the_root() -> None:
+def test_every_field_of_the_cache_salt_changes_the_keys() -> None:
     salts = [
         CacheSalt("model", "weights", 0),
         CacheSalt("other", "weights", 0),
@@ -116,12 +118,12 @@ def test_every_field_of_the_salt_changes_the_root() -> None:
     assert {len(salt.root()) for salt in salts} == {32}
 
 
-def test_salt_gives_the_same_root_in_every_process() -> None:
+def test_cache_salt_hashes_equally_in_every_process() -> None:
     # A literal, since a hash seeded for each process would still agree with itself here.
     assert CacheSalt("model", "weights-1", 0).root().hex() == ROOT_HEX
 
 
-def test_bad_root_or_block_size_is_refused() -> None:
+def test_invalid_hash_root_or_block_size_is_refused() -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         BlockKeyChain(b"short", 16)
     with pytest.raises(ValueError, match="block size"):

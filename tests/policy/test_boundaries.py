@@ -22,50 +22,50 @@ def chunk_ends(prompt_len: int, budget: int, block_size: int, *, align: bool) ->
     return ends[1:]
 
 
-def test_prompt_one_token_past_a_block_reserves_that_block() -> None:
+def test_prompt_one_token_past_a_block_caches_a_state_after_it() -> None:
     assert whole_prompt(64, 65) == [64]
 
 
-def test_prompt_shorter_than_a_block_reserves_nothing() -> None:
+def test_prompt_shorter_than_a_block_caches_no_state() -> None:
     assert whole_prompt(64, 63) == []
 
 
-def test_resumed_prompt_reserves_only_its_last_boundary() -> None:
+def test_resumed_prompt_caches_only_the_state_after_its_last_block() -> None:
     rule = BoundaryRule(256)
     boundaries = select_boundaries(rule, prompt_len=832, start=512, end=832, kv_match_end=512)
     assert [(p - 512, (p - 1) // 256) for p in boundaries] == [(256, 2)]
 
 
-def test_aligned_prompt_also_reserves_the_boundary_before_its_end() -> None:
+def test_prompt_of_whole_blocks_also_caches_the_state_one_block_earlier() -> None:
     assert whole_prompt(64, 192) == [128, 192]
 
 
-def test_aligned_prompt_of_one_block_does_not_reserve_position_zero() -> None:
+def test_prompt_of_exactly_one_block_caches_no_state_at_position_zero() -> None:
     assert whole_prompt(64, 64) == [64]
 
 
-def test_end_of_the_kv_match_is_reserved_when_computed_again() -> None:
+def test_state_is_cached_at_the_end_of_matched_kv_blocks() -> None:
     assert whole_prompt(64, 300, kv_match_end=128) == [128, 256]
 
 
-def test_stride_of_one_reserves_every_boundary() -> None:
+def test_stride_of_1_caches_a_state_after_every_block() -> None:
     assert whole_prompt(64, 300, stride=1) == [64, 128, 192, 256]
 
 
-def test_stride_counts_from_the_request_start_not_the_chunk_start() -> None:
+def test_state_stride_counts_from_the_prompt_start_not_the_chunk_start() -> None:
     boundaries = select_boundaries(BoundaryRule(64, 2), prompt_len=1000, start=192, end=530, kv_match_end=0)
     assert boundaries == (256, 384, 512)
 
 
-def test_chunk_that_stops_on_a_boundary_reserves_it() -> None:
+def test_chunk_that_ends_at_a_block_end_caches_its_state() -> None:
     assert select_boundaries(BoundaryRule(64), prompt_len=300, start=0, end=128, kv_match_end=0) == (128,)
 
 
-def test_chunk_that_stops_off_a_boundary_reserves_nothing() -> None:
+def test_chunk_that_ends_within_a_block_caches_no_state() -> None:
     assert select_boundaries(BoundaryRule(64), prompt_len=300, start=0, end=100, kv_match_end=0) == ()
 
 
-def test_chunked_prompt_reserves_each_chunk_end_and_its_last_boundary() -> None:
+def test_chunked_prompt_caches_states_at_chunk_ends_and_its_last_block() -> None:
     ends = chunk_ends(800, 300, 256, align=True)
     assert ends == [256, 512, 800]
     rule = BoundaryRule(256)
@@ -74,20 +74,20 @@ def test_chunked_prompt_reserves_each_chunk_end_and_its_last_boundary() -> None:
     assert reserved == [(256,), (512,), (768,)]
 
 
-def test_unaligned_chunks_take_the_whole_budget() -> None:
+def test_unaligned_chunks_use_the_whole_token_budget() -> None:
     assert chunk_ends(800, 300, 256, align=False) == [300, 600, 800]
 
 
-def test_chunk_without_a_boundary_in_its_budget_takes_the_whole_budget() -> None:
+def test_chunk_smaller_than_a_block_uses_the_whole_token_budget() -> None:
     assert chunk_ends(100, 30, 64, align=True) == [30, 60, 64, 94, 100]
 
 
-def test_remainder_within_the_budget_is_not_cut() -> None:
+def test_rest_of_a_prompt_within_the_budget_is_one_chunk() -> None:
     assert prefill_chunk_end(start=64, prompt_len=164, budget=100, block_size=64, align=True) == 164
 
 
 @given(st.data())
-def test_selection_equals_a_walk_over_every_token(data: st.DataObject) -> None:
+def test_selected_state_positions_equal_a_loop_over_every_token(data: st.DataObject) -> None:
     block = data.draw(st.integers(1, 9))
     stride = data.draw(st.none() | st.integers(1, 4))
     prompt_len = data.draw(st.integers(0, 60))
@@ -118,7 +118,7 @@ def test_selection_equals_a_walk_over_every_token(data: st.DataObject) -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 40), st.booleans())
-def test_chunks_advance_within_the_budget_and_end_with_the_prompt(
+def test_chunks_stay_within_the_budget_and_end_with_the_prompt(
     prompt_len: int, budget: int, block_size: int, align: bool
 ) -> None:
     ends = chunk_ends(prompt_len, budget, block_size, align=align)
@@ -127,7 +127,7 @@ def test_chunks_advance_within_the_budget_and_end_with_the_prompt(
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 40))
-def test_aligned_chunk_ends_on_the_last_boundary_in_reach(prompt_len: int, budget: int, block_size: int) -> None:
+def test_aligned_chunk_ends_at_the_last_block_end_within_budget(prompt_len: int, budget: int, block_size: int) -> None:
     ends = chunk_ends(prompt_len, budget, block_size, align=True)
     for start, end in zip([0, *ends], ends, strict=False):
         reachable = [p for p in range(start + 1, start + budget + 1) if p % block_size == 0]
@@ -135,7 +135,7 @@ def test_aligned_chunk_ends_on_the_last_boundary_in_reach(prompt_len: int, budge
 
 
 @pytest.mark.parametrize(("block_size", "stride"), [(0, None), (-1, None), (16, 0), (16, -2)])
-def test_rule_refuses_sizes_below_one(block_size: int, stride: int | None) -> None:
+def test_block_size_or_stride_below_1_is_refused(block_size: int, stride: int | None) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         BoundaryRule(block_size, stride)
 
@@ -143,12 +143,12 @@ def test_rule_refuses_sizes_below_one(block_size: int, stride: int | None) -> No
 @pytest.mark.parametrize(
     ("start", "end", "match"), [(5, 4, 0), (-1, 4, 0), (0, 11, 0), (0, 4, 3), (0, 4, 12), (0, 4, -4)]
 )
-def test_selection_refuses_impossible_positions(start: int, end: int, match: int) -> None:
+def test_chunk_or_match_positions_outside_the_prompt_are_refused(start: int, end: int, match: int) -> None:
     with pytest.raises(ValueError, match="got"):
         select_boundaries(BoundaryRule(4), prompt_len=10, start=start, end=end, kv_match_end=match)
 
 
 @pytest.mark.parametrize(("start", "budget", "block_size"), [(10, 5, 4), (-1, 5, 4), (0, 0, 4), (0, 5, 0)])
-def test_chunk_end_refuses_a_step_that_cannot_advance(start: int, budget: int, block_size: int) -> None:
+def test_chunk_end_refuses_a_position_or_budget_without_progress(start: int, budget: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="got"):
         prefill_chunk_end(start=start, prompt_len=10, budget=budget, block_size=block_size, align=True)

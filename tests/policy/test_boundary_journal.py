@@ -21,14 +21,14 @@ def apply(changes: BoundaryChanges, known: set[BlockKey | None]) -> set[BlockKey
     return kept | {*changes.published}
 
 
-def test_first_report_has_all_boundaries() -> None:
+def test_first_report_has_every_resumable_prefix() -> None:
     cache, journal = small_cache(), BoundaryJournal()
     serve(cache, new_spec(0, range(10)))
     cache.slots.observe(journal)
     assert {*journal.take(cache.kv.key_of).published} == resumable(cache) != set()
 
 
-def test_short_lived_boundary_is_not_reported() -> None:
+def test_prefix_cached_and_evicted_between_reports_is_not_reported() -> None:
     cache, journal = small_cache(), BoundaryJournal()
     cache.slots.observe(journal)
     serve(cache, new_spec(0, range(10)))
@@ -36,7 +36,7 @@ def test_short_lived_boundary_is_not_reported() -> None:
     assert not journal.take(cache.kv.key_of)
 
 
-def test_flush_cancels_earlier_reports() -> None:
+def test_report_after_a_flush_contains_only_the_flush() -> None:
     cache, journal = small_cache(), BoundaryJournal()
     cache.slots.observe(journal)
     serve(cache, new_spec(0, range(10)))
@@ -45,13 +45,13 @@ def test_flush_cancels_earlier_reports() -> None:
     assert journal.take(cache.kv.key_of) == BoundaryChanges(were_flushed=True)
 
 
-def test_block_without_a_key_is_left_out() -> None:
+def test_block_without_a_key_is_not_reported() -> None:
     journal = BoundaryJournal()
     journal.published(BlockId(3))
     assert not journal.take(lambda _: None)
 
 
-def test_moved_key_is_reported_for_both_blocks() -> None:
+def test_block_with_a_new_key_is_reported_as_dropped_and_published() -> None:
     journal = BoundaryJournal()
     journal.published(BlockId(3))
     journal.take(lambda _: BlockKey(7))
@@ -61,7 +61,7 @@ def test_moved_key_is_reported_for_both_blocks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_changes_add_up_to_the_cached_boundaries(seed: int) -> None:
+def test_reported_changes_sum_to_the_resumable_prefixes(seed: int) -> None:
     rng = random.Random(seed)
     cache, journal = small_cache(num_blocks=14, num_slots=5, stride=rng.choice([None, 1])), BoundaryJournal()
     cache.slots.observe(journal)

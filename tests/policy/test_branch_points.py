@@ -31,7 +31,7 @@ def view_of(prompt: list[int], *, may_skip: bool = True) -> PromptView:
 
 
 @given(prompts, prompts)
-def test_shared_blocks_are_those_of_the_common_prefix(left: list[int], right: list[int]) -> None:
+def test_shared_blocks_of_two_prompts_are_those_of_their_common_prefix(left: list[int], right: list[int]) -> None:
     shared = 0
     while left[shared : shared + 1] == right[shared : shared + 1] != []:
         shared += 1
@@ -39,7 +39,7 @@ def test_shared_blocks_are_those_of_the_common_prefix(left: list[int], right: li
 
 
 @given(prompts, st.lists(prompts, max_size=12))
-def test_branch_points_are_the_deepest_boundaries_others_can_resume_from(
+def test_branch_points_are_the_last_block_ends_shared_with_other_prompts(
     prompt: list[int], others: list[list[int]]
 ) -> None:
     deepest: Counter[int] = Counter()
@@ -52,7 +52,7 @@ def test_branch_points_are_the_deepest_boundaries_others_can_resume_from(
     assert all(deepest[left_out] <= deepest[taken] for left_out in set(deepest) - set(found) for taken in found)
 
 
-def test_request_that_may_not_skip_needs_no_state() -> None:
+def test_request_that_must_recompute_adds_no_branch_point() -> None:
     assert branch_points(view_of([1] * 8), [view_of([1] * 6, may_skip=False)], 2) == ()
 
 
@@ -101,21 +101,21 @@ def burst(count: int, shared: int, own: int) -> list[RequestSpec]:
 
 
 @pytest.mark.parametrize("num_slots", [12, 40])
-def test_burst_computes_its_common_prefix_once(num_slots: int) -> None:
+def test_simultaneous_requests_compute_their_common_prefix_once(num_slots: int) -> None:
     queue = Queue(small_cache(100, num_slots), burst(8, 3 * BLOCK, BLOCK + 1))
     first, *others = queue.steps()
     assert (first, sum(others)) == (4 * BLOCK + 1, 7 * (BLOCK + 1))
     assert len(others) == 1 or num_slots < 40
 
 
-def test_prefix_longer_than_a_step_is_computed_once() -> None:
+def test_shared_prefix_longer_than_a_step_is_computed_once() -> None:
     queue = Queue(small_cache(100, 40), burst(4, 3 * BLOCK, BLOCK + 1), max_tokens=2 * BLOCK)
     steps = queue.steps()
     assert sum(steps) == 3 * BLOCK + 4 * (BLOCK + 1)
     assert steps[0] == 2 * BLOCK
 
 
-def test_prompts_that_branch_twice_start_from_both_branches() -> None:
+def test_prompts_that_diverge_at_two_points_resume_from_both() -> None:
     a, b = [1] * BLOCK, [2] * BLOCK
     specs = [
         new_spec(0, a + b + [3] * 5),
@@ -126,13 +126,13 @@ def test_prompts_that_branch_twice_start_from_both_branches() -> None:
     assert Queue(small_cache(100, 40), specs).steps() == [2 * BLOCK + 5, 5 + 5 + 5]
 
 
-def test_burst_of_other_tenants_shares_nothing() -> None:
+def test_simultaneous_requests_of_different_tenants_share_nothing() -> None:
     beginning = [7] * (2 * BLOCK)
     specs = [new_spec(index, [*beginning, index], tenant=str(index)) for index in range(3)]
     assert Queue(small_cache(100, 40), specs).steps() == [3 * (2 * BLOCK + 1)]
 
 
-def test_no_request_waits_without_room_for_a_state() -> None:
+def test_no_request_waits_for_a_prefix_whose_state_cannot_be_kept() -> None:
     queue = Queue(small_cache(100, 1), burst(3, 2 * BLOCK, 1))
     assert queue.steps() == [2 * BLOCK + 1] * 3
     assert queue.cache.counters.states_skipped_no_room and not queue.cache.counters.admissions_deferred
@@ -145,7 +145,7 @@ class UnreadablePrompt(Candidate):
         raise MemoryError
 
 
-def test_prompt_with_uncomputable_keys_fails_alone() -> None:
+def test_error_while_hashing_a_prompt_names_only_its_request() -> None:
     queue = Queue(small_cache(100, 40), burst(3, 2 * BLOCK, 1))
     scheduler = StepScheduler()
     with pytest.raises(MemoryError):
@@ -156,7 +156,7 @@ def test_prompt_with_uncomputable_keys_fails_alone() -> None:
     assert not queue.requests
 
 
-def test_long_queue_is_not_searched_to_its_end() -> None:
+def test_search_for_shared_prefixes_stops_after_a_fixed_queue_length() -> None:
     queue = Queue(small_cache(1000, 400), burst(BRANCH_WINDOW + 10, 0, BLOCK + 1))
     waiting = [queue.candidate(spec.request_id) for spec in queue.waiting]
     queue.requests = RunningRequests(queue.cache, 1, ENOUGH)

@@ -24,7 +24,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 
 @pytest.mark.parametrize("prompt", [[*A, *B, 9], [*A, *B, *C, 9], [*D, 9], A * 20])
 @pytest.mark.parametrize("budget", [0, 3, ENOUGH])
-def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
+def test_planning_an_admission_changes_no_cache_state(prompt: list[int], budget: int) -> None:
     cache = small_cache(num_blocks=9, num_slots=4)
     serve(cache, new_spec(0, [*A, *B, 9]))
     admit(cache, new_spec(1, [*A, *B, *C, 5]))
@@ -34,7 +34,7 @@ def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
     assert frozen(cache) == before
 
 
-def test_plan_after_a_flush_only_refreshes_stale_keys(new_cache: NewCache) -> None:
+def test_planning_after_a_flush_only_recomputes_the_block_keys(new_cache: NewCache) -> None:
     cache = new_cache()
     candidate = candidate_of(cache, new_spec(0, [*A, *B, 9]))
     cache.flush()
@@ -71,7 +71,7 @@ def remove_the_free_slots(cache: PrefixCache) -> None:
     [remove_the_state, remove_the_blocks, remove_the_free_blocks, remove_every_key, remove_the_free_slots],
     ids=lambda remove: remove.__name__,
 )
-def test_stale_plan_is_refused_and_changes_nothing(new_cache: NewCache, remove: object) -> None:
+def test_admission_with_a_stale_plan_raises_and_changes_nothing(new_cache: NewCache, remove: object) -> None:
     cache = new_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     candidate = candidate_of(cache, new_spec(1, [*A, *B, 8]))
@@ -84,7 +84,7 @@ def test_stale_plan_is_refused_and_changes_nothing(new_cache: NewCache, remove: 
     assert frozen(cache) == before
 
 
-def test_plan_whose_blocks_now_hold_another_prefix_is_refused() -> None:
+def test_admission_raises_if_planned_blocks_now_hold_another_prefix() -> None:
     cache = small_cache(num_blocks=4)
     serve(cache, new_spec(0, [*A, *B, 9]))
     candidate = candidate_of(cache, new_spec(1, [*A, *B, 8]))
@@ -98,7 +98,7 @@ def test_plan_whose_blocks_now_hold_another_prefix_is_refused() -> None:
     assert frozen(cache) == before
 
 
-def test_growth_without_a_free_block_changes_nothing() -> None:
+def test_failed_block_allocation_for_a_request_changes_nothing() -> None:
     cache = small_cache(num_blocks=2)
     request = prefill(cache, new_spec(0, [*A, *B]))
     before = frozen(cache)

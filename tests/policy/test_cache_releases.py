@@ -32,7 +32,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
     ("part", "method"),
     [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch_path"), ("slots", "release_live"), ("kv", "release")],
 )
-def test_half_failed_release_can_be_repeated(
+def test_release_interrupted_by_an_error_can_be_repeated(
     new_cache: NewCache, part: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = new_cache()
@@ -56,7 +56,7 @@ def test_half_failed_release_can_be_repeated(
     assert (cache.kv.num_referenced, cache.slots.num_available) == (0, cache.slots.num_slots)
 
 
-def test_abort_returns_reservations_and_pins_and_publishes_nothing(new_cache: NewCache) -> None:
+def test_aborted_request_releases_slots_and_pins_and_caches_nothing(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
     serve(cache, new_spec(0, [*A, 9]))
     request = admit(cache, new_spec(1, [*A, *B, *C, 9]))
@@ -68,7 +68,7 @@ def test_abort_returns_reservations_and_pins_and_publishes_nothing(new_cache: Ne
     cache.check_integrity([request])
 
 
-def test_release_within_a_step_returns_everything(new_cache: NewCache) -> None:
+def test_request_released_within_a_step_frees_all_its_memory(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
     serve(cache, new_spec(0, [*A, 9]))
     request = admit(cache, new_spec(1, [*A, *B, *C, 9]))
@@ -80,7 +80,7 @@ def test_release_within_a_step_returns_everything(new_cache: NewCache) -> None:
     assert (cache.kv.num_cached, cache.kv.num_available) == (1, cache.kv.num_blocks)
 
 
-def test_published_blocks_of_a_finished_request_stay_until_evicted() -> None:
+def test_cached_blocks_of_a_finished_request_stay_until_evicted() -> None:
     cache = small_cache(num_blocks=4)
     serve(cache, new_spec(0, [*A, *B, 9]))
     serve(cache, new_spec(1, [*C, 9]))
@@ -89,7 +89,7 @@ def test_published_blocks_of_a_finished_request_stay_until_evicted() -> None:
     assert planned(cache, new_spec(4, [*A, *B, 9])).match.blocks == ()
 
 
-def test_state_leaves_with_its_block() -> None:
+def test_evicting_a_block_also_drops_its_state() -> None:
     cache = small_cache(num_blocks=3)
     serve(cache, new_spec(0, [*A, *B, 9]))
     (block,) = cached_states(cache)
@@ -109,7 +109,7 @@ def test_matched_prefix_is_not_evicted_by_its_own_admission() -> None:
     cache.check_integrity([request])
 
 
-def test_states_of_a_just_finished_request_outlive_older_ones() -> None:
+def test_states_of_a_just_finished_request_are_evicted_last() -> None:
     cache = small_cache(num_slots=4)
     first = prefill(cache, new_spec(0, [*A, 9]))
     cache.release(prefill(cache, new_spec(1, [*B, 9])))
@@ -118,7 +118,7 @@ def test_states_of_a_just_finished_request_outlive_older_ones() -> None:
     assert cached_states(cache) == [cache.kv.find(first.chain.keys[0])]
 
 
-def test_source_state_is_pinned_until_the_step_is_published() -> None:
+def test_matched_state_is_pinned_until_its_step_ends() -> None:
     cache = small_cache(num_slots=3)
     serve(cache, new_spec(0, [*A, *B, 9]))
     request = admit(cache, new_spec(1, [*A, *B, 8]))
@@ -130,7 +130,7 @@ def test_source_state_is_pinned_until_the_step_is_published() -> None:
     assert not cache.slots.is_pinned(source) and request.source_slot is None
 
 
-def test_age_counts_admissions_and_survives_a_readmission(new_cache: NewCache) -> None:
+def test_request_keeps_its_age_when_admitted_again(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [prefill(cache, new_spec(index, [index])) for index in range(3)]
     assert [request.age for request in requests] == [0, 1, 2]
@@ -154,7 +154,7 @@ def test_counters_report_matched_and_skipped_tokens(new_cache: NewCache) -> None
 # Memory that KV blocks and states share.
 
 
-def test_states_and_blocks_evict_each_other_for_room() -> None:
+def test_states_and_blocks_evict_each_other_in_shared_memory() -> None:
     cache = small_cache(slabs=(4, 2, 1))
     space = cache.pools.space
     assert isinstance(space, SlabSpace)
@@ -170,7 +170,7 @@ def test_states_and_blocks_evict_each_other_for_room() -> None:
     cache.check_integrity(requests)
 
 
-def test_slab_with_a_running_requests_block_is_not_taken_for_a_state() -> None:
+def test_memory_slab_with_a_running_requests_block_is_not_used_for_states() -> None:
     cache = small_cache(slabs=(3, 2, 1))
     request = prefill(cache, new_spec(0, [*A, *B, *C]))
     assert outcome(cache, [9]) is Refusal.NO_SLOT
@@ -178,7 +178,7 @@ def test_slab_with_a_running_requests_block_is_not_taken_for_a_state() -> None:
     assert planned(cache, new_spec(1, [9])).num_new_blocks == 1
 
 
-def test_half_failed_release_from_shared_memory_keeps_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_release_keeps_the_requests_state_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache(slabs=(20, 4, 2))
     first, second, third = [prefill(cache, new_spec(number, [number])) for number in range(3)]
     cache.release(first)  # its slab has room, and a lower number than the third's
@@ -237,7 +237,7 @@ def lose_a_reservation(requests: list[object]) -> None:
         swap_live_slot_and_column,
     ],
 )
-def test_check_integrity_finds_requests_that_disagree_with_the_pools(new_cache: NewCache, corrupt: object) -> None:
+def test_check_integrity_detects_requests_inconsistent_with_the_pools(new_cache: NewCache, corrupt: object) -> None:
     cache = new_cache()
     requests = [prefill(cache, new_spec(0, [*A, 9])), admit(cache, new_spec(1, [*B, 9]))]
     cache.schedule_decode(requests[0], [8])

@@ -17,7 +17,7 @@ def plan_demands(requests: list[tuple[int, int]], chunk_size: int) -> ChunkPlan:
     return plan_chunks([computed for computed, _ in requests], starts, chunk_size)
 
 
-def test_resumed_request_is_cut_at_absolute_positions() -> None:
+def test_resumed_request_is_chunked_at_absolute_positions() -> None:
     plan = plan_chunks([0, 300], [0, 700, 1000], 256)
     assert plan.cu_chunks == (0, 256, 512, 700, 912, 1000)
     assert plan.chunk_requests == (0, 0, 0, 1, 1)
@@ -28,7 +28,7 @@ def test_request_shorter_than_its_first_chunk_is_one_chunk() -> None:
     assert plan_chunks([300], [0, 10], 256).cu_chunks == (0, 10)
 
 
-def test_request_that_ends_on_a_cut_has_no_empty_chunk() -> None:
+def test_request_that_ends_at_a_chunk_end_has_no_empty_chunk() -> None:
     assert plan_chunks([300], [0, 212], 256) == ChunkPlan((0, 212), (0,), (0, 1))
 
 
@@ -43,7 +43,7 @@ def test_empty_batch_has_no_chunk() -> None:
 
 
 @given(ROWS, st.integers(1, 12))
-def test_plan_equals_a_walk_over_every_token(requests: list[tuple[int, int]], chunk_size: int) -> None:
+def test_chunk_plan_equals_a_loop_over_every_token(requests: list[tuple[int, int]], chunk_size: int) -> None:
     ends: list[int] = []
     owners: list[int] = []
     packed = 0
@@ -63,7 +63,7 @@ def test_plan_equals_a_walk_over_every_token(requests: list[tuple[int, int]], ch
 
 
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 12), st.data())
-def test_request_resumed_on_a_cut_has_the_chunks_of_an_uninterrupted_one(
+def test_request_resumed_at_a_chunk_end_has_the_same_chunks(
     computed: int, num_new: int, chunk_size: int, data: st.DataObject
 ) -> None:
     whole = [computed + end for end in plan_demands([(computed, num_new)], chunk_size).cu_chunks]
@@ -74,7 +74,9 @@ def test_request_resumed_on_a_cut_has_the_chunks_of_an_uninterrupted_one(
 
 
 @given(ROWS, st.integers(1, 12))
-def test_every_position_finds_the_chunk_ending_there_or_none(requests: list[tuple[int, int]], chunk_size: int) -> None:
+def test_chunk_is_found_by_its_end_position_and_other_positions_raise(
+    requests: list[tuple[int, int]], chunk_size: int
+) -> None:
     plan = plan_demands(requests, chunk_size)
     found = {end: index for index, end in enumerate(plan.cu_chunks[1:])}
     for position in range(-1, plan.cu_chunks[-1] + 2):
@@ -89,6 +91,6 @@ def test_every_position_finds_the_chunk_ending_there_or_none(requests: list[tupl
     ("num_computed", "query_starts", "chunk_size"),
     [([0], [0, 4], 0), ([0], [0], 4), ([0], [0, 4, 8], 4), ([-1], [0, 4], 4), ([0], [1, 4], 4), ([0, 0], [0, 4, 3], 4)],
 )
-def test_plan_refuses_impossible_requests(num_computed: list[int], query_starts: list[int], chunk_size: int) -> None:
+def test_chunk_plan_refuses_invalid_requests(num_computed: list[int], query_starts: list[int], chunk_size: int) -> None:
     with pytest.raises(ValueError, match=r"need|must"):
         plan_chunks(num_computed, query_starts, chunk_size)

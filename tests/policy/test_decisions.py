@@ -16,7 +16,7 @@ def log_of(entries: list[Entry]) -> DecisionLog:
     return log
 
 
-def test_equal_decisions_have_equal_fingerprints_of_62_bits() -> None:
+def test_equal_decision_logs_have_equal_62_bit_fingerprints() -> None:
     one, other = log_of(COMMON), log_of(COMMON)
     assert one.fingerprint() == other.fingerprint()
     assert all(0 <= piece < 2**62 for piece in one.fingerprint())
@@ -32,7 +32,7 @@ def test_equal_decisions_have_equal_fingerprints_of_62_bits() -> None:
         (DecisionKind.SCHEDULE, 1, (0, 8, 0)),
     ],
 )
-def test_any_difference_changes_the_fingerprint_and_is_named(last: Entry) -> None:
+def test_different_decision_changes_the_fingerprint_and_is_reported(last: Entry) -> None:
     one, other = log_of(COMMON), log_of([COMMON[0], last])
     assert one.fingerprint() != other.fingerprint()
     reported = first_difference([one.recent(), other.recent()])
@@ -40,19 +40,19 @@ def test_any_difference_changes_the_fingerprint_and_is_named(last: Entry) -> Non
     assert str(Decision(1, *last)) in reported
 
 
-def test_step_is_part_of_the_decision() -> None:
+def test_decision_fingerprint_includes_the_step_number() -> None:
     late = DecisionLog()
     late.step = 3
     late.note(*COMMON[0][:2], *COMMON[0][2])
     assert late.fingerprint() != log_of(COMMON[:1]).fingerprint()
 
 
-def test_missing_decision_of_a_rank_is_reported_as_nothing() -> None:
+def test_rank_that_made_no_decision_is_reported_as_nothing() -> None:
     reported = first_difference([log_of(COMMON).recent(), log_of(COMMON[:1]).recent()])
     assert reported.endswith("rank 1: nothing")
 
 
-def test_memory_is_bounded_and_old_differences_are_reported_as_old() -> None:
+def test_decision_log_is_bounded_and_reports_forgotten_differences() -> None:
     many = [(DecisionKind.EVICT, -1, (number,)) for number in range(10_000)]
     one, other = log_of(many), log_of([(DecisionKind.EVICT, -1, (-5,)), *many[1:]])
     assert len(one.recent().decisions) < 5000
@@ -60,5 +60,5 @@ def test_memory_is_bounded_and_old_differences_are_reported_as_old() -> None:
     assert "no longer remembered" in first_difference([one.recent(), other.recent()])
 
 
-def test_pool_decisions_are_labeled() -> None:
+def test_eviction_decisions_are_labeled_with_the_pools() -> None:
     assert str(Decision(4, DecisionKind.EVICT, -1, (1, 2))).startswith("step 4, pools, evictions")

@@ -47,7 +47,9 @@ def turn_after(request: RunningRequest) -> list[int]:
     ("checkpoints", "positions"), [("rolling", [BLOCK, 4 * BLOCK]), ("all", [4, 8, 12, 16]), ("none", [BLOCK])]
 )
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_decoding_keeps_the_configured_checkpoints(checkpoints: str, positions: list[int], num_drafts: int) -> None:
+def test_decoding_keeps_the_configured_number_of_checkpoints(
+    checkpoints: str, positions: list[int], num_drafts: int
+) -> None:
     cache = small_cache(checkpoints=checkpoints, max_requests=1)  # type: ignore[arg-type]
     request = prefill(cache, new_spec(0, A), first_token=5)
     while request.computed < 4 * BLOCK:
@@ -69,7 +71,7 @@ def test_next_turn_resumes_after_the_last_full_block_of_the_reply() -> None:
     assert cache.counters.decode_states_published == 2
 
 
-def test_checkpoint_is_not_retired_before_the_next_one_is_published() -> None:
+def test_checkpoint_is_dropped_only_after_the_next_one_is_cached() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5, 6, 7, 8])
@@ -81,7 +83,7 @@ def test_checkpoint_is_not_retired_before_the_next_one_is_published() -> None:
     assert positions_with_a_state(cache, request) == [2 * BLOCK]
 
 
-def test_checkpoint_used_by_another_request_is_not_retired() -> None:
+def test_checkpoint_in_use_by_another_request_is_not_dropped() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5])
@@ -92,7 +94,7 @@ def test_checkpoint_used_by_another_request_is_not_retired() -> None:
     cache.check_integrity([request, other])
 
 
-def test_checkpoint_at_another_requests_prompt_end_is_not_retired() -> None:
+def test_checkpoint_at_another_requests_prompt_end_is_not_dropped() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5])
@@ -103,14 +105,14 @@ def test_checkpoint_at_another_requests_prompt_end_is_not_retired() -> None:
     cache.check_integrity([request, other])
 
 
-def test_prompt_state_is_not_a_checkpoint_and_is_not_retired() -> None:
+def test_state_at_the_prompt_end_is_not_dropped_as_a_checkpoint() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [*A, *B, 3]), first_token=4)
     decode(cache, request, reply_of(3))
     assert positions_with_a_state(cache, request) == [2 * BLOCK, 5 * BLOCK]
 
 
-def test_checkpoint_left_by_another_request_is_not_retired() -> None:
+def test_checkpoint_left_by_a_finished_request_is_not_dropped() -> None:
     cache = small_cache()
     first = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, first, [5, 6])
@@ -121,7 +123,7 @@ def test_checkpoint_left_by_another_request_is_not_retired() -> None:
     assert cache.counters.decode_states_published == 2
 
 
-def test_checkpoint_reached_by_two_requests_is_not_retired() -> None:
+def test_checkpoint_reached_by_two_requests_is_not_dropped() -> None:
     cache = small_cache()
     requests = [prefill(cache, new_spec(index, [1, 2, 3]), first_token=4) for index in range(2)]
     for request in requests:
@@ -132,7 +134,7 @@ def test_checkpoint_reached_by_two_requests_is_not_retired() -> None:
     cache.check_integrity(requests)
 
 
-def test_without_a_free_slot_the_old_checkpoint_stays_and_the_skip_is_counted() -> None:
+def test_old_checkpoint_stays_when_no_slot_is_free_for_a_new_one() -> None:
     cache = small_cache(num_slots=3)
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5])
@@ -144,7 +146,7 @@ def test_without_a_free_slot_the_old_checkpoint_stays_and_the_skip_is_counted() 
     assert (cache.counters.states_skipped_no_room, cache.counters.decode_states_published) == (1, 1)
 
 
-def test_boundary_is_reserved_only_in_steps_that_can_reach_it() -> None:
+def test_checkpoint_slot_is_reserved_only_in_steps_that_can_reach_it() -> None:
     cache = small_cache(block_size=8)
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     reserved = []
@@ -156,7 +158,7 @@ def test_boundary_is_reserved_only_in_steps_that_can_reach_it() -> None:
 
 
 @pytest.mark.parametrize("num_kept", range(1, 5))
-def test_nothing_after_the_kept_tokens_is_findable(num_kept: int) -> None:
+def test_rejected_draft_tokens_are_never_matched_in_the_cache(num_kept: int) -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1]), first_token=2)
     verify(cache, request, [3, 4, 5], [3, 4, 5, 6][:num_kept])
@@ -169,7 +171,7 @@ def test_nothing_after_the_kept_tokens_is_findable(num_kept: int) -> None:
     cache.check_integrity([request])
 
 
-def test_drafts_grow_the_request_by_the_block_they_need() -> None:
+def test_request_gets_a_new_block_when_its_drafts_need_one() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     cache.schedule_decode(request)
@@ -180,7 +182,7 @@ def test_drafts_grow_the_request_by_the_block_they_need() -> None:
     cache.check_integrity([request])
 
 
-def test_drafts_without_a_block_are_left_out() -> None:
+def test_drafts_are_dropped_when_no_block_is_free_for_them() -> None:
     cache = small_cache(num_blocks=1)
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     cache.schedule_decode(request, [4, 5, 6])
@@ -202,7 +204,7 @@ def test_aborted_drafts_leave_the_request_unchanged() -> None:
     assert (request.cursor.accepted, request.cursor.draft_slots) == (1, [])
 
 
-def test_restarted_request_keeps_no_draft_column() -> None:
+def test_released_request_keeps_no_draft_slot() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     verify(cache, request, [4, 5], [4, 5, 6])
@@ -211,7 +213,7 @@ def test_restarted_request_keeps_no_draft_column() -> None:
     assert cache.slots.count_by_owner()["draft"] == 0 and not request.cursor.draft_slots
 
 
-def test_release_that_fails_at_a_column_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_that_fails_at_a_draft_slot_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     verify(cache, request, [4, 5], [4, 5, 6])
@@ -241,7 +243,7 @@ def test_drafts_are_counted_by_position() -> None:
     assert counters.decode_tokens_computed == 4 + 2 + 1
 
 
-def test_flush_during_decode_publishes_no_checkpoint() -> None:
+def test_flush_during_decode_caches_no_checkpoint() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     cache.schedule_decode(request)
@@ -256,7 +258,7 @@ def test_flush_during_decode_publishes_no_checkpoint() -> None:
 # Slots: live ones first.
 
 
-def test_live_request_takes_the_last_slot_from_its_source_state() -> None:
+def test_request_takes_the_slot_of_the_state_it_would_resume_from() -> None:
     cache = small_cache(num_slots=2)
     serve(cache, new_spec(0, [*A, *B, 9]))
     other = prefill(cache, new_spec(1, [5]))
@@ -267,7 +269,7 @@ def test_live_request_takes_the_last_slot_from_its_source_state() -> None:
     cache.check_integrity([other, request])
 
 
-def test_request_waits_for_a_slot_only_while_one_is_reserved() -> None:
+def test_request_waits_for_a_reserved_slot_and_then_evicts_the_state() -> None:
     cache = small_cache(num_slots=2)
     first = admit(cache, new_spec(0, [*A, *B, 9]))
     assert outcome(cache, [5]) is Refusal.NO_SLOT
@@ -278,7 +280,7 @@ def test_request_waits_for_a_slot_only_while_one_is_reserved() -> None:
 
 
 @pytest.mark.parametrize("max_requests", [1, 2, 3])
-def test_one_slot_more_than_requests_suffices(max_requests: int) -> None:
+def test_one_more_slot_than_max_requests_is_enough(max_requests: int) -> None:
     cache = small_cache(num_slots=max_requests + 1, num_blocks=32)
     for turn in range(3):
         requests = []
@@ -292,7 +294,7 @@ def test_one_slot_more_than_requests_suffices(max_requests: int) -> None:
     assert cache.slots.count_by_owner()["live"] == 0
 
 
-def test_cache_continues_without_a_free_slot_for_a_boundary() -> None:
+def test_prompt_is_cached_without_its_state_when_no_slot_is_free() -> None:
     cache = small_cache(num_slots=1)
     request = prefill(cache, new_spec(0, [*A, *B, 9]))
     assert cache.counters.states_skipped_no_room == 1

@@ -24,7 +24,7 @@ def bytes_of(names: set[EntryName]) -> int:
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(20, 120))
-def test_index_holds_what_was_added_and_not_removed(seed: int, limit: int) -> None:
+def test_disk_index_equals_a_reference_dict_under_random_calls(seed: int, limit: int) -> None:
     rng, index, known = random.Random(seed), DiskIndex(BLOCK, ENTRY, limit), dict[int, EntryName]()
     for _ in range(60):
         keys = rng.choice(TEXTS)
@@ -54,7 +54,7 @@ def test_index_holds_what_was_added_and_not_removed(seed: int, limit: int) -> No
         assert len(index) == len(known) and all(key in index for key in known)
 
 
-def test_chain_leads_from_known_blocks_to_the_deepest_entry() -> None:
+def test_disk_entries_are_chained_from_cached_blocks_without_gaps() -> None:
     keys, index = TEXTS[0], DiskIndex(BLOCK, ENTRY, 10**6)
     first, second, fourth = entry(keys, 0, 2), entry(keys, 2, 5), entry(keys, 6, 8)
     for name in (first, second, fourth):
@@ -68,14 +68,14 @@ def test_chain_leads_from_known_blocks_to_the_deepest_entry() -> None:
     assert index.chain(keys, 0) == [] and index.chain(keys, 1) == []
 
 
-def test_entry_of_a_wrong_depth_is_ignored() -> None:
+def test_disk_entry_of_a_wrong_depth_is_ignored() -> None:
     keys, index = TEXTS[0], DiskIndex(BLOCK, ENTRY, 10**6)
     index.add(EntryName(keys[4], 0, 3, 3))
     index.add(EntryName(keys[6], 0, 7, 9))
     assert index.chain(keys, 0) == []
 
 
-def test_least_recently_used_end_is_evicted_first() -> None:
+def test_least_recently_used_disk_entry_at_a_text_end_is_evicted_first() -> None:
     index = DiskIndex(BLOCK, ENTRY, 4 * ENTRY + 8 * BLOCK)
     a, b, c = (entry(keys, 0, 2) for keys in TEXTS[:3])
     tail = entry(TEXTS[0], 2, 4)
@@ -86,7 +86,7 @@ def test_least_recently_used_end_is_evicted_first() -> None:
     assert index.make_room(entry(TEXTS[3], 0, 8), ()) == [tail, a]
 
 
-def test_oversized_index_is_trimmed_and_a_closed_one_takes_nothing() -> None:
+def test_oversized_disk_index_is_trimmed_and_accepts_nothing_once_closed() -> None:
     index = DiskIndex(BLOCK, ENTRY, 2 * (ENTRY + 2 * BLOCK))
     names = [entry(keys, 0, 2) for keys in TEXTS]
     for name in names:
@@ -96,7 +96,7 @@ def test_oversized_index_is_trimmed_and_a_closed_one_takes_nothing() -> None:
     assert len(index) == 0 and index.make_room(names[0], ()) is None
 
 
-def test_entry_larger_than_the_limit_changes_nothing() -> None:
+def test_disk_entry_larger_than_the_limit_evicts_nothing() -> None:
     index = DiskIndex(BLOCK, ENTRY, 30)
     index.add(entry(TEXTS[0], 0, 2))
     assert index.make_room(entry(TEXTS[1], 0, 8), ()) is None

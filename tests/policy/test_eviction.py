@@ -57,7 +57,7 @@ def test_least_recently_used_is_evicted_first() -> None:
 
 
 @pytest.mark.parametrize(("age", "first"), [(4, 0), (7, 1)])
-def test_ages_have_a_constant_offset(age: int, first: int) -> None:
+def test_priority_is_gain_divided_by_age_plus_a_constant(age: int, first: int) -> None:
     # 1 / 12 against 1.5 / (12 + age)
     order = EvictionOrder()
     order.push(0, NOW, 1, Weight(gain=1.0))
@@ -65,7 +65,7 @@ def test_ages_have_a_constant_offset(age: int, first: int) -> None:
     assert order.first(NOW, equally) == first
 
 
-def test_equal_priorities_evict_the_deeper_then_the_lower_id() -> None:
+def test_states_of_equal_priority_are_evicted_by_depth_then_id() -> None:
     order = EvictionOrder()
     for entry_id, num_tokens in [(5, 1), (3, 2), (4, 2), (1, 1)]:
         order.push(entry_id, 7, num_tokens, Weight())
@@ -73,14 +73,14 @@ def test_equal_priorities_evict_the_deeper_then_the_lower_id() -> None:
 
 
 @pytest.mark.parametrize(("times_more", "first"), [(2, 1), (4, 0)])
-def test_larger_gain_outweighs_a_small_age_difference(times_more: float, first: int) -> None:
+def test_four_times_the_gain_outweighs_three_times_the_age(times_more: float, first: int) -> None:
     order = EvictionOrder()
     order.push(0, NOW, 1, Weight(gain=1.0))
     order.push(1, NOW - 2 * FULL_PRIORITY_AGE, 1, Weight(gain=times_more))  # three times the denominator
     assert order.first(NOW, equally) == first
 
 
-def test_state_of_a_kind_with_more_hits_lasts_longer() -> None:
+def test_state_of_a_kind_more_likely_to_be_hit_is_evicted_later() -> None:
     order = EvictionOrder()
     for kind in range(2):
         order.push(kind, NOW, 1, Weight(kind))
@@ -88,7 +88,7 @@ def test_state_of_a_kind_with_more_hits_lasts_longer() -> None:
     assert order.first(NOW, lambda kind: [0.2, 0.1][kind]) == 1
 
 
-def test_first_of_a_kind_is_found_within_its_kind() -> None:
+def test_first_eviction_candidate_of_a_kind_ignores_other_kinds() -> None:
     order = EvictionOrder()
     for entry_id in range(4):
         order.push(entry_id, entry_id, 1, Weight(entry_id // 2))
@@ -97,7 +97,7 @@ def test_first_of_a_kind_is_found_within_its_kind() -> None:
         order.first(NOW, equally, {2})
 
 
-def test_held_state_counts_as_just_used_and_certain_to_be_hit() -> None:
+def test_held_state_is_ranked_as_just_used_and_certain_to_be_hit() -> None:
     order = EvictionOrder()
     order.push(0, 0, 1, Weight(kind=1, is_held=True))
     order.push(1, NOW - 1, 1, Weight())
@@ -106,7 +106,7 @@ def test_held_state_counts_as_just_used_and_certain_to_be_hit() -> None:
     assert take_all(order, likelihood=lambda kind: [1.0, 0.01][kind]) == [3, 1, 0, 2]
 
 
-def test_passing_time_changes_which_state_is_first() -> None:
+def test_next_state_to_evict_changes_as_time_passes() -> None:
     order = EvictionOrder()
     order.push(0, 0, 1, Weight(gain=3.0))
     order.push(1, 50, 1, Weight(gain=1.5))
@@ -120,7 +120,7 @@ def test_state_without_a_gain_is_evicted_first_at_any_age() -> None:
     assert take_all(order) == [1, 0]
 
 
-def test_second_push_replaces_entry_and_weight() -> None:
+def test_pushing_an_entry_again_replaces_its_age_and_weight() -> None:
     order = EvictionOrder()
     push_uses(order, 1, 2)
     order.push(0, 3, 1, Weight(1, 2.0))
@@ -129,7 +129,7 @@ def test_second_push_replaces_entry_and_weight() -> None:
     assert take_all(order) == [1, 0]
 
 
-def test_entry_discarded_and_pushed_again_is_found_once() -> None:
+def test_entry_discarded_and_pushed_again_is_evicted_once() -> None:
     order = EvictionOrder()
     for _ in range(3):
         push_uses(order, 1)
@@ -139,14 +139,14 @@ def test_entry_discarded_and_pushed_again_is_found_once() -> None:
     assert 0 not in order
 
 
-def test_reading_the_first_removes_nothing() -> None:
+def test_reading_the_first_eviction_candidate_removes_nothing() -> None:
     order = EvictionOrder()
     push_uses(order, 2, 1)
     assert [order.first(NOW, equally) for _ in range(3)] == [1, 1, 1]
     assert len(order) == 2
 
 
-def test_empty_order_has_no_first() -> None:
+def test_first_eviction_candidate_of_an_empty_order_raises() -> None:
     order = EvictionOrder()
     push_uses(order, 1)
     order.discard(0)
@@ -155,7 +155,7 @@ def test_empty_order_has_no_first() -> None:
         order.first(NOW, equally)
 
 
-def test_clear_removes_every_entry() -> None:
+def test_clearing_the_eviction_order_removes_every_entry() -> None:
     order = EvictionOrder()
     push_uses(order, 3, 1, 2)
     order.clear()
@@ -165,7 +165,7 @@ def test_clear_removes_every_entry() -> None:
 
 
 @pytest.mark.parametrize("gain", [float("nan"), -1.0])
-def test_incomparable_gain_is_refused(gain: float) -> None:
+def test_nan_or_negative_gain_is_refused(gain: float) -> None:
     order = EvictionOrder()
     push_uses(order, 1)
     with pytest.raises(ValueError, match="gain of at least 0"):
@@ -175,7 +175,7 @@ def test_incomparable_gain_is_refused(gain: float) -> None:
 
 
 @pytest.mark.parametrize("direction", [1, -1])
-def test_stale_items_are_bounded_by_the_live_ones(direction: int) -> None:
+def test_stale_heap_items_are_at_most_twice_the_live_entries(direction: int) -> None:
     order = EvictionOrder()
     for time in range(5_000):
         order.push(time % 10, direction * time, 1, Weight(time % 3, 1.0 + time % 7))
@@ -185,7 +185,7 @@ def test_stale_items_are_bounded_by_the_live_ones(direction: int) -> None:
     assert num_items(order) <= 64
 
 
-def test_empty_queues_are_forgotten() -> None:
+def test_empty_eviction_queues_are_removed() -> None:
     order = EvictionOrder()
     for entry_id in range(30):
         order.push(entry_id, 0, 1, Weight(gain=2.0**entry_id))
@@ -196,7 +196,7 @@ def test_empty_queues_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("num_entries", [600, 6_000])
-def test_order_survives_compaction(num_entries: int) -> None:
+def test_eviction_order_is_unchanged_by_heap_compaction(num_entries: int) -> None:
     times = list(range(num_entries))
     random.Random(0).shuffle(times)
     order = EvictionOrder()
@@ -221,7 +221,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
-def test_first_has_least_priority_within_half_an_octave(
+def test_first_eviction_candidate_has_nearly_the_lowest_priority(
     steps: list[tuple[str, int, Push]], likelihoods: tuple[float, float, float]
 ) -> None:
     order = EvictionOrder()
@@ -248,7 +248,7 @@ def test_first_has_least_priority_within_half_an_octave(
 
 
 @given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
-def test_first_has_least_priority_for_power_of_two_gains(
+def test_first_eviction_candidate_is_exact_for_power_of_two_gains(
     steps: list[tuple[str, int, Push]], likelihoods: tuple[float, float, float]
 ) -> None:
     order = EvictionOrder()

@@ -66,7 +66,7 @@ def other(number: int) -> list[int]:
     return [number] * (2 * BLOCK + 1)
 
 
-def test_every_configurable_rule_exists() -> None:
+def test_every_configurable_eviction_rule_exists() -> None:
     assert {CacheConfig(eviction=name).eviction for name in EVICTION_RULES} == {"cost", "lru"}
 
 
@@ -79,11 +79,11 @@ def test_lru_gives_all_states_one_priority(entry: CachedEntry) -> None:
 
 
 @given(ENTRIES, st.sampled_from(sorted(EVICTION_RULES)))
-def test_every_rule_names_the_ends_of_texts(entry: CachedEntry, name: str) -> None:
+def test_every_eviction_rule_marks_states_at_text_ends(entry: CachedEntry, name: str) -> None:
     assert (EVICTION_RULES[name](STATE_LEN).weigh(entry).kind in ENDS) == entry.is_end
 
 
-def test_lru_learns_nothing() -> None:
+def test_lru_ignores_hit_counts() -> None:
     rule = LeastRecentlyUsed()
     for kind in range(3):
         rule.count_state(kind)
@@ -95,19 +95,19 @@ def test_lru_learns_nothing() -> None:
 
 
 @given(LOST, LOST)
-def test_more_tokens_give_a_state_more_priority(lost: int, more: int) -> None:
+def test_state_that_saves_more_tokens_has_a_higher_priority(lost: int, more: int) -> None:
     rule = RecomputeCost(STATE_LEN)
     for entry_of in (end, inside, prompt_end, branch):
         assert priority(rule, entry_of(lost)) < priority(rule, entry_of(lost + more))
 
 
 @given(LOST)
-def test_end_saves_its_tokens_for_the_bytes_of_state_and_kv(lost: int) -> None:
+def test_gain_at_a_text_end_is_tokens_per_byte_of_state_and_kv(lost: int) -> None:
     assert RecomputeCost(STATE_LEN).weigh(end(lost)).gain == pytest.approx(lost / (STATE_LEN + lost))
 
 
 @given(LOST)
-def test_state_inside_known_text_saves_its_tokens_for_its_own_bytes(lost: int) -> None:
+def test_gain_inside_a_cached_text_is_tokens_per_byte_of_the_state(lost: int) -> None:
     rule = RecomputeCost(STATE_LEN)
     for entry_of in (inside, prompt_end, branch):
         assert rule.weigh(entry_of(lost)).gain == pytest.approx(lost / STATE_LEN)
@@ -132,14 +132,14 @@ def test_priority_grows_with_likelihood_per_byte(lost: int) -> None:
         CachedEntry(8, 8, num_branch_hits=1, num_continuations=0, is_end=False),
     ],
 )
-def test_diverging_texts_or_hits_make_a_state_a_branch(entry: CachedEntry) -> None:
+def test_state_with_several_continuations_or_branch_hits_is_a_branch(entry: CachedEntry) -> None:
     kind_of = partial(_kind, RecomputeCost(STATE_LEN))
     assert kind_of(entry) not in {kind_of(end(8)), kind_of(inside(8))}
     as_end = kind_of(entry._replace(is_end=True))
     assert as_end in ENDS and (as_end == kind_of(end(8))) == (not entry.num_branch_hits)
 
 
-def test_prompt_end_is_a_kind_only_within_an_unbranched_text() -> None:
+def test_prompt_end_is_its_own_kind_only_inside_an_unbranched_text() -> None:
     kind_of = partial(_kind, RecomputeCost(STATE_LEN))
     assert kind_of(prompt_end(8)) not in {kind_of(end(8)), kind_of(inside(8)), kind_of(branch(8))}
     for entry in (end(8), branch(8), branch(8, 1)):
@@ -151,7 +151,7 @@ def _kind(rule: EvictionRule, entry: CachedEntry) -> int:
 
 
 @given(ENTRIES, st.floats(0, 1e6))
-def test_every_state_has_a_comparable_priority(entry: CachedEntry, state_len: float) -> None:
+def test_every_state_has_a_finite_non_negative_priority(entry: CachedEntry, state_len: float) -> None:
     rule = EVICTION_RULES["cost"](state_len)
     assert 0 <= priority(rule, entry) < float("inf")
 
@@ -170,7 +170,7 @@ def teach(rule: EvictionRule, entry: CachedEntry, num_states: int, num_hits: int
 
 @pytest.mark.parametrize("entry", [end(8), inside(8), prompt_end(8), branch(8), branch(8, 1), branch(8, 3)])
 @pytest.mark.parametrize("percent", [0, 5, 50, 100])
-def test_likelihood_is_learned_per_kind(entry: CachedEntry, percent: int) -> None:
+def test_hit_likelihood_is_learned_separately_for_each_kind(entry: CachedEntry, percent: int) -> None:
     rule, untaught = RecomputeCost(STATE_LEN), RecomputeCost(STATE_LEN)
     kind = _kind(rule, entry)
     teach(rule, entry, 1000, 10 * percent)
@@ -181,21 +181,21 @@ def test_likelihood_is_learned_per_kind(entry: CachedEntry, percent: int) -> Non
     assert all(rule.likelihood(known) == untaught.likelihood(known) for known in others)
 
 
-def test_few_states_change_a_likelihood_little() -> None:
+def test_one_state_without_a_hit_changes_the_likelihood_little() -> None:
     rule = RecomputeCost(STATE_LEN)
     before = rule.likelihood(_kind(rule, end(8)))
     teach(rule, end(8), 1, 0)
     assert 0.75 * before < rule.likelihood(_kind(rule, end(8))) < before
 
 
-def test_changed_load_is_learned_again() -> None:
+def test_hit_likelihood_adapts_when_the_workload_changes() -> None:
     rule = RecomputeCost(STATE_LEN)
     teach(rule, end(8), 20_000, 20_000)
     teach(rule, end(8), 3_000, 0)
     assert rule.likelihood(_kind(rule, end(8))) < 0.15
 
 
-def test_ends_without_hits_lose_priority() -> None:
+def test_text_end_states_without_hits_lose_priority() -> None:
     rule = RecomputeCost(STATE_LEN)
     teach(rule, end(1000), 2000, 0)
     teach(rule, inside(1000), 2000, 400)
@@ -263,7 +263,7 @@ def held_path(rule: EvictionRule) -> tuple[CachePools, Sequence[BlockId]]:
     return pools, path
 
 
-def test_state_counts_once_until_it_is_hit_or_changes_kind() -> None:
+def test_state_is_counted_once_until_it_is_hit_or_changes_kind() -> None:
     rule = Recorder()
     pool, path = pool_of_two_states(rule)
     assert rule.states == [0, 1]
@@ -275,7 +275,7 @@ def test_state_counts_once_until_it_is_hit_or_changes_kind() -> None:
     assert (rule.states, rule.hits) == ([0, 1, 0], [0])
 
 
-def test_hit_counts_once_per_count_of_its_state() -> None:
+def test_repeated_hits_on_a_state_are_counted_once() -> None:
     rule = Recorder()
     pool, path = pool_of_two_states(rule)
     for _ in range(3):
@@ -283,7 +283,7 @@ def test_hit_counts_once_per_count_of_its_state() -> None:
     assert rule.hits == [1]
 
 
-def test_state_that_became_an_end_without_hits_counts_as_an_end() -> None:
+def test_state_that_becomes_a_text_end_is_counted_as_one_when_evicted() -> None:
     rule = EndRecorder()
     pools, path = held_path(rule)
     pools.slots.touch_path(path)
@@ -294,7 +294,7 @@ def test_state_that_became_an_end_without_hits_counts_as_an_end() -> None:
     assert rule.states == [ENDS[0], ENDS.stop, ENDS[0]]
 
 
-def test_request_branches_only_where_text_follows() -> None:
+def test_resuming_at_the_last_state_of_a_text_is_no_branch() -> None:
     rule = BranchRecorder()
     pools, path = held_path(rule)
     for block in path:
@@ -332,7 +332,7 @@ def test_end_of_a_conversation_outlives_its_earlier_turns() -> None:
     assert serve(cache, new_spec(999, [*text, 2])) == 8 * BLOCK
 
 
-def test_only_the_newest_prompt_has_an_end_and_dropping_it_moves_it_back() -> None:
+def test_dropping_the_prompt_end_state_marks_the_state_before_it() -> None:
     pool, path = SlotPool(3, OnlyPromptEnds()), [BlockId(block) for block in range(3)]
     for block in path:
         pool.publish(pool.reserve()[0], block, block + 1, BlockId(block - 1) if block else None)
@@ -345,7 +345,7 @@ def test_only_the_newest_prompt_has_an_end_and_dropping_it_moves_it_back() -> No
     assert [pool.priority_of(block) > 0 for block in (path[0], path[2])] == [True, False]
 
 
-def test_time_advances_per_request_not_per_written_state() -> None:
+def test_eviction_clock_advances_per_request_not_per_written_state() -> None:
     pool = SlotPool(4)
     for block in range(4):
         pool.publish(pool.reserve()[0], BlockId(block), block + 1)
@@ -356,7 +356,7 @@ def test_time_advances_per_request_not_per_written_state() -> None:
 
 
 @pytest.mark.parametrize("slabs", [None, (6, 4, 1)], ids=["split", "slabs"])
-def test_equal_requests_leave_equal_caches(slabs: tuple[int, int, int] | None) -> None:
+def test_equal_request_sequences_leave_equal_caches(slabs: tuple[int, int, int] | None) -> None:
     caches = [small_cache(num_blocks=20, num_slots=5, slabs=slabs, eviction="cost") for _ in range(2)]
     for cache in caches:
         for number in range(30):

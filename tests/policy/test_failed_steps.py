@@ -18,7 +18,7 @@ def failed(*steps: list[int]) -> FailedSteps:
     return failures
 
 
-def test_initial_count_is_zero() -> None:
+def test_no_request_is_isolated_before_any_step_failed() -> None:
     assert not FailedSteps() and FailedSteps().next_isolated() is None
 
 
@@ -28,7 +28,7 @@ def test_request_is_refused_after_the_limit_of_failed_steps_and_not_before() -> 
     assert refused == [[]] * (FAILURES_BEFORE_REFUSAL - 1) + [[1]]
 
 
-def test_requests_of_a_step_are_counted_separately() -> None:
+def test_failed_steps_are_counted_separately_for_each_request() -> None:
     failures = failed(*[[1]] * (FAILURES_BEFORE_REFUSAL - 1))
     assert failures.count([2, 1, 3]) == [1]
     assert failures.count(iter([2, 3])) == []
@@ -40,7 +40,7 @@ def test_request_is_isolated_after_the_limit_of_failed_steps_and_not_before() ->
     assert failed(*steps).next_isolated() == 1
 
 
-def test_one_request_stays_isolated_until_forgotten() -> None:
+def test_request_stays_isolated_until_it_is_forgotten() -> None:
     failures = failed(*[[1, 2]] * FAILURES_BEFORE_ISOLATION)
     failures.count([2])
     assert failures.next_isolated() == 1
@@ -50,20 +50,20 @@ def test_one_request_stays_isolated_until_forgotten() -> None:
     assert failures.next_isolated() is None and not failures
 
 
-def test_forgotten_request_starts_over() -> None:
+def test_forgotten_request_starts_with_no_failed_steps() -> None:
     failures = failed(*[[1]] * (FAILURES_BEFORE_REFUSAL - 1))
     failures.forget(1)
     assert failures.count([1]) == [] and failures.next_isolated() is None
 
 
-def test_forgetting_an_unknown_request_changes_nothing() -> None:
+def test_forgetting_an_unknown_request_changes_no_count() -> None:
     failures = failed([1])
     failures.forget(2)
     assert failures
 
 
 @pytest.mark.parametrize("num_steps", [1, FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL])
-def test_clear_forgets_every_request(num_steps: int) -> None:
+def test_clearing_failed_steps_forgets_every_request(num_steps: int) -> None:
     failures = failed(*[[1, 2]] * num_steps)
     failures.clear()
     assert not failures and failures.next_isolated() is None

@@ -24,7 +24,7 @@ CALLS = st.lists(
 
 
 @given(CALLS)
-def test_state_is_held_until_the_latest_requested_time(calls: list[tuple[str, BlockId, int]]) -> None:
+def test_cached_state_is_held_until_the_latest_requested_time(calls: list[tuple[str, BlockId, int]]) -> None:
     held, until, now = HeldStates(), dict[BlockId, int](), 0
     for verb, block, number in calls:
         if verb == "hold":
@@ -46,7 +46,7 @@ def test_state_is_held_until_the_latest_requested_time(calls: list[tuple[str, Bl
         assert held.until == until
 
 
-def test_repeated_holds_take_no_more_memory() -> None:
+def test_repeated_holds_on_a_state_use_bounded_memory() -> None:
     held = HeldStates()
     for now in range(10_000):
         for block in BLOCKS:
@@ -83,7 +83,7 @@ def skipped(cache: PrefixCache, first: int, num_tokens: int) -> int:
 
 @pytest.mark.parametrize("eviction", ["lru", "cost"])
 @pytest.mark.parametrize(("arrived_s", "keep_s", "is_kept"), [(100, 300, True), (100, 0, False), (0, 300, False)])
-def test_breakpoint_state_outlives_younger_ones_for_its_ttl(
+def test_state_at_a_cache_breakpoint_is_kept_for_its_ttl(
     arrived_s: int, keep_s: int, is_kept: bool, eviction: str
 ) -> None:
     cache = small_cache(64, 4, eviction=eviction)
@@ -97,7 +97,7 @@ def test_breakpoint_state_outlives_younger_ones_for_its_ttl(
     assert skipped(cache, 1000, 3 * BLOCK) == 0
 
 
-def test_each_use_extends_a_hold_and_never_shortens_it() -> None:
+def test_each_use_extends_and_never_shortens_a_states_hold() -> None:
     cache = small_cache(64, 4)
     index = PromptBreakpoint(2 * BLOCK + 1, 300)
     run(cache, asked(0, 1000, 3 * BLOCK, 100, index))
@@ -110,7 +110,7 @@ def test_each_use_extends_a_hold_and_never_shortens_it() -> None:
     assert not cache.slots._held.until
 
 
-def test_held_state_is_evicted_for_a_live_one() -> None:
+def test_held_state_is_evicted_when_a_running_request_needs_its_slot() -> None:
     cache = small_cache(64, 2)
     run(cache, asked(0, 1000, BLOCK + 1, 100, PromptBreakpoint(BLOCK, 3600)))
     admit(cache, asked(1, 2000, 3, 100))
@@ -119,7 +119,7 @@ def test_held_state_is_evicted_for_a_live_one() -> None:
     cache.slots.check_integrity()
 
 
-def test_written_tokens_exclude_those_of_resumed_states() -> None:
+def test_cache_write_count_excludes_tokens_already_resumable() -> None:
     cache = small_cache(64, 16)
     assert run(cache, asked(0, 7, 3 * BLOCK + 1, 0, PromptBreakpoint(BLOCK))).num_written == 3 * BLOCK
     assert run(cache, asked(1, 7, 3 * BLOCK + 1, 0)).num_written == 0

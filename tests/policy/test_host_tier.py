@@ -331,7 +331,7 @@ TestHostTier.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 @pytest.mark.parametrize("slabs", SIZES)
-def test_long_load_covers_every_copy_outcome_and_hits_restored_entries(
+def test_long_random_workload_covers_every_copy_outcome_and_restored_hits(
     slabs: tuple[Slabs | None, Slabs | None],
 ) -> None:
     load, rng = TieredWorkload(slabs, "cost"), random.Random(str(slabs))

@@ -24,7 +24,7 @@ def test_lowest_indices_are_taken_first_and_the_last_released_again() -> None:
     assert indices.take(3) == [0, 2, 3]
 
 
-def test_only_unfixed_indices_are_available() -> None:
+def test_only_evictable_and_free_indices_are_available() -> None:
     indices = FixedIndexPool(4)
     first, second = indices.take(2)
     assert (indices.num_free, indices.num_available) == (2, 2)

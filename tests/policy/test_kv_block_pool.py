@@ -68,14 +68,14 @@ def snapshot(pools: CachePools) -> tuple[object, ...]:
     return states, kv.count_by_kind(), kv.num_available, slots.count_by_owner(), slots.num_evicted
 
 
-def test_new_pool_is_free() -> None:
+def test_all_blocks_of_a_new_pool_are_free() -> None:
     kv = new_pools(10).kv
     assert (kv.num_free, kv.num_cached, kv.num_referenced, kv.num_available) == (10, 0, 0, 10)
     kv.check_integrity()
 
 
 @pytest.mark.parametrize(("indices", "block_size"), [(-1, 1), (1, 0)])
-def test_sizes_out_of_range_are_refused(indices: int, block_size: int) -> None:
+def test_pool_sizes_out_of_range_are_refused(indices: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="need num_blocks >= 0"):
         KVBlockPool(indices, new_pools(1).slots, block_size=block_size)
 
@@ -116,7 +116,7 @@ def test_prompt_with_a_different_third_block_shares_two() -> None:
     assert pools.kv.num_referenced == 4
 
 
-def test_broken_chain_matches_only_blocks_before_the_gap() -> None:
+def test_prompt_matches_only_cached_blocks_before_a_gap() -> None:
     pools = new_pools(10)
     blocks = cache(pools, [1, 2, 3])
     keys = keys_of([1, 2, 3])
@@ -124,7 +124,7 @@ def test_broken_chain_matches_only_blocks_before_the_gap() -> None:
     assert pools.kv.longest_match([BlockKey(77), *keys]) == []
 
 
-def test_match_never_mutates() -> None:
+def test_prefix_match_changes_no_pool_state() -> None:
     pools = new_pools(2)
     (old,) = cache(pools, [1])
     cache(pools, [2])
@@ -143,7 +143,7 @@ def test_unregistered_block_is_never_found() -> None:
     assert pools.kv.longest_match(keys_of([1, 2])) == blocks[:1]
 
 
-def test_last_release_caches_what_a_state_can_resume() -> None:
+def test_last_release_caches_only_blocks_up_to_the_last_state() -> None:
     pools = new_pools(5)
     blocks = hold(pools, [1, 2, 3])
     pools.slots.publish(pools.slots.reserve()[0], blocks[1])
@@ -155,7 +155,7 @@ def test_last_release_caches_what_a_state_can_resume() -> None:
     assert pools.kv.longest_match(keys_of([1, 2, 3])) == blocks[:2]
 
 
-def test_blocks_without_a_state_leave_nothing_findable() -> None:
+def test_released_blocks_without_a_state_are_freed_not_cached() -> None:
     pools = new_pools(5)
     pools.kv.release(hold(pools, [1, 2, 3]))
     assert pools.kv.count_by_kind() == {"free": 5, "cached": 0, "in_use": 0}
@@ -173,7 +173,7 @@ def test_block_released_by_every_owner_in_one_call_is_freed_once() -> None:
     assert len(set(kv.allocate(3))) == 3
 
 
-def test_extra_release_is_an_error_that_changes_nothing() -> None:
+def test_releasing_a_block_too_often_raises_and_changes_nothing() -> None:
     pools = new_pools(4)
     kept, lost = hold(pools, [1]), pools.kv.allocate(1)
     pools.kv.release(lost)
@@ -185,7 +185,7 @@ def test_extra_release_is_an_error_that_changes_nothing() -> None:
         pools.kv.check_integrity()
 
 
-def test_acquiring_a_free_block_is_an_error_that_changes_nothing() -> None:
+def test_acquiring_a_free_block_raises_and_changes_nothing() -> None:
     pools = new_pools(4)
     held = hold(pools, [1])
     before = snapshot(pools)
@@ -194,7 +194,7 @@ def test_acquiring_a_free_block_is_an_error_that_changes_nothing() -> None:
     assert snapshot(pools) == before
 
 
-def test_padding_id_never_reaches_the_last_block() -> None:
+def test_block_id_out_of_range_is_refused() -> None:
     kv = new_pools(2).kv
     blocks = kv.allocate(2)
     for block in (-1, 2):
@@ -206,7 +206,7 @@ def test_padding_id_never_reaches_the_last_block() -> None:
     assert [kv.num_refs(block) for block in blocks] == [1, 1]
 
 
-def test_block_leaves_exactly_with_its_last_state() -> None:
+def test_cached_blocks_are_freed_when_the_last_state_after_them_is_dropped() -> None:
     pools = new_pools(3)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.drop(parent)
@@ -217,7 +217,7 @@ def test_block_leaves_exactly_with_its_last_state() -> None:
     pools.kv.check_integrity()
 
 
-def test_only_blocks_after_the_last_state_leave() -> None:
+def test_dropping_a_state_frees_only_blocks_after_the_previous_state() -> None:
     pools = new_pools(4)
     blocks = cache(pools, [1, 2, 3, 4], states_at=(1, 3))
     pools.slots.drop(blocks[3])
@@ -226,7 +226,7 @@ def test_only_blocks_after_the_last_state_leave() -> None:
     assert pools.kv.num_free == 4
 
 
-def test_prune_stops_at_held_or_resumable_blocks_and_counts_the_rest() -> None:
+def test_pruning_stops_at_blocks_in_use_or_before_a_state() -> None:
     pools = new_pools(5)
     blocks = cache(pools, [1, 2, 3, 4, 5], states_at=(0, 4))
     pools.slots.attach(NoTexts())  # so that nothing is pruned as the state is dropped
@@ -241,7 +241,7 @@ def test_prune_stops_at_held_or_resumable_blocks_and_counts_the_rest() -> None:
     pools.kv.check_integrity()
 
 
-def test_parent_survives_until_both_children_leave() -> None:
+def test_parent_block_is_evicted_only_after_both_children() -> None:
     pools = new_pools(3)
     parent, left = cache(pools, [1, 2])
     right = cache(pools, [1, 3])[1]
@@ -254,7 +254,7 @@ def test_parent_survives_until_both_children_leave() -> None:
     assert (pools.slots.num_evicted, pools.slots.num_blocks_evicted) == (2, 3)
 
 
-def test_younger_leaf_is_evicted_before_its_parents_older_state() -> None:
+def test_least_recently_used_child_is_evicted_before_its_parent() -> None:
     pools = new_pools(2)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.touch_path([leaf])
@@ -266,7 +266,7 @@ def test_younger_leaf_is_evicted_before_its_parents_older_state() -> None:
 @pytest.mark.parametrize(
     ("space", "num_evicted"), [(SplitSpace(2, 2), 1), (SlabSpace(2, 2, 2), 2)], ids=["split", "slabs"]
 )
-def test_state_that_frees_no_block_stays_unless_its_memory_helps(space: CacheSpace, num_evicted: int) -> None:
+def test_state_is_evicted_for_a_block_only_if_its_memory_can_hold_one(space: CacheSpace, num_evicted: int) -> None:
     pools = CachePools.over(deepcopy(space), LeastRecentlyUsed(), block_size=1)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.touch_path([parent])
@@ -277,7 +277,7 @@ def test_state_that_frees_no_block_stays_unless_its_memory_helps(space: CacheSpa
     pools.kv.check_integrity()
 
 
-def test_state_becomes_the_end_of_its_text_when_later_blocks_leave() -> None:
+def test_state_becomes_a_text_end_when_later_blocks_are_freed() -> None:
     pools = new_pools(2)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.drop(leaf)
@@ -316,7 +316,7 @@ def test_acquired_blocks_are_not_available() -> None:
     assert pools.kv.longest_match(keys_of([1, 2])) == shared
 
 
-def test_second_block_for_a_key_yields_to_the_first() -> None:
+def test_second_block_with_the_same_key_is_replaced_by_the_first() -> None:
     pools = new_pools(4)
     (known,) = hold(pools, [1])
     (twin,) = pools.kv.allocate(1)
@@ -338,7 +338,7 @@ def test_adopted_cached_block_cannot_be_evicted() -> None:
     pools.kv.check_integrity()
 
 
-def test_only_the_callers_reference_moves_to_the_known_block() -> None:
+def test_registering_a_duplicate_moves_only_the_callers_reference() -> None:
     pools = new_pools(4)
     (known,) = hold(pools, [1])
     (twin,) = pools.kv.allocate(1)
@@ -347,7 +347,7 @@ def test_only_the_callers_reference_moves_to_the_known_block() -> None:
     assert (pools.kv.num_refs(known), pools.kv.num_refs(twin)) == (2, 1)
 
 
-def test_second_registration_under_one_key_changes_nothing() -> None:
+def test_registering_a_block_again_with_its_key_changes_nothing() -> None:
     pools = new_pools(4)
     parent, block = hold(pools, [1, 2])
     before = snapshot(pools)
@@ -356,7 +356,7 @@ def test_second_registration_under_one_key_changes_nothing() -> None:
     pools.kv.check_integrity()
 
 
-def test_wrong_registration_is_an_error_that_changes_nothing() -> None:
+def test_invalid_registration_raises_and_changes_nothing() -> None:
     pools = new_pools(8)
     kv = pools.kv
     parent, block = hold(pools, [1, 2])
@@ -384,7 +384,7 @@ def test_wrong_registration_is_an_error_that_changes_nothing() -> None:
     kv.check_integrity()
 
 
-def test_parents_and_depths_follow_the_chain() -> None:
+def test_registered_blocks_know_their_parent_and_depth() -> None:
     pools = new_pools(4)
     blocks = hold(pools, [1, 2, 3])
     assert [pools.kv.parent_of(block) for block in blocks] == [None, *blocks[:2]]
@@ -393,7 +393,7 @@ def test_parents_and_depths_follow_the_chain() -> None:
     assert [pools.kv.is_end(block) for block in blocks] == [False, False, True]
 
 
-def test_flush_forgets_every_key_and_takes_no_held_block() -> None:
+def test_flush_forgets_every_key_and_keeps_blocks_in_use() -> None:
     pools = new_pools(6)
     held = hold(pools, [1, 2])
     cache(pools, [1, 3, 4])
@@ -408,7 +408,7 @@ def test_flush_forgets_every_key_and_takes_no_held_block() -> None:
     assert len(set(pools.kv.allocate(6))) == 6
 
 
-def test_flush_forgets_counted_states_of_a_chain() -> None:
+def test_flush_frees_every_block_and_slot_of_a_cached_chain() -> None:
     pools = new_pools(4)
     blocks = hold(pools, [1, 2])
     for block in blocks:
@@ -422,7 +422,7 @@ def test_flush_forgets_counted_states_of_a_chain() -> None:
     assert (pools.kv.num_free, pools.slots.num_free) == (4, 20)
 
 
-def test_request_cannot_publish_across_a_flush() -> None:
+def test_block_cannot_be_registered_after_a_block_from_before_a_flush() -> None:
     pools = new_pools(6)
     held = hold(pools, [1])
     (new,) = pools.kv.allocate(1)
@@ -431,7 +431,7 @@ def test_request_cannot_publish_across_a_flush() -> None:
         pools.kv.register(new, keys_of([1, 2])[1], held[0])
 
 
-def test_check_integrity_finds_a_child_held_without_its_parent() -> None:
+def test_check_integrity_detects_a_child_in_use_without_its_parent() -> None:
     pools = new_pools(4)
     parent, child = cache(pools, [1, 2])
     pools.kv.acquire([child])
@@ -439,7 +439,7 @@ def test_check_integrity_finds_a_child_held_without_its_parent() -> None:
         pools.kv.check_integrity()
 
 
-def test_check_integrity_finds_a_cached_block_without_a_resuming_state() -> None:
+def test_check_integrity_detects_a_cached_block_with_no_state_after_it() -> None:
     pools = new_pools(4)
     blocks = cache(pools, [1, 2])
     pools.slots.slot_by_block.clear()
@@ -456,7 +456,7 @@ def test_check_integrity_finds_a_cached_block_without_a_resuming_state() -> None
         (lambda kv: kv._refs.__setitem__(3, 1), "referenced 1"),
     ],
 )
-def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:
+def test_check_integrity_detects_each_broken_invariant(corrupt: object, message: str) -> None:
     pools = new_pools(4)
     cache(pools, [1, 2])
     corrupt(pools.kv)  # type: ignore[operator]

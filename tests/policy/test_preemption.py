@@ -67,11 +67,11 @@ def plan_or_skip(requests: list[RequestDemand], num_available: int, paused_capac
 ANY_CASE = given(request_demands(), st.integers(0, 5), st.integers(0, 12))
 
 
-def test_no_request_changes_if_none_needs_a_block() -> None:
+def test_preemption_plan_is_empty_when_no_request_needs_a_block() -> None:
     assert plan_preemption([content(0), content(1, prefilling=True)], 0, 0) == PreemptionPlan((), (), ())
 
 
-def test_oldest_requests_get_the_remaining_blocks() -> None:
+def test_oldest_requests_get_the_last_free_blocks() -> None:
     requests = [demand(3), demand(1), demand(2)]
     assert plan_preemption(requests, 2, 10) == PreemptionPlan((1, 2), (3,), ())
 
@@ -80,12 +80,12 @@ def test_older_paused_request_resumes_before_a_younger_one_continues() -> None:
     assert plan_preemption([demand(2), demand(1, paused=True)], 1, 10) == PreemptionPlan((1,), (2,), ())
 
 
-def test_equal_ages_are_ordered_by_request() -> None:
+def test_requests_of_equal_age_are_ordered_by_index() -> None:
     requests = [RequestDemand(number, 0, True, own(number, 1), False, False) for number in (2, 0, 1)]
     assert plan_preemption(requests, 1, 10) == PreemptionPlan((0,), (1, 2), ())
 
 
-def test_youngest_is_evicted_if_no_request_would_be_active() -> None:
+def test_youngest_request_is_evicted_if_none_could_run() -> None:
     assert plan_preemption([demand(0), demand(1), demand(2)], 0, 100) == PreemptionPlan((0, 1), (), (2,))
 
 
@@ -101,12 +101,12 @@ def test_blocks_shared_only_by_evicted_requests_are_freed() -> None:
     assert plan_preemption(paused, 0, 0) == PreemptionPlan((1,), (), (3, 2))
 
 
-def test_blocks_shared_with_a_satisfied_request_stay() -> None:
+def test_evicting_a_request_does_not_free_blocks_it_shares() -> None:
     requests = [content(0, shared=SHARED), demand(1, num_own=0, shared=SHARED)]
     assert plan_preemption(requests, 0, 0) == PreemptionPlan((), (), (1,))
 
 
-def test_youngest_is_evicted_if_paused_requests_hold_too_much() -> None:
+def test_youngest_request_is_evicted_if_paused_ones_hold_too_many_blocks() -> None:
     requests = [
         content(0, shared=SHARED),
         demand(1, num_own=0, shared=SHARED),
@@ -116,26 +116,26 @@ def test_youngest_is_evicted_if_paused_requests_hold_too_much() -> None:
     assert plan_preemption(requests, 0, 2) == PreemptionPlan((), (1,), (2,))
 
 
-def test_block_of_several_paused_requests_counts_once() -> None:
+def test_block_shared_by_paused_requests_is_counted_once() -> None:
     requests = [content(0, shared=SHARED), *(demand(request, num_own=0, shared=SHARED) for request in (1, 2, 3))]
     assert plan_preemption(requests, 0, 2) == PreemptionPlan((), (1, 2, 3), ())
 
 
-def test_prefilling_request_counts_as_active() -> None:
+def test_prefilling_request_counts_as_running() -> None:
     assert plan_preemption([content(0, prefilling=True), demand(1)], 0, 10) == PreemptionPlan((), (1,), ())
 
 
-def test_lone_request_without_a_block_names_the_setting() -> None:
+def test_error_for_a_lone_request_without_a_block_names_the_setting() -> None:
     with pytest.raises(CacheCapacityError, match="--inference-dynamic-batching-buffer-size-gb"):
         plan_preemption([demand(0)], 0, 100)
 
 
-def test_lone_request_with_a_block_continues_whatever_it_holds() -> None:
+def test_lone_request_that_can_get_a_block_continues() -> None:
     assert plan_preemption([demand(0, num_own=9)], 1, 0) == PreemptionPlan((0,), (), ())
 
 
 @ANY_CASE
-def test_each_needy_request_has_exactly_one_outcome(
+def test_each_request_that_needs_a_block_gets_exactly_one_outcome(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -144,7 +144,7 @@ def test_each_needy_request_has_exactly_one_outcome(
 
 
 @ANY_CASE
-def test_grants_never_exceed_the_available_blocks(
+def test_granted_blocks_never_exceed_the_available_blocks(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -152,7 +152,7 @@ def test_grants_never_exceed_the_available_blocks(
 
 
 @ANY_CASE
-def test_no_block_is_left_while_a_request_is_paused(
+def test_no_free_block_remains_while_a_request_is_paused(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -180,19 +180,23 @@ def test_oldest_waiting_request_is_evicted_last(
 
 
 @ANY_CASE
-def test_some_request_is_always_active(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_preemption_leaves_at_least_one_request_running(
+    requests: list[RequestDemand], num_available: int, capacity: int
+) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     assert not requests or plan.grants or any(not request.needs_block for request in requests)
 
 
 @ANY_CASE
-def test_paused_requests_fit_their_capacity(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_paused_requests_hold_no_more_blocks_than_allowed(
+    requests: list[RequestDemand], num_available: int, capacity: int
+) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     assert len(distinct_blocks(requests, plan.paused)) <= capacity
 
 
 @ANY_CASE
-def test_nothing_is_evicted_needlessly(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_no_request_is_evicted_without_need(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     waiting = by_seniority([request for request in requests if request.needs_block])[num_available:]
     has_active = len(waiting) < len(requests)
@@ -201,7 +205,7 @@ def test_nothing_is_evicted_needlessly(requests: list[RequestDemand], num_availa
 
 
 @ANY_CASE
-def test_capacity_error_means_no_eviction_could_help(
+def test_capacity_error_is_raised_only_if_no_eviction_could_help(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     try:
@@ -212,7 +216,7 @@ def test_capacity_error_means_no_eviction_could_help(
 
 
 @ANY_CASE
-def test_plan_does_not_depend_on_the_order_of_requests(
+def test_preemption_plan_does_not_depend_on_the_order_of_requests(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -220,7 +224,9 @@ def test_plan_does_not_depend_on_the_order_of_requests(
 
 
 @pytest.mark.parametrize(("needs_block", "paused", "prefilling"), [(False, True, False), (True, False, True)])
-def test_request_refuses_an_impossible_state(needs_block: bool, paused: bool, prefilling: bool) -> None:
+def test_paused_request_that_needs_no_block_or_prefills_is_refused(
+    needs_block: bool, paused: bool, prefilling: bool
+) -> None:
     with pytest.raises(ValueError, match="request 0"):
         RequestDemand(0, 0, needs_block, (1, 2), paused, prefilling)
 
@@ -228,6 +234,8 @@ def test_request_refuses_an_impossible_state(needs_block: bool, paused: bool, pr
 @pytest.mark.parametrize(
     ("requests", "num_available", "capacity"), [([], -1, 0), ([], 0, -1), ([content(0), content(0)], 1, 1)]
 )
-def test_plan_refuses_impossible_arguments(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_preemption_plan_refuses_invalid_arguments(
+    requests: list[RequestDemand], num_available: int, capacity: int
+) -> None:
     with pytest.raises(ValueError, match=r"must|once"):
         plan_preemption(requests, num_available, capacity)

@@ -27,19 +27,19 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 # What is skipped.
 
 
-def test_repeat_computes_only_tokens_after_its_last_boundary(new_cache: NewCache) -> None:
+def test_repeated_prompt_computes_only_tokens_after_its_last_full_block(new_cache: NewCache) -> None:
     cache = new_cache()
     prompt = [*A, *B, *C, *D, 5, 6, 7]
     assert [serve(cache, new_spec(index, prompt)) for index in range(3)] == [0, 16, 16]
     assert cache.counters.prefill_tokens_computed == 19 + 3 + 3
 
 
-def test_repeat_of_whole_blocks_computes_the_last_one(new_cache: NewCache) -> None:
+def test_repeated_prompt_of_whole_blocks_computes_the_last_block(new_cache: NewCache) -> None:
     cache = new_cache()
     assert [serve(cache, new_spec(index, [*A, *B, *C])) for index in range(2)] == [0, 8]
 
 
-def test_repeat_of_a_single_block_skips_nothing(new_cache: NewCache) -> None:
+def test_repeated_prompt_of_one_block_is_computed_again(new_cache: NewCache) -> None:
     cache = new_cache()
     assert [serve(cache, new_spec(index, A)) for index in range(2)] == [0, 0]
     assert serve(cache, new_spec(2, [*A, 9])) == BLOCK
@@ -51,7 +51,7 @@ def test_prompt_shorter_than_a_block_is_never_cached(new_cache: NewCache) -> Non
     assert (cache.kv.num_cached, cached_states(cache)) == (0, [])
 
 
-def test_three_known_blocks_and_a_state_at_the_first_skip_one(new_cache: NewCache) -> None:
+def test_prompt_with_three_cached_blocks_resumes_at_the_only_state(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
     request = prefill(cache, new_spec(0, [*A, *B, *C, 9]))
     for block in request.block_ids[1:]:
@@ -60,7 +60,7 @@ def test_three_known_blocks_and_a_state_at_the_first_skip_one(new_cache: NewCach
     assert (plan.match.blocks, plan.match.skip_tokens) == (tuple(request.block_ids[:3]), BLOCK)
 
 
-def test_nothing_is_skipped_without_a_state_whatever_kv_is_known(new_cache: NewCache) -> None:
+def test_prompt_is_computed_whole_when_only_its_kv_is_cached(new_cache: NewCache) -> None:
     cache = new_cache()
     request = prefill(cache, new_spec(0, [*A, *B, 9]))
     drop_states(cache)
@@ -70,7 +70,7 @@ def test_nothing_is_skipped_without_a_state_whatever_kv_is_known(new_cache: NewC
     assert second.block_ids[:2] == request.block_ids[:2] and second.num_shared_blocks == 2
 
 
-def test_request_without_a_state_reserves_the_end_of_its_match(new_cache: NewCache) -> None:
+def test_request_that_matches_only_kv_caches_a_state_at_the_match_end(new_cache: NewCache) -> None:
     cache = new_cache()
     prefill(cache, new_spec(0, [*A, *B, *C, 9]))
     request = admit(cache, new_spec(1, [*A, *D, *D, 9]))
@@ -78,7 +78,7 @@ def test_request_without_a_state_reserves_the_end_of_its_match(new_cache: NewCac
     assert [state.position for state in request.reserved] == [BLOCK, 3 * BLOCK]
 
 
-def test_third_request_of_a_branch_skips_to_the_branching_point(new_cache: NewCache) -> None:
+def test_third_request_with_a_common_prefix_resumes_at_its_end(new_cache: NewCache) -> None:
     cache = new_cache()
     assert serve(cache, new_spec(0, [*A, *B, 9])) == 0
     assert serve(cache, new_spec(1, [*A, *C, 9])) == 0
@@ -98,7 +98,7 @@ def test_blocks_of_a_running_reply_are_shared_with_equal_prompts(new_cache: NewC
     assert 3 * BLOCK in [state.position for state in request.reserved]
 
 
-def test_reply_blocks_without_a_state_leave_with_their_request(new_cache: NewCache) -> None:
+def test_reply_blocks_are_cached_only_with_decode_checkpoints(new_cache: NewCache) -> None:
     matched = {}
     for checkpoints in ("none", "rolling"):
         cache = new_cache(checkpoints=checkpoints)
@@ -108,7 +108,7 @@ def test_reply_blocks_without_a_state_leave_with_their_request(new_cache: NewCac
     assert matched == {"none": (1, BLOCK), "rolling": (3, 3 * BLOCK)}
 
 
-def test_boundary_with_a_state_is_not_reserved_again(new_cache: NewCache) -> None:
+def test_no_second_state_is_cached_at_a_position_that_has_one(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
     serve(cache, new_spec(0, [*A, *B, *C]))
     request = admit(cache, new_spec(1, [*A, *B, *C]))
@@ -117,14 +117,14 @@ def test_boundary_with_a_state_is_not_reserved_again(new_cache: NewCache) -> Non
     assert [state.position for state in again.reserved] == [4 * BLOCK]
 
 
-def test_request_for_prompt_log_probs_skips_nothing_but_publishes(new_cache: NewCache) -> None:
+def test_request_with_prompt_log_probs_reuses_no_cache_but_fills_it(new_cache: NewCache) -> None:
     cache = new_cache()
     assert serve(cache, new_spec(0, [*A, *B, 9], may_skip=False)) == 0
     assert serve(cache, new_spec(1, [*A, *B, 9], may_skip=False)) == 0
     assert serve(cache, new_spec(2, [*A, *B, 9])) == 2 * BLOCK
 
 
-def test_ten_identical_prompts_hold_the_blocks_of_the_first() -> None:
+def test_ten_identical_prompts_share_the_blocks_of_the_first() -> None:
     cache = small_cache(num_blocks=4, num_slots=13)
     first = prefill(cache, new_spec(0, [*A, *B, *C]))
     available = cache.kv.num_available
@@ -134,7 +134,7 @@ def test_ten_identical_prompts_hold_the_blocks_of_the_first() -> None:
     cache.check_integrity(requests)
 
 
-def test_branches_of_a_long_prefix_compute_each_token_once() -> None:
+def test_requests_with_a_common_prefix_compute_2008_of_3800_tokens() -> None:
     cache = small_cache(num_blocks=64, num_slots=32, block_size=256)
     a, b = list(range(256)), list(range(1000, 1256))
     r1, r2, r3 = ([seed + index for index in range(288)] for seed in (2000, 3000, 4000))
@@ -148,7 +148,7 @@ def test_branches_of_a_long_prefix_compute_each_token_once() -> None:
     assert (sum(computed), sum(map(len, tails))) == (2008, 3800)
 
 
-def test_whole_block_prompts_compute_one_block_each() -> None:
+def test_prompts_of_whole_blocks_compute_one_block_each() -> None:
     cache = small_cache(num_blocks=64, num_slots=32, block_size=256)
     a, b = list(range(256)), list(range(1000, 1256))
     for index, prompt in enumerate((a, a, a + b, a + b)):
@@ -159,7 +159,7 @@ def test_whole_block_prompts_compute_one_block_each() -> None:
 # Tenants, flushes, a cache switched off.
 
 
-def test_tenants_never_share(new_cache: NewCache) -> None:
+def test_tenants_never_share_cached_blocks(new_cache: NewCache) -> None:
     cache = new_cache()
     assert serve(cache, new_spec(0, [*A, *B, 9], tenant="red")) == 0
     plan = planned(cache, new_spec(1, [*A, *B, 9], tenant="blue"))
@@ -167,14 +167,14 @@ def test_tenants_never_share(new_cache: NewCache) -> None:
     assert serve(cache, new_spec(2, [*A, *B, 9], tenant="red")) == 2 * BLOCK
 
 
-def test_disabled_cache_registers_nothing(new_cache: NewCache) -> None:
+def test_disabled_prefix_cache_registers_no_block(new_cache: NewCache) -> None:
     cache = new_cache(enabled=False)
     assert [serve(cache, new_spec(index, [*A, *B, 9]), [1] * 9) for index in range(2)] == [0, 0]
     assert (cache.kv.num_cached, cache.counters.states_reserved) == (0, 0)
 
 
 @pytest.mark.parametrize("weights_version", [None, "1"])
-def test_nothing_cached_is_found_after_a_flush(new_cache: NewCache, weights_version: str | None) -> None:
+def test_no_cached_prefix_is_matched_after_a_flush(new_cache: NewCache, weights_version: str | None) -> None:
     cache = new_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     candidate = candidate_of(cache, new_spec(1, [*A, *B, 9]))
@@ -184,7 +184,7 @@ def test_nothing_cached_is_found_after_a_flush(new_cache: NewCache, weights_vers
     assert (cache.kv.num_cached, cached_states(cache)) == (0, [])
 
 
-def test_keys_depend_on_tenant_weights_and_epoch(new_cache: NewCache) -> None:
+def test_block_keys_depend_on_tenant_weights_version_and_flush_count(new_cache: NewCache) -> None:
     cache = new_cache()
     roots = {cache.root_of(""), cache.root_of("red")}
     for weights_version in (None, "1", "0"):
@@ -193,7 +193,7 @@ def test_keys_depend_on_tenant_weights_and_epoch(new_cache: NewCache) -> None:
     assert len(roots) == 5
 
 
-def test_request_admitted_before_a_flush_publishes_nothing_after_it(new_cache: NewCache) -> None:
+def test_request_admitted_before_a_flush_caches_nothing_after_it(new_cache: NewCache) -> None:
     cache = new_cache()
     decoding = prefill(cache, new_spec(0, [*A, *B, 9]))
     prefilling = admit(cache, new_spec(1, [*C, *D, 9]))
@@ -207,7 +207,7 @@ def test_request_admitted_before_a_flush_publishes_nothing_after_it(new_cache: N
     assert (cache.slots.num_reserved, cached_states(cache)) == (0, [])
 
 
-def test_flush_frees_a_source_state_once_it_was_read(new_cache: NewCache) -> None:
+def test_flushed_state_is_freed_after_the_step_that_reads_it(new_cache: NewCache) -> None:
     cache = new_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     request = admit(cache, new_spec(1, [*A, *B, 8]))
@@ -221,7 +221,7 @@ def test_flush_frees_a_source_state_once_it_was_read(new_cache: NewCache) -> Non
     cache.check_integrity([request])
 
 
-def test_requests_from_before_a_flush_are_cached_when_prefilled_again(new_cache: NewCache) -> None:
+def test_requests_from_before_a_flush_are_cached_after_a_new_prefill(new_cache: NewCache) -> None:
     cache = new_cache()
     request = prefill(cache, new_spec(0, [*A, *B, 9]))
     cache.flush()
@@ -232,7 +232,7 @@ def test_requests_from_before_a_flush_are_cached_when_prefilled_again(new_cache:
 # Identical content in one step.
 
 
-def test_equal_prompts_in_one_step_leave_one_block_per_key(new_cache: NewCache) -> None:
+def test_equal_prompts_in_one_step_leave_one_copy_of_each_block(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [admit(cache, new_spec(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
     own = [list(request.block_ids) for request in requests]
@@ -248,7 +248,7 @@ def test_equal_prompts_in_one_step_leave_one_block_per_key(new_cache: NewCache) 
     assert (cache.kv.num_cached, cache.kv.num_referenced) == (2, 0)
 
 
-def test_equal_replies_leave_one_block_per_key(new_cache: NewCache) -> None:
+def test_equal_replies_leave_one_copy_of_each_block(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [prefill(cache, new_spec(index, [*A, 9]), first_token=5) for index in range(2)]
     for token in (6, 7, 8, 8, 8, 8):
@@ -262,7 +262,7 @@ def test_equal_replies_leave_one_block_per_key(new_cache: NewCache) -> None:
     cache.check_integrity(requests)
 
 
-def test_request_after_an_adoption_extends_the_adopted_chain(new_cache: NewCache) -> None:
+def test_request_that_switched_to_shared_blocks_extends_their_chain(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [admit(cache, new_spec(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
     run_step(cache, requests)
@@ -274,7 +274,7 @@ def test_request_after_an_adoption_extends_the_adopted_chain(new_cache: NewCache
     cache.check_integrity(requests[1:])
 
 
-def test_second_state_for_a_key_is_released(new_cache: NewCache) -> None:
+def test_duplicate_state_of_the_same_prefix_is_released(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
     requests = [admit(cache, new_spec(0, [*A, *B, 9]), budget=6), admit(cache, new_spec(1, [*A, 8], may_skip=False))]
     assert [len(request.reserved) for request in requests] == [1, 0]

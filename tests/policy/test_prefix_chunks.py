@@ -24,7 +24,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 # Waiting for a prefix.
 
 
-def test_request_waits_for_a_prefix_computed_in_this_step() -> None:
+def test_request_waits_for_a_shared_prefix_computed_in_this_step() -> None:
     cache = small_cache()
     request = admit(cache, new_spec(0, [*A, *B, 9]))
     assert outcome(cache, [*A, *B, 8]) is Refusal.WAITS_FOR_PREFIX
@@ -33,20 +33,20 @@ def test_request_waits_for_a_prefix_computed_in_this_step() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[*B, *A, 9], [*A, *C, 9], [*A, *B]])
-def test_request_that_cannot_use_the_reserved_boundary_does_not_wait(prompt: list[int]) -> None:
+def test_request_that_cannot_use_the_pending_state_does_not_wait(prompt: list[int]) -> None:
     cache = small_cache()
     admit(cache, new_spec(0, [*A, *B, 9]))
     assert not isinstance(outcome(cache, prompt), Refusal)
 
 
 @pytest.mark.parametrize("settings", [{"tenant": "blue"}, {"may_skip": False}])
-def test_request_not_allowed_to_skip_does_not_wait(settings: dict[str, object]) -> None:
+def test_request_that_cannot_reuse_the_prefix_does_not_wait(settings: dict[str, object]) -> None:
     cache = small_cache()
     admit(cache, new_spec(0, [*A, *B, 9]))
     assert not isinstance(outcome(cache, [*A, *B, 9], **settings), Refusal)
 
 
-def test_request_does_not_wait_for_a_boundary_without_a_slot() -> None:
+def test_request_does_not_wait_when_no_slot_is_free_for_the_state() -> None:
     cache = small_cache(num_slots=2)
     other = prefill(cache, new_spec(0, [5]))
     request = admit(cache, new_spec(1, [*A, *B, 9]))
@@ -56,7 +56,7 @@ def test_request_does_not_wait_for_a_boundary_without_a_slot() -> None:
 
 
 @pytest.mark.parametrize("leave", ["abort", "release", "flush"])
-def test_request_does_not_wait_for_an_owner_that_will_not_publish(leave: str) -> None:
+def test_request_does_not_wait_for_an_aborted_or_released_request(leave: str) -> None:
     cache = small_cache()
     request = admit(cache, new_spec(0, [*A, *B, 9]))
     if leave == "flush":
@@ -66,7 +66,7 @@ def test_request_does_not_wait_for_an_owner_that_will_not_publish(leave: str) ->
     assert not isinstance(outcome(cache, [*A, *B, 9]), Refusal)
 
 
-def test_request_does_not_wait_for_a_boundary_past_its_prompt() -> None:
+def test_request_does_not_wait_for_a_state_past_its_own_prompt() -> None:
     cache = small_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     admit(cache, new_spec(1, [*A, *B, *C, 9]))
@@ -77,7 +77,7 @@ def test_request_does_not_wait_for_a_boundary_past_its_prompt() -> None:
 # Chunks and partial blocks.
 
 
-def test_partial_block_is_never_registered() -> None:
+def test_partial_block_is_never_cached() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [*A, 5, 6]), first_token=7)
     assert cache.kv.key_of(request.block_ids[1]) is None
@@ -87,7 +87,7 @@ def test_partial_block_is_never_registered() -> None:
     assert (request.computed, cache.kv.key_of(request.block_ids[1])) != (8, None)
 
 
-def test_key_never_covers_a_sampled_but_uncomputed_token() -> None:
+def test_block_is_not_cached_until_its_last_sampled_token_is_computed() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [*A, 5, 6, 7]), first_token=8)
     assert request.length == 2 * BLOCK
@@ -97,7 +97,7 @@ def test_key_never_covers_a_sampled_but_uncomputed_token() -> None:
 
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize("budget", range(1, 15))
-def test_chunks_of_any_size_leave_the_same_keys_as_one_chunk(budget: int, align: bool) -> None:
+def test_chunks_of_any_size_cache_the_same_blocks_as_one_chunk(budget: int, align: bool) -> None:
     prompt = [*A, *B, *C, 9]
     whole = small_cache()
     keys = [whole.kv.key_of(block) for block in prefill(whole, new_spec(0, prompt)).block_ids]
@@ -114,7 +114,7 @@ def test_chunks_of_any_size_leave_the_same_keys_as_one_chunk(budget: int, align:
     assert [cache.kv.key_of(block) for block in request.block_ids] == keys
 
 
-def test_chunk_ending_inside_a_block_publishes_only_the_boundary_before() -> None:
+def test_chunk_ending_inside_a_block_caches_only_full_blocks() -> None:
     cache = small_cache(align=False)
     request = admit(cache, new_spec(0, [*A, *B, 9]), budget=6)
     run_step(cache, [request])

@@ -28,7 +28,7 @@ def test_each_running_request_has_its_own_draft_buffer(choices: list[int]) -> No
         assert len(set(buffers)) == len(buffers) and set(buffers) <= set(range(MOST))
 
 
-def test_more_requests_than_draft_buffers_is_an_error_that_changes_nothing() -> None:
+def test_more_requests_than_draft_buffers_raise_and_change_nothing() -> None:
     cache = small_cache(num_blocks=64, num_slots=16, max_requests=1, replays=True)
     request = prefill(cache, new_spec(0, [1, 2]))
     with pytest.raises(CacheIntegrityError, match="found all 1 in use"):
@@ -36,7 +36,7 @@ def test_more_requests_than_draft_buffers_is_an_error_that_changes_nothing() -> 
     cache.check_integrity([request])
 
 
-def test_draft_buffer_held_by_two_requests_is_found() -> None:
+def test_check_integrity_detects_a_draft_buffer_held_by_two_requests() -> None:
     cache = small_cache(num_blocks=64, num_slots=16, max_requests=2, replays=True)
     requests = [prefill(cache, new_spec(number, [number])) for number in range(2)]
     requests[1].cursor.draft_buffer = requests[0].cursor.draft_buffer
@@ -45,7 +45,7 @@ def test_draft_buffer_held_by_two_requests_is_found() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [3, 8])
-def test_drafts_take_no_slots_and_none_is_refused(num_slots: int) -> None:
+def test_drafts_use_no_state_slots_with_draft_buffers(num_slots: int) -> None:
     cache = small_cache(num_slots=num_slots, block_size=16, max_requests=2, replays=True)
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     before = cache.slots.count_by_owner()
@@ -59,7 +59,7 @@ def test_drafts_take_no_slots_and_none_is_refused(num_slots: int) -> None:
 
 
 @given(prompt_len=st.integers(1, 40), fold_len=st.sampled_from((4, 8, 16, 32)), seed=st.integers(0, 999))
-def test_num_folded_is_the_position_that_folding_steps_reach(prompt_len: int, fold_len: int, seed: int) -> None:
+def test_stored_state_position_advances_in_steps_of_the_ring_length(prompt_len: int, fold_len: int, seed: int) -> None:
     rng = random.Random(seed)
     cache = small_cache(num_blocks=64, num_slots=16, block_size=32, max_requests=1, replays=True)
     request = prefill(cache, new_spec(0, range(prompt_len), max_len=1000), first_token=1)

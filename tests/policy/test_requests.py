@@ -43,7 +43,7 @@ def stops(words: tuple[tuple[int, ...], ...], generated: list[int], token: int, 
     return ends_with(running_request([*prompt], generated, sampling=SamplingSettings(stop_words=words)), token)
 
 
-def test_termination_token_ends_a_request() -> None:
+def test_termination_token_ends_its_request() -> None:
     request = running_request([1], [2], sampling=SamplingSettings(termination_id=7))
     assert ends_with(request, 7) and not ends_with(request, 6)
 
@@ -54,7 +54,7 @@ def test_token_at_the_length_limit_ends_a_request() -> None:
     assert ends_with(running_request([1, 2], [], max_len=3), 4)
 
 
-def test_no_token_ends_a_request_without_termination_or_stop_words() -> None:
+def test_no_token_ends_a_request_without_end_token_or_stop_words() -> None:
     request = running_request([1], [2, 3])
     assert not any(ends_with(request, token) for token in range(10))
 
@@ -83,7 +83,7 @@ def test_stop_word_is_not_completed_by_prompt_tokens() -> None:
 
 
 @pytest.mark.parametrize("num_replayed", range(4))
-def test_interrupted_request_stops_like_an_uninterrupted_one(num_replayed: int) -> None:
+def test_interrupted_request_ends_at_the_same_token(num_replayed: int) -> None:
     prompt, reply, word = [7, 5], [5, 6, 8], (5, 6, 8, 9)
     spec = RequestSpec(
         0,
@@ -151,12 +151,12 @@ def test_no_token_is_kept_after_a_stop_word(word: tuple[int, ...], num_kept: int
     assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[:num_kept], ends=True)
 
 
-def test_stop_word_completed_only_by_rejected_drafts_ends_nothing() -> None:
+def test_stop_word_completed_only_by_rejected_drafts_ends_no_request() -> None:
     request = drafted(running_request([9], [7], sampling=SamplingSettings(stop_words=((7, 1, 2),))), 4)
     assert request.keep([1]) == KeptTokens((1,), ends=False)
 
 
-def test_prefilling_request_keeps_no_token() -> None:
+def test_prefilling_request_discards_its_sampled_token() -> None:
     request = running_request([1, 2, 3], [], sampling=SamplingSettings(termination_id=4))
     request.computed, request.scheduled = 0, 2
     assert request.keep([4]) == KeptTokens((), ends=False)
@@ -172,7 +172,7 @@ SMALL_TOKENS = st.integers(0, 2)
     st.integers(-1, 3),
     st.integers(1, 16),
 )
-def test_kept_tokens_equal_those_of_single_token_steps(
+def test_accepted_tokens_equal_those_of_single_token_steps(
     generated: list[int], emitted: list[int], words: list[list[int]], end_token: int, room: int
 ) -> None:
     settings = SamplingSettings(termination_id=end_token, stop_words=tuple(map(tuple, words)))
@@ -188,7 +188,7 @@ def test_kept_tokens_equal_those_of_single_token_steps(
     assert request.keep(emitted) == KeptTokens(tuple(kept), ends=step.ends)
 
 
-def test_inputs_are_the_last_token_with_drafts_or_a_prompt_slice() -> None:
+def test_step_inputs_are_a_prompt_slice_or_the_last_token_with_drafts() -> None:
     request = drafted(running_request([1, 2, 3], [4, 5]), 0)
     request.drafts, request.scheduled = (6, 7), 3
     assert list(request.inputs) == [5, 6, 7]
@@ -199,7 +199,7 @@ def test_inputs_are_the_last_token_with_drafts_or_a_prompt_slice() -> None:
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=6), st.lists(st.integers(0, 99), max_size=6), st.data())
-def test_tokens_slice_prompt_and_reply_as_one_sequence(
+def test_request_tokens_are_sliced_across_prompt_and_reply(
     prompt: list[int], generated: list[int], data: st.DataObject
 ) -> None:
     whole = [*prompt, *generated]
@@ -208,7 +208,7 @@ def test_tokens_slice_prompt_and_reply_as_one_sequence(
     assert list(running_request(prompt, generated).tokens(start, end)) == whole[start:end]
 
 
-def test_tokens_span_the_end_of_the_prompt() -> None:
+def test_slice_of_request_tokens_may_span_the_prompt_end() -> None:
     request = running_request([1, 2, 3], [4, 5])
     assert list(request.tokens(2, 4)) == [3, 4]
     assert list(request.tokens(0, 5)) == [1, 2, 3, 4, 5]
@@ -217,7 +217,7 @@ def test_tokens_span_the_end_of_the_prompt() -> None:
     assert list(request.tokens(3, 3)) == []
 
 
-def test_request_samples_only_once_its_last_token_is_computed() -> None:
+def test_request_samples_only_when_its_last_known_token_is_computed() -> None:
     request = running_request([1, 2, 3], [])
     request.computed, request.scheduled = 0, 2
     assert not request.samples_this_step and request.is_prefilling
@@ -251,18 +251,18 @@ def test_greedy_requests_need_no_random_number(settings: SamplingSettings, is_gr
         (LogProbSettings(skip_prompt=True), True),
     ],
 )
-def test_only_prompt_log_probs_prevent_skipping(settings: LogProbSettings, may_skip: bool) -> None:
+def test_only_prompt_log_probs_prevent_prefix_reuse(settings: LogProbSettings, may_skip: bool) -> None:
     spec = RequestSpec(0, np.array([1]), 5, SamplingSettings(), log_probs=settings)
     assert spec.may_skip == may_skip
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
-def test_live_state_is_in_the_last_accepted_column(accepted: int) -> None:
+def test_current_state_slot_is_that_of_the_last_accepted_draft(accepted: int) -> None:
     request = running_request([1], [])
     request.cursor.draft_slots, request.cursor.accepted = [SlotId(5), SlotId(3), SlotId(8)], accepted
     assert request.cursor.state_slot == [0, 5, 3, 8][accepted - 1]
 
 
-def test_requests_of_equal_content_are_distinct() -> None:
+def test_requests_with_equal_content_compare_unequal() -> None:
     requests = [running_request([1, 2], []), running_request([1, 2], [])]
     assert requests.index(requests[1]) == 1 and requests[0].spec != requests[1].spec

@@ -35,7 +35,7 @@ def everywhere(prompt: PromptBlocks) -> Callable[[ReplicaName], PromptBlocks]:
     return lambda _: prompt
 
 
-def test_prompt_goes_to_its_longest_resumable_prefix() -> None:
+def test_prompt_is_routed_to_the_replica_with_its_longest_cached_prefix() -> None:
     subject, prompt = router(), blocks(range(20))
     subject.publish(NAMES[1], prompt.keys[1:2])
     subject.publish(NAMES[2], prompt.keys[3:4])
@@ -43,13 +43,13 @@ def test_prompt_goes_to_its_longest_resumable_prefix() -> None:
     assert (route.replica, route.num_cached_blocks) == (NAMES[2], 4)
 
 
-def test_boundary_at_the_end_of_a_prompt_is_not_a_hit() -> None:
+def test_state_at_the_prompt_end_is_not_a_routing_hit() -> None:
     subject, prompt = router(), blocks(range(8))
     subject.publish(NAMES[1], prompt.keys[1:2])
     assert subject.route(0, everywhere(prompt)).num_cached_blocks == 0
 
 
-def test_dropped_or_flushed_boundary_attracts_no_request() -> None:
+def test_dropped_or_flushed_prefix_is_ignored_by_the_router() -> None:
     prompt = blocks(range(20))
     for forget in (lambda made: made.drop(NAMES[2], prompt.keys), lambda made: made.flush(NAMES[2])):
         subject = router()
@@ -58,7 +58,7 @@ def test_dropped_or_flushed_boundary_attracts_no_request() -> None:
         assert subject.route(0, everywhere(prompt)).replica == NAMES[0]
 
 
-def test_each_replica_is_queried_with_its_own_salt() -> None:
+def test_router_hashes_a_prompt_with_each_replicas_own_salt() -> None:
     subject, tokens = router(), range(20)
     salted = {name: blocks(tokens, CacheSalt("model", "0", epoch).root()) for epoch, name in enumerate(NAMES)}
     subject.publish(NAMES[1], salted[NAMES[0]].keys)  # keys of another epoch: nothing there is of use
@@ -66,7 +66,7 @@ def test_each_replica_is_queried_with_its_own_salt() -> None:
     assert subject.route(0, salted.__getitem__).replica == NAMES[3]
 
 
-def test_sharers_follow_a_pending_prefix_until_it_fails_to_arrive() -> None:
+def test_router_sends_prompts_to_a_replica_still_computing_their_prefix() -> None:
     subject = router()
     first, second = blocks(range(20)), blocks([*range(20), 50, 51, 52])
     subject.route(0, everywhere(blocks([90] * 9)))  # replica a is busier
@@ -77,7 +77,7 @@ def test_sharers_follow_a_pending_prefix_until_it_fails_to_arrive() -> None:
     assert subject.route(3, everywhere(second)).num_cached_blocks == 0  # no state was reported
 
 
-def test_prompt_without_a_state_goes_where_its_blocks_were_seen() -> None:
+def test_prompt_is_routed_where_its_blocks_were_sent_before() -> None:
     subject, prompt = router(), blocks(range(20))
     subject.route(0, everywhere(prompt))
     subject.route(1, everywhere(blocks([90] * 9)))
@@ -98,7 +98,7 @@ def test_shared_prefix_does_not_overload_one_replica() -> None:
     assert max(served.values()) <= 1.3 * 100
 
 
-def test_growing_conversation_stays_on_its_replica() -> None:
+def test_router_keeps_a_growing_conversation_on_one_replica() -> None:
     subject, tokens = router(), list(range(9))
     for request_id in range(50):
         prompt = blocks(tokens)
@@ -109,7 +109,7 @@ def test_growing_conversation_stays_on_its_replica() -> None:
         tokens = tokens + [request_id] * 9
 
 
-def test_prefix_yields_to_load_and_the_least_loaded_gets_the_rest() -> None:
+def test_router_sends_requests_elsewhere_when_the_cached_replica_is_busy() -> None:
     subject, prompt = router(num_replicas=2, load_factor=1.0), blocks(range(20))
     subject.publish(NAMES[0], prompt.keys)
     chosen = [subject.route(request_id, everywhere(prompt)).replica for request_id in range(20)]
@@ -117,7 +117,7 @@ def test_prefix_yields_to_load_and_the_least_loaded_gets_the_rest() -> None:
     assert 0 < chosen.count(NAMES[1]) < 20
 
 
-def test_idle_replicas_take_turns() -> None:
+def test_router_alternates_between_idle_replicas() -> None:
     subject = router()
     chosen = []
     for request_id in range(8):
@@ -126,7 +126,7 @@ def test_idle_replicas_take_turns() -> None:
     assert chosen == NAMES * 2
 
 
-def test_departed_replica_gets_nothing_and_its_load_is_forgotten() -> None:
+def test_removed_replica_gets_no_request_and_its_load_is_forgotten() -> None:
     subject, prompt = router(num_replicas=2), blocks(range(20))
     subject.publish(NAMES[0], prompt.keys)
     assert subject.route(0, everywhere(prompt)).replica == NAMES[0]
@@ -137,7 +137,7 @@ def test_departed_replica_gets_nothing_and_its_load_is_forgotten() -> None:
     assert subject.load(NAMES[1]) == 0
 
 
-def test_invalid_calls_are_refused() -> None:
+def test_router_refuses_invalid_settings_and_calls() -> None:
     with pytest.raises(ValueError, match=r"load_factor is 0\.9"):
         PrefixRouter(load_factor=0.9)
     with pytest.raises(ValueError, match="share_factor is nan"):
@@ -154,7 +154,7 @@ def test_invalid_calls_are_refused() -> None:
         subject.join(NAMES[0])
 
 
-def test_recent_keys_forget_the_oldest() -> None:
+def test_recent_keys_drop_the_least_recently_noted_key() -> None:
     keys = RecentKeys(3)
     keys.note(map(BlockKey, (1, 2, 3)))
     keys.note(map(BlockKey, (1, 4)))
@@ -164,7 +164,7 @@ def test_recent_keys_forget_the_oldest() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["route", "finish", "publish", "drop", "flush", "leave"]), st.integers(0, 99)))
 )
-def test_loads_are_sums_within_the_bound(calls: list[tuple[str, int]]) -> None:
+def test_replica_loads_sum_in_flight_tokens_and_stay_bounded(calls: list[tuple[str, int]]) -> None:
     """For publishes, drops and ends in any order: loads add up, and routing is bounded and repeatable."""
     subject, twin = router(max_keys=5), router(max_keys=5)
     prompts = [blocks([number % 3] * 8 + [number] * 5) for number in range(100)]
@@ -197,7 +197,7 @@ def test_loads_are_sums_within_the_bound(calls: list[tuple[str, int]]) -> None:
             assert subject.load(known) == sum(work for replica, work in in_flight.values() if replica == known)
 
 
-def test_round_robin_ignores_the_cache() -> None:
+def test_round_robin_routing_ignores_the_cache() -> None:
     subject, prompt = RoundRobinRouter(), blocks(range(20))
     for name in NAMES:
         subject.join(name)
@@ -211,7 +211,7 @@ def test_round_robin_ignores_the_cache() -> None:
 class Conversations:
     """Conversations of four turns over replicas that keep every boundary state, a fixed number at a time.
 
-    A replica divides its speed among its requests; which one ends next is drawn by that.
+    A replica divides its speed among its requests; which one ends next is random with these rates.
     """
 
     subject: PrefixRouter
@@ -254,7 +254,7 @@ class Conversations:
 @pytest.mark.parametrize("speeds", [(1, 1, 1, 1), (1.5, 0.7, 0.9, 0.9)])
 @pytest.mark.parametrize("num_at_once", [8, 12, 40])
 @pytest.mark.parametrize("seed", range(3))
-def test_later_turns_stay_on_their_replica_and_load_is_even(
+def test_router_keeps_conversations_on_one_replica_with_even_load(
     num_at_once: int, seed: int, speeds: tuple[float, ...]
 ) -> None:
     """Even with replicas of different speed, conversations do not gather on the fastest one."""

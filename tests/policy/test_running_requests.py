@@ -98,7 +98,7 @@ def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Ref
     return requests.admit(candidate_of(requests.cache, new_spec(request_id, [request_id] * 4)), requests.budget)
 
 
-def test_prompt_limit_applies_in_steps_that_decode() -> None:
+def test_prompt_token_limit_applies_only_to_steps_that_also_decode() -> None:
     requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_mixed_prompt_tokens=8)
     first = requests.admit(candidate_of(requests.cache, new_spec(0, [1] * 20)), requests.prompt_budget)
     assert isinstance(first, RunningRequest) and first.scheduled == 20  # no request decodes yet
@@ -109,7 +109,7 @@ def test_prompt_limit_applies_in_steps_that_decode() -> None:
     assert requests.prompt_budget == 0 < requests.budget
 
 
-def test_admission_stops_at_the_limit_until_a_request_leaves() -> None:
+def test_admission_stops_at_max_requests_until_a_request_leaves() -> None:
     requests = running(2)
     assert admitted(requests, 2) is Refusal.TOO_MANY_REQUESTS
     assert requests.counts == RequestCounts(requests=2, paused=0, prefilling=2, tokens=8)
@@ -128,7 +128,7 @@ def test_only_requests_waiting_for_a_prefix_count_as_deferred() -> None:
     assert counters.admissions_deferred == 1 and len(requests) == 1
 
 
-def test_failed_release_keeps_its_request_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_release_keeps_that_request_and_the_following_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = running(4)
     first, second, third, fourth = requests
     release = requests.cache.release

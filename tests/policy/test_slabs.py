@@ -14,14 +14,14 @@ def leave(indices: IndexPool, *numbers: int) -> None:
         indices.release(index)
 
 
-def test_index_has_the_address_of_its_slab() -> None:
+def test_block_and_slot_indices_are_numbered_by_slab() -> None:
     space = SlabSpace(3, blocks_per_slab=2, slots_per_slab=3)
     assert (space.blocks.num_indices, space.slots.num_indices) == (6, 9)
     assert space.blocks.take(1) == [0]
     assert space.slots.take(1) == [6]  # the first of slab 2
 
 
-def test_blocks_take_slabs_from_the_low_end_and_states_from_the_high_end() -> None:
+def test_blocks_use_the_lowest_slabs_and_states_the_highest() -> None:
     space = SlabSpace(4, blocks_per_slab=1, slots_per_slab=1)
     assert (space.blocks.take(2), space.slots.take(2)) == ([0, 1], [3, 2])
     leave(space.slots, 3, 2)
@@ -29,7 +29,7 @@ def test_blocks_take_slabs_from_the_low_end_and_states_from_the_high_end() -> No
     assert (space.slots.take(1), space.blocks.take(2)) == ([3], [0, 2])
 
 
-def test_slab_changes_use_only_when_empty() -> None:
+def test_memory_slab_changes_between_blocks_and_states_only_when_empty() -> None:
     space = SlabSpace(1, blocks_per_slab=2, slots_per_slab=1)
     space.blocks.take(2)
     leave(space.blocks, 0)
@@ -47,7 +47,7 @@ def test_lowest_partly_used_slab_is_filled_before_an_unused_one() -> None:
     assert space.blocks.take(3) == [1, 4, 6]
 
 
-def test_slab_returned_from_the_other_use_is_listed_once() -> None:
+def test_slab_that_changed_use_twice_is_listed_once() -> None:
     space = SlabSpace(2, blocks_per_slab=2, slots_per_slab=2)
     for _ in range(3):
         leave(space.blocks, *space.blocks.take(3))
@@ -56,7 +56,7 @@ def test_slab_returned_from_the_other_use_is_listed_once() -> None:
     assert sorted(space.blocks.take(4)) == [0, 1, 2, 3]
 
 
-def test_fixed_index_keeps_its_slab_from_the_other_use() -> None:
+def test_slab_with_a_block_in_use_is_unavailable_for_states() -> None:
     space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=1)
     blocks = space.blocks.take(8)
     for block in blocks[1:]:
@@ -66,14 +66,14 @@ def test_fixed_index_keeps_its_slab_from_the_other_use() -> None:
     assert (space.blocks.num_available, space.slots.num_available) == (8, 2)
 
 
-def test_blocks_and_slots_are_not_promised_the_same_slab() -> None:
+def test_capacity_check_does_not_count_a_slab_for_both_uses() -> None:
     space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=1)
     assert space.fits(8, 0) and space.fits(0, 2) and space.fits(4, 1)
     assert not space.fits(5, 1)
     assert not space.fits(4, 2)
 
 
-def test_kept_index_holds_its_slab_for_its_own_use() -> None:
+def test_capacity_check_excludes_slabs_of_blocks_to_keep() -> None:
     space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=1)
     first, second = space.blocks.take(2)
     for block in (first, second):
@@ -84,7 +84,7 @@ def test_kept_index_holds_its_slab_for_its_own_use() -> None:
     assert space.fits(2, 1, [first, second]) and not space.fits(3, 1, [first, second])
 
 
-def test_state_that_must_stay_takes_a_slab_from_the_blocks() -> None:
+def test_capacity_check_excludes_slabs_of_states_to_keep() -> None:
     space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=2)
     (slot,) = space.slots.take(1)
     space.slots.unfix(slot)
@@ -92,7 +92,7 @@ def test_state_that_must_stay_takes_a_slab_from_the_blocks() -> None:
     assert space.fits(4, 1, (), (slot,)) and not space.fits(4, 2, (), (slot,)) and not space.fits(5, 1, (), (slot,))
 
 
-def test_space_without_slabs_has_no_room() -> None:
+def test_memory_without_slabs_has_no_room() -> None:
     space = SlabSpace(0, blocks_per_slab=4, slots_per_slab=2)
     assert space.fits(0, 0) and not space.fits(1, 0) and not space.fits(0, 1)
     assert (space.blocks.take(0), space.blocks.num_free, space.slots.num_available) == ([], 0, 0)
@@ -100,7 +100,7 @@ def test_space_without_slabs_has_no_room() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_numbers_out_of_range_are_refused(numbers: tuple[int, int, int]) -> None:
+def test_slab_counts_and_sizes_out_of_range_are_refused(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="need num_slabs >= 0"):
         SlabSpace(*numbers)
 
@@ -131,7 +131,7 @@ def _fix_in_unused_slab(space: SlabSpace) -> None:
         (lambda space: setattr(space.slots, "num_next_to_fixed", 2), "counted"),
     ],
 )
-def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:
+def test_check_integrity_detects_each_broken_invariant(corrupt: object, message: str) -> None:
     space = SlabSpace(4, blocks_per_slab=4, slots_per_slab=2)
     space.blocks.take(1)
     space.slots.take(1)

@@ -33,20 +33,20 @@ def snapshot(pool: SlotPool) -> tuple[object, ...]:
     return owners, cached_blocks(pool), pool.num_available, pool.num_evicted, pool.count_by_owner()
 
 
-def test_new_pool_is_free_and_allocates_low_numbers_first() -> None:
+def test_new_slot_pool_is_free_and_allocates_low_numbers_first() -> None:
     pool = SlotPool(3)
     assert pool.count_by_owner() == {"free": 3, "live": 0, "reserved": 0, "cached": 0, "draft": 0}
     assert [pool.take_live(), *pool.reserve(2)] == [0, 1, 2]
     pool.check_integrity()
 
 
-def test_three_blocks_have_three_slots() -> None:
+def test_states_of_three_blocks_are_in_three_slots() -> None:
     pool = SlotPool(5)
     assert len(set(cache(pool, 0, 1, 2))) == 3
     assert pool.count_by_owner()["cached"] == 3
 
 
-def test_block_has_at_most_one_slot() -> None:
+def test_block_has_at_most_one_state_slot() -> None:
     pool = SlotPool(5)
     (slot,) = cache(pool, 0)
     (second,) = pool.reserve()
@@ -86,7 +86,7 @@ def test_touching_a_block_without_a_state_does_nothing() -> None:
     pool.check_integrity()
 
 
-def test_among_equally_recent_states_the_deeper_is_evicted_first() -> None:
+def test_equally_recent_states_are_evicted_deepest_first() -> None:
     pool = SlotPool(2)
     for block, num_tokens in enumerate([256, 512]):
         (slot,) = pool.reserve()
@@ -96,7 +96,7 @@ def test_among_equally_recent_states_the_deeper_is_evicted_first() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_reservation_beyond_the_room_is_refused_and_changes_nothing() -> None:
+def test_reserving_more_slots_than_available_raises_and_changes_nothing() -> None:
     pool = SlotPool(2)
     pool.take_live()
     before = snapshot(pool)
@@ -107,7 +107,7 @@ def test_reservation_beyond_the_room_is_refused_and_changes_nothing() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_live_request_takes_the_slot_of_a_cached_state() -> None:
+def test_running_request_takes_the_slot_of_a_cached_state() -> None:
     pool = SlotPool(2)
     cache(pool, 0, 1)
     pool.take_live()
@@ -117,7 +117,7 @@ def test_live_request_takes_the_slot_of_a_cached_state() -> None:
         pool.take_live()
 
 
-def test_draft_states_are_taken_and_released_like_live_ones() -> None:
+def test_draft_slots_are_taken_and_released_like_live_slots() -> None:
     pool = SlotPool(3)
     cache(pool, 0)
     slots = pool.take_draft(3)
@@ -130,7 +130,7 @@ def test_draft_states_are_taken_and_released_like_live_ones() -> None:
     assert pool.num_available == 3
 
 
-def test_live_slots_are_counted() -> None:
+def test_num_live_counts_slots_of_running_requests() -> None:
     pool = SlotPool(4)
     live, _, _ = pool.take_live(), pool.reserve(), pool.take_draft(1)
     assert pool.num_live == 1
@@ -138,7 +138,7 @@ def test_live_slots_are_counted() -> None:
     assert pool.num_live == 0
 
 
-def test_only_a_rolling_checkpoint_is_retired() -> None:
+def test_only_rolling_checkpoints_are_retired() -> None:
     pool = SlotPool(3)
     rolling, _ = cache(pool, 0, 1)
     pool.mark_rolling(BlockId(0))
@@ -150,7 +150,7 @@ def test_only_a_rolling_checkpoint_is_retired() -> None:
 
 
 @pytest.mark.parametrize("how", ["pin", "keep"])
-def test_checkpoint_used_by_another_request_is_not_retired(how: str) -> None:
+def test_rolling_checkpoint_is_not_retired_once_pinned_or_kept(how: str) -> None:
     pool = SlotPool(3)
     cache(pool, 0)
     pool.mark_rolling(BlockId(0))
@@ -163,7 +163,7 @@ def test_checkpoint_used_by_another_request_is_not_retired(how: str) -> None:
 
 
 @pytest.mark.parametrize("leave", ["drop", "flush", "retire", "evict"])
-def test_checkpoint_mark_leaves_with_its_state(leave: str) -> None:
+def test_checkpoint_mark_is_removed_with_its_state(leave: str) -> None:
     pool = SlotPool(1)
     cache(pool, 0)
     pool.mark_rolling(BlockId(0))
@@ -179,7 +179,7 @@ def test_checkpoint_mark_leaves_with_its_state(leave: str) -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_block_without_a_state_is_never_marked() -> None:
+def test_block_without_a_state_is_never_marked_as_a_checkpoint() -> None:
     pool = SlotPool(1)
     pool.mark_rolling(BlockId(0))
     pool.check_integrity()
@@ -188,7 +188,7 @@ def test_block_without_a_state_is_never_marked() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_unreached_reserved_slot_becomes_free() -> None:
+def test_cancelled_slot_reservation_frees_the_slot() -> None:
     pool = SlotPool(2)
     (slot,) = pool.reserve()
     assert pool.num_reserved == 1
@@ -212,7 +212,7 @@ def test_only_the_owner_releases_a_slot() -> None:
     assert snapshot(pool) == before
 
 
-def test_padding_slot_never_reaches_the_last_slot() -> None:
+def test_slot_number_out_of_range_is_refused() -> None:
     pool = SlotPool(1)
     pool.take_live()
     for slot in (-1, 1):
@@ -248,7 +248,7 @@ def test_pin_without_a_state_and_unpin_without_a_pin_are_errors() -> None:
         pool.unpin(BlockId(0))
 
 
-def test_drop_frees_a_state_and_accepts_a_block_without_one() -> None:
+def test_dropping_a_state_frees_its_slot_and_ignores_blocks_without_one() -> None:
     pool = SlotPool(2)
     (slot,) = cache(pool, 0)
     pool.drop(BlockId(0))
@@ -268,7 +268,7 @@ def test_dropping_a_pinned_state_is_an_error() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_flush_hides_every_state_and_frees_pinned_ones_at_their_last_unpin() -> None:
+def test_flush_drops_every_state_but_frees_pinned_ones_after_unpin() -> None:
     pool = SlotPool(3)
     pinned, _ = cache(pool, 0, 1)
     pool.pin(BlockId(0))
@@ -286,7 +286,7 @@ def test_flush_hides_every_state_and_frees_pinned_ones_at_their_last_unpin() -> 
     pool.check_integrity()
 
 
-def test_state_published_over_a_flushed_pinned_one_survives_its_unpin() -> None:
+def test_new_state_of_a_block_survives_the_unpin_of_a_flushed_one() -> None:
     pool = SlotPool(3)
     (orphan,) = cache(pool, 0)
     pool.pin(BlockId(0))
@@ -316,7 +316,7 @@ def pools_with_a_state(num_blocks: int, num_slots: int) -> tuple[CachePools, Blo
     return pools, block
 
 
-def test_block_leaves_with_its_state() -> None:
+def test_block_is_freed_when_its_state_is_evicted() -> None:
     pools, block = pools_with_a_state(1, 2)
     pools.kv.release([block])
     assert (pools.kv.num_cached, pools.kv.num_available) == (1, 1)
@@ -327,7 +327,7 @@ def test_block_leaves_with_its_state() -> None:
     pools.slots.check_integrity()
 
 
-def test_held_block_stays_when_its_state_is_evicted() -> None:
+def test_block_in_use_stays_when_its_state_is_evicted() -> None:
     pools, block = pools_with_a_state(1, 1)
     pools.slots.take_live()
     assert pools.kv.find(BlockKey(1)) == block
@@ -337,7 +337,7 @@ def test_held_block_stays_when_its_state_is_evicted() -> None:
     pools.kv.check_integrity()
 
 
-def test_flush_of_both_pools_survives_a_pinned_state() -> None:
+def test_flushing_both_pools_works_while_a_state_is_pinned() -> None:
     pools, block = pools_with_a_state(2, 2)
     pools.slots.pin(block)
     pools.slots.flush()
@@ -359,7 +359,7 @@ def test_flush_of_both_pools_survives_a_pinned_state() -> None:
         (lambda pool: pool._rolling.add(BlockId(9)), "rolling"),
     ],
 )
-def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:
+def test_check_integrity_detects_each_broken_invariant(corrupt: object, message: str) -> None:
     pool = SlotPool(4)
     cache(pool, 0)
     corrupt(pool)  # type: ignore[operator]

@@ -21,16 +21,16 @@ def chain(*num_tokens: int) -> StateLineage:
     return lineage
 
 
-def test_without_an_earlier_state_all_tokens_are_lost() -> None:
+def test_dropping_the_only_state_loses_all_its_tokens() -> None:
     assert lost(chain(40), 0, 0) == 40
 
 
-def test_lost_tokens_count_from_the_nearest_remaining_state() -> None:
+def test_lost_tokens_are_counted_from_the_nearest_earlier_state() -> None:
     lineage = chain(10, 25, 60)
     assert [lost(lineage, 2, *cached) for cached in [(0, 1, 2), (0, 2), (2,)]] == [35, 50, 60]
 
 
-def test_state_published_in_between_counts_once_its_path_is_known() -> None:
+def test_state_cached_between_two_others_is_counted_once_linked() -> None:
     lineage = chain(10, 60)
     lineage.add(BlockId(7), 40, BlockId(0), 1)
     assert lost(lineage, 1, 0, 1, 7) == 50
@@ -38,7 +38,7 @@ def test_state_published_in_between_counts_once_its_path_is_known() -> None:
     assert lost(lineage, 1, 0, 1, 7) == 20
 
 
-def test_later_states_and_branching_requests_are_counted() -> None:
+def test_state_entry_counts_continuations_and_branch_hits() -> None:
     lineage = chain(10)
     for block in (1, 2):
         lineage.add(BlockId(block), 20, BlockId(0), 0)
@@ -47,7 +47,7 @@ def test_later_states_and_branching_requests_are_counted() -> None:
     assert entry == CachedEntry(num_tokens=10, lost_tokens=10, num_branch_hits=1, num_continuations=2, is_end=False)
 
 
-def test_state_returning_to_a_block_starts_without_hits() -> None:
+def test_state_cached_again_on_a_block_starts_without_hits() -> None:
     lineage = chain(10)
     lineage.count_branch_hit(BlockId(0))
     lineage.add(BlockId(0), 10, None, 0)
@@ -63,14 +63,14 @@ def prompt_ends(lineage: StateLineage, *cached: int) -> list[int]:
     ]
 
 
-def test_text_has_one_prompt_end_that_of_its_newest_prompt() -> None:
+def test_only_the_newest_prompt_of_a_text_marks_a_prompt_end() -> None:
     lineage, path = chain(10, 25, 60, 80), [BlockId(block) for block in range(4)]
     for prompt_len, end in ((9, []), (25, [1]), (79, [2]), (100, [3]), (30, [1])):
         lineage.mark_prompt_end(path, prompt_len)
         assert prompt_ends(lineage, *path) == end
 
 
-def test_state_before_a_dropped_prompt_end_replaces_it() -> None:
+def test_dropped_prompt_end_passes_its_mark_to_the_state_before_it() -> None:
     lineage = chain(10, 25, 60)
     lineage.mark_prompt_end([BlockId(0), BlockId(1), BlockId(2)], 60)
     assert lineage.pass_prompt_end_on(BlockId(1), {BlockId(0), BlockId(2)}) is None  # it ends no prompt
@@ -79,7 +79,7 @@ def test_state_before_a_dropped_prompt_end_replaces_it() -> None:
     assert lineage.pass_prompt_end_on(BlockId(0), set()) is None
 
 
-def test_state_returning_to_a_block_is_not_a_prompt_end() -> None:
+def test_state_cached_again_on_a_block_is_no_prompt_end() -> None:
     lineage = chain(10)
     lineage.mark_prompt_end([BlockId(0)], 10)
     lineage.add(BlockId(0), 10, None, 0)

@@ -12,18 +12,18 @@ def least_with(other: Sequence[int]):  # type: ignore[no-untyped-def]
     return lambda mine: [min(pair) for pair in zip(mine, other, strict=True)]
 
 
-def test_copies_take_no_time_until_every_rank_has_measured() -> None:
+def test_copies_are_estimated_as_free_until_every_rank_has_measured() -> None:
     mine = CopyTimes(5, 50, 9, 7, 70)
     assert AgreedTimes(lambda: None, list).now() == COPIES_TAKE_NOTHING
     assert AgreedTimes(lambda: mine, least_with([0, 0, 0, 0, 0])).now() == COPIES_TAKE_NOTHING
 
 
-def test_slowest_copies_and_fastest_prefill_count() -> None:
+def test_estimate_uses_the_slowest_copies_and_fastest_prefill_of_ranks() -> None:
     times = AgreedTimes(lambda: CopyTimes(5, 50, 9, 7, 70), least_with([8, -6, -40, -8, -60]))
     assert times.now() == CopyTimes(6, 50, 8, 8, 70)
 
 
-def test_agreed_times_stay_without_another_exchange() -> None:
+def test_copy_times_agreed_between_ranks_are_not_exchanged_again() -> None:
     measured, calls = [CopyTimes(1, 2, 3, 4, 5)], []
 
     def agree(values: Sequence[int]) -> list[int]:
@@ -36,7 +36,7 @@ def test_agreed_times_stay_without_another_exchange() -> None:
     assert times.now() == first and len(calls) == 1
 
 
-def test_measured_times_are_the_best_of_large_enough_samples() -> None:
+def test_measured_copy_times_are_the_fastest_of_large_samples() -> None:
     measured = MeasuredTimes()
     assert measured.times(1000, 5000) is None
     measured.note_copy(Lane.TO_HOST, MEBIBYTE, 1e-6)  # too small to say anything

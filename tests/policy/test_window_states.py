@@ -35,7 +35,7 @@ def num_drafts(slots: SlotPool) -> int:
     return slots.count_by_owner()["draft"]
 
 
-def test_request_gets_a_column_for_each_draft() -> None:
+def test_request_gets_one_state_slot_for_each_draft() -> None:
     slots = SlotPool(9)
     request = live_request(slots)
     assert WindowStates(slots, 1, keeps_checkpoints=False).widen(request.cursor, 3) == 3
@@ -45,7 +45,7 @@ def test_request_gets_a_column_for_each_draft() -> None:
 
 @pytest.mark.parametrize("max_requests", range(1, 7))
 @pytest.mark.parametrize("num_cached", [0, 2])
-def test_drafts_leave_a_slot_for_each_request_still_to_come(max_requests: int, num_cached: int) -> None:
+def test_drafts_leave_one_slot_free_for_each_request_not_yet_admitted(max_requests: int, num_cached: int) -> None:
     slots = SlotPool(7)
     cache_states(slots, num_cached)
     windows, requests = WindowStates(slots, max_requests, keeps_checkpoints=False), [live_request(slots)]
@@ -57,7 +57,7 @@ def test_drafts_leave_a_slot_for_each_request_still_to_come(max_requests: int, n
     slots.check_integrity()
 
 
-def test_drafts_evict_cached_states_but_not_those_about_to_be_read() -> None:
+def test_draft_slots_evict_cached_states_but_not_pinned_ones() -> None:
     slots = SlotPool(4)
     cache_states(slots, 3)
     slots.pin(BlockId(0))
@@ -66,7 +66,7 @@ def test_drafts_evict_cached_states_but_not_those_about_to_be_read() -> None:
     assert slots.cached_blocks() == [0]
 
 
-def test_window_grows_by_missing_columns_and_never_shrinks() -> None:
+def test_draft_slots_are_only_added_when_more_are_needed() -> None:
     slots = SlotPool(9)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 2)
@@ -77,7 +77,7 @@ def test_window_grows_by_missing_columns_and_never_shrinks() -> None:
     assert num_drafts(slots) == 5
 
 
-def test_request_keeps_its_columns_if_there_is_no_room_for_more() -> None:
+def test_request_keeps_its_draft_slots_when_no_more_are_free() -> None:
     slots = SlotPool(4)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 2)
@@ -87,7 +87,7 @@ def test_request_keeps_its_columns_if_there_is_no_room_for_more() -> None:
     assert windows.widen(request.cursor, 8) == 3
 
 
-def test_unannounced_requests_get_no_draft_slots() -> None:
+def test_requests_beyond_max_requests_get_no_draft_slots() -> None:
     slots = SlotPool(4)
     requests = [live_request(slots) for _ in range(3)]
     windows = WindowStates(slots, 1, keeps_checkpoints=False)
@@ -97,7 +97,7 @@ def test_unannounced_requests_get_no_draft_slots() -> None:
 
 
 @pytest.mark.parametrize("accepted", range(1, 6))
-def test_columns_up_to_the_accepted_one_survive_and_others_are_free(accepted: int) -> None:
+def test_slots_after_the_last_accepted_draft_are_freed(accepted: int) -> None:
     slots = SlotPool(9)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 4)
@@ -112,7 +112,7 @@ def test_columns_up_to_the_accepted_one_survive_and_others_are_free(accepted: in
     slots.check_integrity()
 
 
-def test_window_stays_whole_while_nothing_is_trimmed() -> None:
+def test_all_draft_slots_are_kept_when_every_draft_was_accepted() -> None:
     slots = SlotPool(9)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 4)
@@ -122,7 +122,7 @@ def test_window_stays_whole_while_nothing_is_trimmed() -> None:
     assert len(request.cursor.draft_slots) == 4
 
 
-def test_release_returns_every_column_except_the_live_slot() -> None:
+def test_closing_a_request_frees_every_draft_slot_but_not_its_live_slot() -> None:
     slots = SlotPool(9)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 4)

@@ -117,7 +117,7 @@ def test_call_for_too_many_slots_changes_nothing(blocks: list[int]) -> None:
     own = allocator(max_slots=3)
     slots = own.allocate_slots_batch([0, 9])
     own.register_block_hashes_batch([0, 9], [5, 6])
-    with pytest.raises(CacheCapacityError, match=r"need \d state slots"):
+    with pytest.raises(CacheCapacityError, match=r"need \d new state slots, but \d of 3 are available"):
         own.allocate_slots_batch(blocks)
     assert [own.get_slot(0), own.get_slot(9)] == slots
     assert not any(own.has_state(block) for block in (1, 2, 3, 4))
@@ -135,7 +135,7 @@ def test_call_for_too_many_slots_keeps_the_eviction_order() -> None:
 
 
 def test_allocator_without_slots_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_slots is 0"):
+    with pytest.raises(ValueError, match="max_slots must be at least 1, found 0"):
         allocator(max_slots=0)
 
 
@@ -257,16 +257,16 @@ def test_storing_for_a_layer_out_of_range_is_an_error(layer: int) -> None:
     own = allocator()
     own.allocate_slots_batch([7])
     ssm, conv = own.state_pool.tensor("ssm")[0, 0], own.state_pool.tensor("conv")[0, 0]
-    with pytest.raises(ValueError, match=f"layer_idx is {layer}; it must be from 0 to 1"):
+    with pytest.raises(ValueError, match=f"layer_idx must be between 0 and 1, found {layer}"):
         own.store_from_tensors(7, layer, ssm, conv)
 
 
 @pytest.mark.parametrize(
     ("ssm_shape", "conv_shape", "message"),
     [
-        ((5,), CONV_SHAPE, r"ssm_state has shape \(5,\); a layer's is \(2, 4, 5\)"),
-        ((1, *SSM_SHAPE), CONV_SHAPE, r"ssm_state has shape \(1, 2, 4, 5\)"),
-        (SSM_SHAPE, (1, 6), r"conv_state has shape \(1, 6\); a layer's is \(3, 6\)"),
+        ((5,), CONV_SHAPE, r"ssm_state must have shape \(2, 4, 5\), found \(5,\)"),
+        ((1, *SSM_SHAPE), CONV_SHAPE, r"ssm_state must have shape \(2, 4, 5\), found \(1, 2, 4, 5\)"),
+        (SSM_SHAPE, (1, 6), r"conv_state must have shape \(3, 6\), found \(1, 6\)"),
     ],
 )
 def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
@@ -290,7 +290,7 @@ def test_slots_and_requests_may_be_tensors_or_lists() -> None:
 
 def test_live_batch_of_unequal_lengths_changes_nothing() -> None:
     own = allocator()
-    with pytest.raises(ValueError, match="2 slots for 1 request indices"):
+    with pytest.raises(ValueError, match="found 2 slots and 1 requests"):
         own.store_from_live_batch(own.allocate_slots_batch([7, 8]), [2])
     assert not own.state_pool.tensor("ssm").any()
 

@@ -196,7 +196,8 @@ def test_ranks_have_a_share_of_the_kv_heads_or_a_copy_of_one(num_heads: int, num
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(2, 3), (3, 2), (4, 6)])
 def test_kv_heads_that_ranks_can_neither_divide_nor_copy_are_refused(num_heads: int, num_ranks: int) -> None:
     message = (
-        f"number of KV heads {num_heads} is not divisible by {num_ranks} tensor-parallel ranks, nor the ranks by it"
+        f"number of KV heads {num_heads} is not divisible by {num_ranks} tensor-parallel ranks, nor is {num_ranks} a "
+        f"multiple of {num_heads}"
     )
     with pytest.raises(ValueError, match=message):
         kv_heads_of_rank(num_heads, num_ranks)

@@ -89,7 +89,7 @@ def test_one_layer_is_stored_from_tensors(device: str) -> None:
     values, scales = by_the_formula(ssm)
     assert same_bits(stored[1, slot].cpu(), values) and same_bits(of_channels[1, slot].cpu(), scales)
     assert not stored[0].any()
-    with pytest.raises(ValueError, match="ssm_state has shape"):
+    with pytest.raises(ValueError, match="ssm_state must have shape"):
         own.store_from_tensors(3, 1, ssm[:1], conv)
 
 

@@ -71,5 +71,5 @@ def test_slots_are_copied_across_all_layers_and_types(device: str) -> None:
 
 
 def test_missing_state_tensor_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no tensor 'keys'; they have \['conv', 'ssm'\]"):
+    with pytest.raises(ValueError, match=r"no tensor 'keys', only \['conv', 'ssm'\]"):
         random_pool("cpu").tensor("keys")

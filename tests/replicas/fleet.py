@@ -1,4 +1,4 @@
-"""Real replicas in processes of their own, a coordinator, and a client."""
+"""Real replicas in separate processes, a coordinator, and a client."""
 
 import asyncio
 import os
@@ -75,7 +75,7 @@ class ReplicaProcess:
 
 @dataclass(slots=True)
 class Fleet:
-    """Replicas of launches of their own, the first of which has started the coordinator."""
+    """Separately launched replicas, the first of which has started the coordinator."""
 
     replicas: list[ReplicaProcess] = field(default_factory=list)
     address: str = ""

@@ -51,7 +51,7 @@ async def converse(client: Client, number: int, num_turns: int) -> tuple[list[An
 
 
 async def pause_and_go_on(client: Client) -> None:
-    """Pause all replicas; a request that comes meanwhile waits until they go on."""
+    """Pause all replicas; a request that arrives meanwhile waits until they continue."""
     await client.inference.pause_engines()
     waiting = client.send([3] * 20, greedy(4))
     await asyncio.sleep(0.3)
@@ -71,12 +71,12 @@ async def suspend_and_go_on(client: Client) -> None:
 
 
 async def busiest(client: Client, fleet: Fleet) -> ReplicaProcess:
-    """Return the replica to which the requests of `kill_in_the_middle` are drawn."""
+    """Return the replica that attracts the requests of `kill_in_the_middle`."""
     return fleet.named((await client.send(SHARED_PROMPT, greedy(2))).replica)
 
 
 def many_prompts(seed: int, num_requests: int) -> list[list[int]]:
-    """Draw prompts that begin as `SHARED_PROMPT` does."""
+    """Return random prompts that begin like `SHARED_PROMPT`."""
     rng = random.Random(seed)
     return [SHARED_PROMPT + some_prompt(rng, 8 + 3 * number) for number in range(num_requests)]
 

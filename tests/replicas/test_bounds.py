@@ -225,7 +225,7 @@ def test_hello_names_are_bounded() -> None:
     fields = {"replica": "a", "member": 0, "num_members": 1, "domain": "", "proof": ""}
     assert hello_of(fields) == Hello("a")
     for name in ("replica", "domain", "proof"):
-        with pytest.raises(WireError, match="a name of more than 128 characters"):
+        with pytest.raises(WireError, match="a name in the hello has more than 128 characters"):
             hello_of({**fields, name: "x" * 129})
 
 
@@ -235,7 +235,7 @@ def test_sampling_parameters_are_plain_and_shallow() -> None:
         nested = [nested]
     assert readable_sampling({"note": nested}) == {"note": nested}
     for bad in ([nested], msgpack.Timestamp(1), {1: 2}):
-        with pytest.raises(ValueError, match="plain values and lists of them, at most 8 deep"):
+        with pytest.raises(ValueError, match="plain values or lists nested at most 8 deep"):
             readable_sampling({"note": bad})
 
 

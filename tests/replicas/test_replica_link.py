@@ -87,7 +87,7 @@ def test_large_message_is_split_by_request_and_oversized_ones_fail_alone(line: L
     assert_unsent(line, 9)
     line.link.send(b"x" * (MAX_BYTES - 64))  # what encryption leaves of the limit goes as it is
     assert line.router.recv_multipart()[1] == b"x" * (MAX_BYTES - 64)
-    with pytest.raises(ValueError, match="a message of kind 'state' is above max_message_bytes=3936"):
+    with pytest.raises(ValueError, match="a message of kind 'state' exceeds max_message_bytes=3936"):
         line.link.send(msgpack.packb(["state", {"cache": "x" * MAX_BYTES}]))
 
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to through its debugging pipe: JSON messages that end with a NUL."""
+"""A headless Chromium, controlled through its debugging pipe: JSON messages that end with a NUL."""
 
 import base64
 import itertools

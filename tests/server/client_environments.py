@@ -70,7 +70,7 @@ CLIENTS: Mapping[str, Client] = {
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where scripts run.
+    """An environment of scripts.
 
     Args:
         command: What runs a script.
@@ -84,11 +84,11 @@ class Environment:
 
 
 class NotHere(Exception):
-    """An environment that this machine cannot have."""
+    """An environment that is unavailable on this machine."""
 
 
 def environment_of(client: Client) -> Environment:
-    """Return a client's environment, which is made if there is none or if other requirements are declared.
+    """Return a client's environment; build it if it is missing or other requirements are declared.
 
     Raises:
         NotHere: If Node, or the client's module, is not installed.
@@ -136,7 +136,7 @@ def _node_environment() -> Environment:
 
 
 def _is_stale(folder: Path, made_of: str) -> bool:
-    """Return whether an environment has to be made; what is left of another one is removed."""
+    """Return True if an environment must be built; remains of another one are removed."""
     file = folder / _MADE_OF
     if file.exists() and file.read_text() == made_of:
         return False

@@ -1,4 +1,4 @@
-"""One server of the shipped model for all tests that do not need settings of their own."""
+"""One server of the shipped model for all tests without special settings."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ def shared_server() -> Iterator["RunningServer"]:
 
 @pytest.fixture
 def server(shared_server: "RunningServer") -> Iterator["RunningServer"]:
-    """Return the shared server, nothing cached; afterwards nothing may be held."""
+    """Return the shared server with an empty cache; afterwards no request may hold anything."""
     shared_server.between_steps(lambda engine: engine.flush())
     yield shared_server
     shared_server.assert_nothing_held()

@@ -81,7 +81,7 @@ class FrontEnd:
         return [self.server.settings.keys.owner_of(f"Bearer {key}") or "" for key in (RED, BLUE)]
 
     def client(self, key: str = RED) -> httpx.Client:
-        """Return an HTTP client that brings a key."""
+        """Return an HTTP client that sends a key."""
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=self.listening.url, headers=headers, timeout=60)
 
@@ -171,7 +171,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 def request_bytes(
     body: dict[str, Any] | bytes, path: str = "/v1/completions", key: str = RED, declared_size: int | None = None
 ) -> bytes:
-    """Return a POST request as it goes over the wire.
+    """Return the bytes of a POST request.
 
     Args:
         declared_size: The content-length, if it is not the body's.

@@ -79,7 +79,7 @@ QWEN_3_6 = _template(
     _THOUGHTS.replace("[KEEPS]", f"{_AFTER_THE_QUESTION} or (preserve_thinking is defined and preserve_thinking)"),
     _SWITCH,
 )
-"""Qwen 3.5 and 3.6: reasons unless that is off. Drops reasoning before the last question unless it is to stay."""
+"""Qwen 3.5 and 3.6: reasons unless that is off. Drops reasoning before the last question unless it is to be kept."""
 _OWN_FIELD = (
     "<|im_start|>assistant\n{% if [KEEPS] %}<think>\n{{ (m.reasoning_content or '') | trim }}\n</think>\n\n{% endif %}"
 )
@@ -95,4 +95,4 @@ QWEN_3_NEXT_THINKING = _template(
     _AS_JSON, _JSON_EXAMPLE, _THOUGHTS.replace("[KEEPS]", _AFTER_THE_QUESTION), "<think>\n"
 )
 QWEN_3_NEXT = _template(_AS_JSON, _JSON_EXAMPLE, "<|im_start|>assistant\n", "")
-"""Instruct: knows no reasoning."""
+"""Instruct: has no reasoning."""

@@ -1,4 +1,4 @@
-"""A server of the shipped or a random model, in this process: uvicorn and the engine in threads of their own."""
+"""A server of the shipped or a random model, in this process: uvicorn and the engine in separate threads."""
 
 import asyncio
 import resource
@@ -35,7 +35,7 @@ def at_once(ask: Callable[[_Asked], _Answer], wishes: Sequence[_Asked]) -> list[
 
 
 def bearer(key: str = RED) -> dict[str, str]:
-    """Return the header that brings an API key."""
+    """Return the header with an API key."""
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -49,7 +49,7 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its URL."""
         return self.listening.url
 
     def between_steps(self, act: Callable[[Any], _Answer]) -> _Answer:

@@ -80,12 +80,12 @@ class Agent:
         self.client = openai.OpenAI(base_url=f"{server.listening.url}/v1", api_key="none", max_retries=0)
 
     def ask(self, reply: str, **fields: Any) -> Any:
-        """Return the message of a whole reply and why it ended."""
+        """Return the message of a whole reply and its finish reason."""
         chat = self.answered(reply, **fields)
         return chat.choices[0]
 
     def ask_streamed(self, reply: str, **fields: Any) -> tuple[list[Any], str | None]:
-        """Return the deltas of a streamed reply and why it ended."""
+        """Return the deltas of a streamed reply and its finish reason."""
         chunks = self.answered(reply, stream=True, **fields)
         return [chunk.choices[0].delta for chunk in chunks], chunks[-1].choices[0].finish_reason
 
@@ -94,7 +94,7 @@ class Agent:
         return [tuple(request.prompt.tolist()) for request in self.server.backend.asked]
 
     def tokens(self, text: str) -> list[int]:
-        """Return tokens of a text that the tokenizer would not give: one for each byte."""
+        """Return tokens of a text that the tokenizer would not produce: one for each byte."""
         return [token for character in text for token in self.tokenizer.tokenize(character)]
 
     def answered(self, reply: str, *, end: str = "stop", **fields: Any) -> Any:
@@ -130,7 +130,7 @@ class Agent:
 
 
 class TagAgent(Agent):
-    """An agent whose model says pieces, of which some are tags."""
+    """An agent whose model generates pieces, of which some are tags."""
 
     def tokens(self, text: Any) -> list[int]:
         return tokens_of(self.tokenizer, [text] if isinstance(text, str) else text)

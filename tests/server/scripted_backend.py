@@ -54,14 +54,14 @@ class ScriptedBackend:
         self._deliver(Progress(end="error", error=reason))
 
     async def flush(self, weights_version: str | None) -> None:
-        """Note it."""
+        """Record the flush."""
         self.flushed.append(weights_version)
 
     async def stop(self) -> None:
         """Do nothing."""
 
     def deliver(self, progress: Progress, times: int = 1) -> None:
-        """Deliver this to every request, from another thread, and wait until it is."""
+        """Deliver this to every request, from another thread, and wait for it."""
 
         async def hand_out() -> None:
             for _ in range(times):

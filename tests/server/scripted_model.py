@@ -26,7 +26,7 @@ _MAX_LENGTH = 32_768  # agents write long prompts
 
 
 class ScriptedModel:
-    """A `Backend` that passes every request on, held to the reply that its prompt asks for."""
+    """A `Backend` that passes every request on, constrained to the reply in its prompt."""
 
     def __init__(self, backend: Any, tokenizer: Any) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""Answers and calls of a given form over HTTP, by a model that follows no instruction by itself."""
+"""Answers and calls in given formats over HTTP, by a model that follows no instruction by itself."""
 
 import json
 import re
@@ -31,7 +31,7 @@ QUOTED = 'it\'s "a"\nb'
 
 
 class City(BaseModel):
-    """A pydantic model, as clients turn one into a schema."""
+    """A pydantic model, from which clients generate a schema."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,7 +42,7 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3_coder", "nemotron_nano_v2", "granite", "json"])
 def caller(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    """A client of a server whose model writes calls in a family's form."""
+    """A client of a server whose model writes calls in a family's format."""
     with running_server("--tool-call-parser", request.param, "--reasoning-parser", "none") as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
@@ -245,7 +245,7 @@ def test_model_without_a_call_format_is_refused() -> None:
 
 
 def test_constrained_reply_depends_only_on_its_seed() -> None:
-    """Whatever was drafted or cached before."""
+    """The result must not depend on drafts or cached states."""
     body = {"messages": ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}, "n": 3}
     found = []
     for flags in ((), ("--num-speculative-tokens", "3")):

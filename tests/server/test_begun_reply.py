@@ -84,7 +84,7 @@ def test_template_opens_or_closes_reasoning(
     found: PromptReasoning,
     found_if_begun_open: PromptReasoning,
 ) -> None:
-    """Tags that the user or an earlier turn quotes say nothing. `deepseek_r1` is open unless the prompt closes it."""
+    """Tags quoted by the user or an earlier turn do not count. `deepseek_r1` is open unless the prompt closes it."""
     for turns in ((quoted,), (quoted, quoted, quoted)):
         conversation = asked(*turns, **values)
         assert reasoning_after(tokenizers[kind, template], "think", conversation) is found
@@ -135,7 +135,7 @@ def test_plain_prefill_can_mention_tags(
 def test_continued_reply_is_read_by_its_exact_tokens(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer], kind: str
 ) -> None:
-    """Its text spells a tag that no token of it is."""
+    """Its text spells a tag, but none of its tokens is one."""
     tokenizer = tokenizers[kind, "closes when asked to"]
     reader, first = PromptReader(tokenizer, Transcripts(2**20), 4096), asked("Hi")
     pieces = [Tag("<think>"), "\nThe user writes </think> in"]

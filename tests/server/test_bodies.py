@@ -10,7 +10,7 @@ TWO_BODIES = {"max_body_bytes": 64 * KIB, "max_buffered_bytes": 2 * 2 * 64 * KIB
 
 
 def unfinished(size: int, path: str = "/v1/completions", key: str = RED) -> bytes:
-    """Return a request all of whose body but ten bytes is there."""
+    """Return a request whose body lacks its last ten bytes."""
     return request_bytes(b"x" * (size - 10), path, key, declared_size=size)
 
 

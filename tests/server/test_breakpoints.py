@@ -32,7 +32,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 2, "extra_body": {"top_k": 1}}
 def chat_session(
     server: RunningServer, question: str, after: str | None, instructions: str = INSTRUCTIONS
 ) -> tuple[int, int]:
-    """Return the prompt tokens and the cached ones of a session's first turn, with a breakpoint after something."""
+    """Return the prompt tokens and the cached ones of a session's first turn, with a given breakpoint."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
     tools: list[Any] = [{"type": "function", "function": function} for function in FUNCTIONS]
     system: dict[str, Any] = {"type": "text", "text": instructions}
@@ -169,7 +169,7 @@ def systems(*texts: str, ttl: str | None = None) -> list[dict[str, Any]]:
 
 
 def held_seconds(server: RunningServer) -> list[float]:
-    """Return for how long each held state is held from now on."""
+    """Return the remaining hold times of all held states."""
     return server.between_steps(
         lambda engine: [end - time.time() for end in engine.context.cache.slots._held.until.values()]
     )

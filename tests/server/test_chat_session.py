@@ -32,7 +32,7 @@ def chat(server: RunningServer, *flags: str) -> int:
 
 
 def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """Type lines, or raise what `input` raises."""
+    """Return typed lines, or raise the errors of `input`."""
     left: Iterator[Any] = iter(lines)
 
     def typed(_prompt: str) -> str:

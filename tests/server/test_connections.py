@@ -1,4 +1,4 @@
-"""Clients that leave, that do not read and that do not ask: nothing is kept for them."""
+"""Clients that leave, do not read or send nothing hold no resources."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Browsers' pages of other origins: none by default, those that a flag names, and never where admins work."""
+"""Browser pages of other origins: none are allowed by default, listed ones are, and never on admin routes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -82,7 +82,7 @@ def test_full_queue_answers_429_until_there_is_room() -> None:
 
 
 async def stream_client(url: str, number: int, until: float, expected: dict[str, str], seen: Counter[str]) -> None:
-    """Stream one request after another; a client that stays compares the text with what it was before."""
+    """Stream one request after another; a client that stays compares the text with its earlier one."""
     rng = random.Random(number)
     leaves = number % LEAVERS == 0
     async with httpx.AsyncClient(base_url=url, headers=bearer(KEYS[1]), timeout=120) as http:

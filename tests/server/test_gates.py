@@ -1,4 +1,4 @@
-"""Which requests may pass and how many: API keys, tenants, the queue."""
+"""Admission of requests: API keys, tenants, the queue."""
 
 import base64
 

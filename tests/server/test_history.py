@@ -1,4 +1,4 @@
-"""The server's own past: samples at intervals, bounded, and quantiles within five percent."""
+"""The server's history: samples at intervals, bounded, and quantiles within five percent."""
 
 import random
 

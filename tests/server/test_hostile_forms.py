@@ -1,4 +1,4 @@
-"""Grammars that are made to hurt: clear errors or an answer, other streams' tokens unchanged, and memory flat."""
+"""Hostile grammars: clear errors or an answer, unchanged tokens of other streams, and flat memory."""
 
 import concurrent.futures
 import time
@@ -48,7 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {name: {"guided_json": schema} for name, sche
 
 
 def asked(http: httpx.Client, form: dict[str, Any], max_tokens: int = 4) -> tuple[httpx.Response, float]:
-    """Return the answer of a form, and the seconds that it took."""
+    """Return the answer to a response format, and its seconds."""
     began = time.monotonic()
     reply = http.post("/v1/completions", json={"prompt": "x", "max_tokens": max_tokens, **form})
     return reply, time.monotonic() - began

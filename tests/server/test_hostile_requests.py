@@ -1,4 +1,4 @@
-"""Malformed, oversized, mistyped and truncated requests among good ones: the good ones' tokens stay, nothing leaks.
+"""Malformed, oversized, mistyped and truncated requests: good ones among them are unaffected, and nothing leaks.
 
 HOSTILE_REQUESTS sets how many; 10,000 take a few minutes.
 """
@@ -54,7 +54,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def broken(rng: random.Random) -> bytes:
-    """Return bytes that are no JSON, or no JSON object."""
+    """Return bytes that are not JSON, or not a JSON object."""
     whole = json.dumps(GOOD).encode()
     return rng.choice(
         (
@@ -89,7 +89,7 @@ BODIES: tuple[Callable[[random.Random], bytes], ...] = (mutated, mutated, mutate
 
 
 def cut_off(url: str, rng: random.Random) -> None:
-    """Send a request that ends in its middle, or is no HTTP at all."""
+    """Send a truncated request, or one that is not HTTP."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {RED}\r\ncontent-length: 500\r\n\r\n"
@@ -116,7 +116,7 @@ def one_hostile_request(http: httpx.Client, server: RunningServer, rng: random.R
 
 
 def client(server: RunningServer, seed: int, count: int, expected: list[int], seen: Counter[str]) -> None:
-    """Send hostile requests and, among them, good ones whose tokens have to be the expected ones."""
+    """Send hostile requests and, among them, good ones that must get the expected tokens."""
     rng = random.Random(seed)
     with server.client() as http:
         for _ in range(count):

@@ -268,7 +268,7 @@ def test_neutral_values_are_accepted(agent: Agent, client: anthropic.Anthropic) 
 
 
 def test_every_field_of_the_client_library_is_known() -> None:
-    """But for those that it sends as headers."""
+    """Fields that it sends as headers are excluded."""
     for request, params in (
         (MessagesRequest, message_create_params.MessageCreateParamsBase),
         (MessagesRequest, beta_message_create_params.MessageCreateParamsBase),

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the running server: the tokens of generate, right ends, cached tokens."""
+"""OpenAI's own client against the running server: the tokens of generate, finish reasons, cached tokens."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`prompt_logprobs` in vLLM's form: each prompt token's log-prob and rank, and the best alternatives."""
+"""`prompt_logprobs` in vLLM's format: each prompt token's log-prob and rank, and the best alternatives."""
 
 import json
 from typing import Any

@@ -46,13 +46,13 @@ def agent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TagAgent]:
-    """An agent of the newest models, whose tags are added tokens, as they are there."""
+    """An agent of the newest models, with their tags as added tokens."""
     yield from agent_of(tmp_path_factory, "qwen 3.6", "added")
 
 
 @pytest.fixture(scope="module")
 def weighing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TagAgent]:
-    """An agent of models that take an effort, of three."""
+    """An agent of models with three efforts."""
     yield from agent_of(tmp_path_factory, "qwen 3.8", "added")
 
 
@@ -90,7 +90,7 @@ def prompt_text(agent: TagAgent) -> str:
 
 
 def allows(agent: TagAgent, reply: Any) -> bool:
-    """Return whether the grammar of the last request allows a whole reply."""
+    """Return True if the grammar of the last request accepts a whole reply."""
     backend = agent.server.backend
     matcher, tokens = backend.grammars.matcher(backend.asked[-1].sampling.grammar), agent.tokens(reply)
     return bool(matcher.validate_tokens([*tokens, agent.tokenizer.eod]) == len(tokens) + 1)
@@ -349,7 +349,7 @@ def test_image_tokens_are_refused(qwen: TagAgent, path: str, body: dict[str, Any
 
 
 def test_reply_with_an_image_token_does_not_end_the_conversation(weighing: TagAgent) -> None:
-    """Models may generate one. It is not shown, and the next turn goes on without it."""
+    """Models may generate one. It is not shown, and the next turn continues without it."""
     asked: list[Any] = [{"role": "user", "content": "Show it."}]
     reply = ["Hm.", Tag("</think>"), "See ", Tag("<|image_pad|>"), "there."]
     message = weighing.ask(reply, messages=asked, tools=openai.omit).message

@@ -1,4 +1,4 @@
-"""A server of a random model of Qwen 3.5's kind: what its grammars allow is parsed, and later turns hit the cache."""
+"""A server of a random Qwen 3.5 model: constrained replies are parsed, and later turns hit the cache."""
 
 import json
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ def client(served: tuple[RunningServer, dict[str, int]]) -> openai.OpenAI:
 def test_constrained_replies_are_parsed(
     served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI, num_replies: int, choice: Any
 ) -> None:
-    """The tags and the end are more probable than the rest, or a random model would seldom come to them."""
+    """The tags and the end are more probable than the rest, as a random model would seldom generate them."""
     _, ids = served
 
     def ask(seed: int) -> Any:

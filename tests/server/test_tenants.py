@@ -84,7 +84,7 @@ def test_key_does_not_wait_for_another_keys_prefix(server: RunningServer) -> Non
         return engine.context.counters.admissions_deferred
 
     def together(number: int, *keys: str) -> int:
-        """Return how many requests are deferred when the keys ask for one prompt in one step."""
+        """Return the number of deferred requests when the keys ask for one prompt in one step."""
 
         held = threading.Event()
 

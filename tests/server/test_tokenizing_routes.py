@@ -44,7 +44,7 @@ def test_messages_tokenize_as_a_chat(server: RunningServer) -> None:
 
 
 class BeginningTokenizer(ByteTokenizer):
-    """Puts a token in front of each text."""
+    """Adds a token before each text."""
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         return [*([] if add_special_tokens is False else [0]), *super().tokenize(text)]

@@ -54,7 +54,7 @@ def test_least_recently_used_entry_is_evicted_first() -> None:
 
 
 def odd_tokens(text: str) -> list[int]:
-    """Return tokens of a text that the tokenizer would never give: one for each byte."""
+    """Return tokens of a text that the tokenizer would never produce: one for each byte."""
     return [token for character in text for token in TOKENIZER.tokenize(character)]
 
 

@@ -75,7 +75,7 @@ def server() -> Iterator[FrontEnd]:
 
 
 def error_of(server: FrontEnd, path: str, **fields: Any) -> dict[str, Any]:
-    """Return the error of a request for a model that is not served, which is looked at last."""
+    """Return the error of a request for an unknown model, which is checked last."""
     with server.client() as http:
         return http.post(path, json=PLAIN[path] | fields).json()["error"]
 

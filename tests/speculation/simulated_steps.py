@@ -1,4 +1,4 @@
-"""Simulated decode steps: times from a model's reads, drafts that are right by chance."""
+"""Simulated decode steps: times from a model's reads, and randomly right drafts."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from megatron_mamba_cache.speculation.step_time import GPU, StepReads, StepTime
 from tests.speculation.running_requests import request_of
 
 MOST = 4
-"""Drafts of a request."""
+"""Most drafts of a request."""
 NO_LIMIT = 1 << 30
 REPLY = 128
 """Tokens of a request, after which another one replaces it."""
@@ -72,7 +72,7 @@ def simulate(
     offers: float = 1.0,
     seed: int = 0,
 ) -> Simulated:
-    """Run steps of `num_requests` requests at once.
+    """Run steps of `num_requests` concurrent requests.
 
     A step whose requests were all paused before it is overlapped; others wait for the host, with drafts or without, and
     so does one that a request joins.
@@ -110,7 +110,7 @@ def simulate(
 
 
 class _ShadowDrafts:
-    """Drafts of paused requests, decided after one step more than they have right tokens."""
+    """Drafts of paused requests, decided one step after their right tokens are known."""
 
     def __init__(
         self, policy: DraftPolicy | AllDrafts, chance: Callable[[int], float], offers: float, rng: random.Random
@@ -119,7 +119,7 @@ class _ShadowDrafts:
         self._begun: dict[int, tuple[int, int]] = {}  # request -> right tokens, steps left
 
     def compare(self, requests: Sequence[RunningRequest]) -> None:
-        """Do what a planner does once a step has landed."""
+        """Update the planner as after a landed step."""
         shadowed = self._policy.shadowed(requests)
         for request in shadowed:
             right, left = self._begun.pop(request.request_id, (0, 0))

@@ -1,4 +1,4 @@
-"""Properties of the estimated chance that a draft is right."""
+"""Properties of the estimated acceptance probability of a draft."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Properties of the plan of a step's drafts: which requests get some, what is refused, and what is remembered."""
+"""Properties of the plan of a step's drafts: which requests get drafts, refused answers, and remembered requests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ class CountingDrafter:
 
 
 class BrokenDrafter(CountingDrafter):
-    """Returns fixed drafts, whatever the request."""
+    """Returns fixed drafts for any request."""
 
     def __init__(self, answer: list[Draft]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_request_without_a_proposal_is_not_learned_from() -> None:
 
 @pytest.mark.parametrize("step_fails", [False, True])
 def test_drafting_pauses_when_shadow_drafts_match_nothing(step_fails: bool) -> None:
-    """Outcomes of the step before, or of a failed one, do not count for this step."""
+    """Outcomes of the previous step, or of a failed one, do not count for this step."""
 
     class OnceOnly(CountingDrafter):
         def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -167,14 +167,14 @@ def test_note_after_forget_remembers_nothing() -> None:
 BROKEN = {
     "2 drafts for 1 requests": [Draft(), Draft()],
     "0 drafts for 1 requests": [],
-    "3 tokens for request 1, at most 2 were requested": [Draft((1, 2, 3))],
+    "3 tokens for request 1, but at most 2 were requested": [Draft((1, 2, 3))],
     "token -1 for request 1": [Draft((3, -1))],
-    r"token 10 for request 1, ids are in \[0, 10\)": [Draft((10,))],
-    r"Tensor tensor\(1\) for request 1 as a token, ids are ints": [Draft(torch.tensor([1]))],
-    r"distributions of shape \[2, 10\] for request 1, need \[1, 10\]": [Draft((1,), torch.ones(2, 10))],
+    r"token 10 for request 1, but token ids must be in \[0, 10\)": [Draft((10,))],
+    r"Tensor tensor\(1\) for request 1 as a token, but token ids must be ints": [Draft(torch.tensor([1]))],
+    r"distributions of shape \[2, 10\] for request 1, but need shape \[1, 10\]": [Draft((1,), torch.ones(2, 10))],
     r"distributions of shape \[1, 9\]": [Draft((1,), torch.ones(1, 9))],
     r"distributions of shape \[10\]": [Draft((1,), torch.ones(10))],
-    r"distributions of torch.int64": [Draft((1,), torch.ones(1, 10, dtype=torch.int64))],
+    r"distributions of dtype torch.int64": [Draft((1,), torch.ones(1, 10, dtype=torch.int64))],
 }
 
 

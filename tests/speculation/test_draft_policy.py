@@ -48,7 +48,7 @@ def best_fixed(model: str, num_requests: int, chance: float) -> float:
 
 
 def policy_of(model: str, *, shadows: bool) -> DraftPolicy:
-    """Return a policy that knows nothing yet."""
+    """Return a policy without any observations."""
     return DraftPolicy(time_of(MODELS[model]), shadows=shadows)
 
 
@@ -224,7 +224,7 @@ def test_pause_holds_for_its_requests_until_it_ends() -> None:
 
 @pytest.mark.parametrize("policy", [AllDrafts(), DraftPolicy(time_of(NANO_30B))], ids=["all", "adaptive"])
 def test_step_without_requests_wants_no_drafts(policy: AllDrafts | DraftPolicy) -> None:
-    """Else an idle rank would have the ranks that share its experts compute steps of full width."""
+    """Otherwise an idle rank would make the ranks that share its experts compute steps of full width."""
     assert policy.stays_paused([]) and policy.counts([], [], NO_LIMIT) == []
 
 

@@ -1,4 +1,4 @@
-"""Properties of prompt lookup: the longest earlier match, whatever way the text came."""
+"""Properties of prompt lookup: the longest earlier match, however the text arrived."""
 
 import time
 import weakref
@@ -30,7 +30,7 @@ def drafted_for(text: Sequence[int], num_tokens: int = 5, *, max_candidates: int
 
 
 def searched(text: list[int], num_tokens: int, min_match: int, max_match: int) -> tuple[int, ...]:
-    """Return what follows the longest earlier match of the text's end, found by trying every one."""
+    """Return the tokens after the longest earlier match of the text's end, found by trying every one."""
     best_len, best_end = 0, 0
     for end in range(len(text) - 1, 0, -1):
         match_len = 0
@@ -169,7 +169,7 @@ def test_long_prompts_are_indexed_quickly_in_little_memory() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((0, 4), "found min_match 0"), ((3, 2), "max_match 2"), ((2, 4, 0), "max_candidates must be at least 1")],
+    [((0, 4), "found min_match=0"), ((3, 2), "max_match=2"), ((2, 4, 0), "max_candidates must be at least 1")],
 )
 def test_impossible_settings_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

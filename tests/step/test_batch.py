@@ -109,7 +109,7 @@ def walk(requests: list[RunningRequest]) -> Expected:
 
 
 def walk_prefill_token(request: RunningRequest, position: int, request_index: int, expected: Expected) -> None:
-    """Extend the request's chunk by a token, or begin one where an absolute multiple of the chunk is passed."""
+    """Extend the request's chunk by a token, or begin one after each absolute multiple of the chunk size."""
     if position == request.computed or position % SSM_CHUNK == 0:
         start = expected.chunks[-1][1] if expected.chunks else 0
         expected.chunks.append((start, start, request_index, PAD_SLOT))

@@ -14,7 +14,7 @@ LIMITS = StepLimits(
 
 
 def fill(buffers: StepBuffers, first: int) -> None:
-    """Give every host element a value of its own."""
+    """Give every host element a distinct value."""
     for name in StepBuffers.SECTIONS:
         section = buffers.host(name)
         section[:] = np.arange(first, first + len(section))

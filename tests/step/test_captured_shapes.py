@@ -1,4 +1,4 @@
-"""Which shapes are captured, and which of them a step takes."""
+"""The captured shapes, and the choice of a step's shape."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Steps that go on from the one before hold what laying them out anew would, and no other step is taken for one."""
+"""Incremental steps equal a new layout, and are used only where they apply."""
 
 import random
 from dataclasses import replace
@@ -31,7 +31,7 @@ def send_anew(requests: list[RunningRequest], buffers: StepBuffers, shape: StepS
 def send(
     requests: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: DecodeStep | None
 ) -> tuple[DecodeStep | None, bool]:
-    """Send a step the quick way if there is one; return what the next may go on from, and whether there was."""
+    """Send a step incrementally if possible; return the base of the next step, and True if it was incremental."""
     if last is not None and last.continues(requests, buffers, GEOMETRY.block_size):
         return send_again(last, requests, buffers, GEOMETRY.block_size, shape.num_requests), True
     send_anew(requests, buffers, shape)
@@ -43,7 +43,7 @@ def same(buffers: StepBuffers, expected: StepBuffers) -> bool:
 
 
 def advance(request: RunningRequest, draw: random.Random, num_drafts: int = 0) -> None:
-    """Finish the request's step and schedule the next one with so many drafts, as an engine does."""
+    """Finish the request's step and schedule the next one with some drafts, like an engine."""
     kept = draw.randrange(1, request.scheduled + 1)
     request.generated += [draw.randrange(1000) for _ in range(kept)]
     request.computed += kept
@@ -56,7 +56,7 @@ def advance(request: RunningRequest, draw: random.Random, num_drafts: int = 0) -
 
 
 def disturb(requests: list[RunningRequest], shape: StepShape, draw: random.Random) -> None:
-    """Change what no step goes on over."""
+    """Make a change that no incremental step may follow."""
     request = draw.choice(requests)
     change = draw.randrange(7)
     if change == 0 and shape.width > 1:
@@ -140,7 +140,7 @@ ENDING = SamplingSettings(top_k=1, termination_id=3)
 
 
 def reserve_ahead(requests: list[RunningRequest], draw: random.Random) -> None:
-    """Reserve what requests need in the next step, as an engine does; some boundaries get no slot."""
+    """Reserve what requests need in the next step, like an engine; some boundaries get no slot."""
     for request in requests:
         if request.computed + 1 == len(request.block_ids) * BLOCK:
             request.block_ids.append(BlockId(draw.randrange(50)))

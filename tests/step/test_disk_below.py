@@ -1,4 +1,4 @@
-"""The thread that watches a shared cache directory: what it lists, and when."""
+"""The thread that watches a shared cache directory: its listings and their times."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ WAIT_S = 10.0
 
 
 class Directory:
-    """Entries, and the time of the last change; `late` ones come right after a list, too soon for a new time."""
+    """Entries, and the time of the last change; `late` ones come right after a listing, within the same timestamp."""
 
     def __init__(self) -> None:
         self.names: list[EntryName] = []

@@ -1,4 +1,4 @@
-"""Exchanges of a forward that failed are not made again by the one that completes the step."""
+"""Exchanges of a failed forward are not repeated when the step completes."""
 
 from types import SimpleNamespace
 
@@ -13,12 +13,12 @@ OF_PEER = 7.0
 
 
 class Failed(Exception):
-    """Raised in the middle of a forward."""
+    """The error raised within a forward."""
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stand for a second rank, whose tokens are all real and whose values are `OF_PEER`; collect the exchanges."""
+    """Act as a second rank, whose tokens are all real and whose values are `OF_PEER`; collect the exchanges."""
     calls: list[str] = []
 
     def all_gather(out: torch.Tensor, x: torch.Tensor, group: object) -> None:
@@ -36,7 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def forward(exchange: ExpertExchange, batch: SimpleNamespace, fails_after: int | None = None) -> list[torch.Tensor]:
-    """Compute two layers of experts; return which tokens each found real. It may fail before an exchange."""
+    """Compute two layers of experts; return the real tokens of each. It may fail before an exchange."""
     found = []
     num_left = [fails_after]
 

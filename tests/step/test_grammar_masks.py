@@ -1,4 +1,4 @@
-"""Masks of requests with grammars: at every draft, those of a reply that has come so far one token at a time."""
+"""Masks of requests with grammars: at every draft, they equal those of a reply without drafts."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -49,7 +49,7 @@ def set_drafts(request: RunningRequest, drafts: Sequence[int]) -> None:
 
 
 def allowed_tokens(masks: GrammarMasks, requests: Sequence[RunningRequest]) -> list[list[set[int]]]:
-    """Return, for each request and position, the tokens that may be drawn."""
+    """Return, for each request and position, the tokens that may be sampled."""
     starts = [0]
     for request in requests:
         starts.append(starts[-1] + 1 + len(request.drafts))

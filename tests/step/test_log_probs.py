@@ -1,4 +1,4 @@
-"""Scores of the tokens that a step draws."""
+"""Log-probs of the tokens that a step samples."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ VOCAB = 4096
 
 
 def laid_out(*top_n: int | None) -> StepBatch:
-    """Return a step of requests that want so many of the best log-probs each; None for a request that wants none."""
+    """Return a step of requests with these numbers of best log-probs; None for a request without log-probs."""
     settings = [LogProbSettings() if num is None else LogProbSettings(True, True, num) for num in top_n]
     requests = [decoding(index) for index in range(len(settings))]
     for request, asked in zip(requests, settings, strict=True):
@@ -22,7 +22,7 @@ def laid_out(*top_n: int | None) -> StepBatch:
 
 
 def test_log_probs_of_a_request_do_not_depend_on_others() -> None:
-    """Though many logits are equal."""
+    """Many logits are equal."""
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB).mul(4).round().bfloat16()
     outcome = torch.stack([torch.ones(4, dtype=torch.int64), logits.argmin(dim=1)], dim=1)

@@ -26,7 +26,7 @@ TOKENS = [7, 8]
 
 
 class Graph:
-    """A captured step that says whether it can launch the next one, and records what it was asked."""
+    """A captured step with a fixed answer to `can_launch_next`, which records its arguments."""
 
     shape = StepShape(2, 1)
     wanted_outputs = torch.empty(0)
@@ -54,7 +54,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """All that the answer depends on, in a step of two requests; by default all of it is in favour."""
+    """Everything that the answer depends on, in a step of two requests; by default all of it allows the launch."""
 
     is_wanted: bool = True
     is_captured: bool = True
@@ -147,7 +147,7 @@ def test_no_step_with_unknown_tokens_overlaps_while_a_request_waits() -> None:
 
 @dataclass(frozen=True, slots=True)
 class DraftConditions:
-    """All that a step with drafts depends on, after one of two requests; by default all of it is in favour."""
+    """Everything that a draft step depends on, after one of two requests; by default all of it allows the launch."""
 
     is_wanted: bool = True
     has_drafter: bool = True

@@ -1,4 +1,4 @@
-"""Steps that are padded to a shape: what the requests are given, what padding is given, and which shape is taken."""
+"""Steps padded to a shape: the inputs of requests and of padding, and the choice of the shape."""
 
 import random
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Ranks that share experts conclude the same from each other's numbers, whichever asks."""
+"""Ranks that share experts reach the same conclusions from each other's numbers."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ SURE, UNSURE = QueueState(is_settled=True), QueueState()
 
 
 class Rows:
-    """Running requests: as many decode requests, and the tokens of prompts that are scheduled."""
+    """Running requests of a rank: the number that decode, and the scheduled prompt tokens."""
 
     def __init__(self, decoding: int, prompts: Sequence[int] = ()) -> None:
         spec = SimpleNamespace(prompt_len=1000)

@@ -1,4 +1,4 @@
-"""A directory's generations are durable, and what is not its own stays."""
+"""A directory's generations are durable, and foreign files stay."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ OTHER = EntryForm(bytes(32), FORM.state_bytes, FORM.block_bytes)
 
 
 def opened(base: Path, form: EntryForm = FORM, part: str = "0-of-1") -> CacheDirectory:
-    """Return a directory, open at the generation that it knows."""
+    """Return a directory, open at its current generation."""
     directory = CacheDirectory(base, form, part)
     directory.open(directory.generation)
     return directory

@@ -19,7 +19,7 @@ _LATE_SHARE = 0.5
 
 
 class UnreliableCopies:
-    """`Copies` by the real works: each copies all or a part at its start, and the rest when its status is read.
+    """`Copies` by the real functions: each copies all or a part at its start, and the rest when its status is read.
 
     A copy that fails leaves noise. The order of events depends on the seed alone.
 
@@ -74,7 +74,7 @@ class UnreliableCopies:
         self._failing.discard(number)
 
     def close(self) -> None:
-        """Assert that nothing is under way."""
+        """Assert that no copy is in flight."""
         assert not self._orders
 
     def _end(self, number: int) -> CopyStatus:
@@ -110,7 +110,7 @@ class _Seen:
 
 @contextmanager
 def unreliable_copies(seed: int) -> Iterator[_Seen]:
-    """Let tiers that are made in the block copy so."""
+    """Make tiers created in the block use unreliable copies."""
     found, rng = _Seen(), random.Random(seed)
 
     def copies(

@@ -1,1 +1,1 @@
-"""Sampling and verification of drafts on the device."""
+"""Kernels that sample tokens and verify drafts."""

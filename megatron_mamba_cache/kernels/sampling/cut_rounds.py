@@ -1,7 +1,8 @@
-"""The first rounds of a cut: narrow down the logits that may be a row's cut; see `token_cuts`.
+"""First rounds of the top-k and top-p search: narrow the range of logits that contains the last kept token.
 
-Each program of a round measures pivots in a tile of a row. The row's last program, found by a counter, sums all
-measures in a fixed order and sets the next pivots. Then each tile lists its tokens between the last two pivots.
+`token_cuts` describes the algorithm. In each round, a program measures a tile of a row: the number or the weight of the
+logits at or above each pivot. The last program of the row to finish sums all measures in a fixed order and sets the
+next pivots. After the rounds, each tile lists its tokens between the last two pivots.
 """
 
 import triton
@@ -9,36 +10,36 @@ import triton.language as tl
 
 from .row_tiles import least_logit, load_logits, row_peak, weights_of
 
-# State of a row's search: logits around the cut, the measure above, the measure of the cut, and True once few tokens
-# are left.
+# State of a row's search: upper and lower bound of the last kept logit, measure of the logits from the upper bound on,
+# measure to reach, and whether few tokens are left in between.
 UPPER, LOWER, ABOVE, TARGET, IS_DONE = (tl.constexpr(index) for index in range(5))
 FIELDS = tl.constexpr(5)
 
 
 @triton.jit
 def top_k_drops(top_k, row, vocab_size):
-    """Return True if top-k drops tokens of a row."""
+    """Return True if top-k excludes any token of the row."""
     k = tl.load(top_k + row)
     return (k > 1) & (k < vocab_size)
 
 
 @triton.jit
 def top_p_drops(top_p, row):
-    """Return True if top-p may drop tokens of a row."""
+    """Return True if top-p may exclude tokens of the row."""
     p = tl.load(top_p + row)
     return (p > 0) & (p < 1)
 
 
 @triton.jit
 def is_cut(temperature, top_k, top_p, row, vocab_size):
-    """Return True if a row has a cut; a greedy one has none."""
+    """Return True if top-k or top-p may exclude tokens of the row; False for a greedy row."""
     is_greedy = (tl.load(temperature + row) == 0) | (tl.load(top_k + row) == 1)
     return (is_greedy == 0) & (top_k_drops(top_k, row, vocab_size) | top_p_drops(top_p, row))
 
 
 @triton.jit
 def _first_pivots(peak, leasts, temperature, row, num_tiles, PIVOTS: tl.constexpr, TILES: tl.constexpr):
-    """Return [PIVOTS] logits in descending order, closer near the largest logit, where the weight is."""
+    """Return [PIVOTS] logits in descending order, denser near the largest logit, where most of the weight is."""
     tile = tl.arange(0, TILES)
     least = tl.min(tl.load(leasts + row * num_tiles + tile, mask=tile < num_tiles, other=float("inf")), axis=0)
     least = tl.minimum(tl.maximum(least, least_logit(peak, temperature)), peak)
@@ -52,7 +53,7 @@ def _narrow(
     levels, measures, pivots, searches, top_k, top_p, row, round, peak, temperature, num_tiles, vocab_size,
     FEW: tl.constexpr, PIVOTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Narrow a row's search by the measures, [tiles, PIVOTS], of the levels, [PIVOTS], and set its next pivots."""
+    """Sum the tiles' measures for the pivots `levels`, narrow the row's search range, and set its next pivots."""
     tile, pivot, search = tl.arange(0, TILES)[:, None], tl.arange(0, PIVOTS), searches + FIELDS * row
     pointers = (row * num_tiles + tile) * PIVOTS + pivot
     of_tiles = tl.load(measures + pointers, mask=tile < num_tiles, other=0.0, cache_modifier=".cg")
@@ -64,7 +65,7 @@ def _narrow(
         target = tl.load(top_k + row).to(tl.float64)
     if round > 0:
         upper, above, target = tl.load(search + UPPER), tl.load(search + ABOVE), tl.load(search + TARGET)
-    # Where top-k keeps all tokens that are not -inf, the cut is at the least of them, which several pivots may equal.
+    # If top-k keeps all tokens above -inf, the last kept logit is the lowest of them; several pivots may equal it.
     least = tl.sum(tl.where(pivot == PIVOTS - 1, levels, 0.0), axis=0)
     first = tl.min(tl.where((reached >= target) | (levels <= least), pivot, PIVOTS - 1), axis=0)
     lower = tl.sum(tl.where(pivot == first, levels, 0.0), axis=0)
@@ -138,7 +139,7 @@ def list_kernel(
         flags, bits = tl.reshape(is_listed, (TILE // 32, 32)).to(tl.int32), tl.arange(0, 32)
         words, counts = tl.sum(flags << bits[None, :], axis=1), tl.sum(flags, axis=1)
         rank = tl.cumsum(counts, axis=0) - counts
-        for _ in range(0, tl.max(counts, axis=0)):  # few tokens are listed: one of each word at a time
+        for _ in range(0, tl.max(counts, axis=0)):  # few tokens are listed, so take one per 32-bit word and iteration
             lowest = words & -words
             bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             listed_token = tl.where(lowest == 0, vocab_size, tile * TILE + 32 * tl.arange(0, TILE // 32) + bit)

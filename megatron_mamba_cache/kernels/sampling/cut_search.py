@@ -1,7 +1,7 @@
-"""Search a row's cut among listed values, by bisecting the bit patterns of logits; see `token_cuts`.
+"""Final step of the top-k and top-p search: find the last kept value of a row by bisection over fp32 bit patterns.
 
-The values are those that tiles have listed, or the whole row. A value's index is its tile times the pitch of tiles,
-plus its column; values are in the order of token ids.
+`token_cuts` describes the algorithm. The values are the listed logits of each tile, or the whole row. The index of a
+value is (tile * pitch + column), and values are ordered by token id.
 """
 
 import triton
@@ -16,14 +16,14 @@ _LARGEST = tl.constexpr(LARGEST)
 
 @triton.jit
 def _comparable(found, lower, upper):
-    """Return logits like `load_logits`, and -inf outside [lower, upper]."""
+    """Convert logits as `load_logits` does, and replace those outside [lower, upper) by -inf."""
     found = tl.where(found == 0, 0.0, tl.minimum(found.to(tl.float32), _LARGEST))
     return tl.where((found >= lower) & (found < upper), found, float("-inf"))
 
 
 @triton.jit
 def _load_columns(values, widths, pitch, start, lower, upper, COLUMNS: tl.constexpr, TILES: tl.constexpr):
-    """Load [TILES, COLUMNS] of the first values of each tile."""
+    """Load COLUMNS values of each tile, beginning at column `start`; [TILES, COLUMNS]."""
     column = start + tl.arange(0, COLUMNS)
     index = tl.arange(0, TILES)[:, None] * pitch + column
     return _comparable(tl.load(values + index, mask=column < widths[:, None], other=float("-inf")), lower, upper)
@@ -31,7 +31,7 @@ def _load_columns(values, widths, pitch, start, lower, upper, COLUMNS: tl.conste
 
 @triton.jit
 def _is_kept(keys, start, pitch, cut_key, cut_index, COLUMNS: tl.constexpr, TILES: tl.constexpr):
-    """Return which of [TILES, COLUMNS] values a cut keeps."""
+    """Return the mask [TILES, COLUMNS] of values kept by a cut: larger keys, and equal keys up to `cut_index`."""
     index = tl.arange(0, TILES)[:, None] * pitch + start + tl.arange(0, COLUMNS)
     return (keys > cut_key) | ((keys == cut_key) & (index <= cut_index))
 
@@ -41,7 +41,7 @@ def _measure_keys(
     values, widths, pitch, lower, upper, key, step, cut_key, cut_index, peak, temperature, is_count,
     COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Return the measures of the kept values at or above a key and the next two, `step` apart."""
+    """Measure the kept values with keys from `key`, `key` + step and `key` + 2 * step on: their number or weight."""
     first = tl.zeros((TILES, COLUMNS), tl.float32)
     second, third = first, first
     for start in range(0, tl.max(widths, axis=0), COLUMNS):
@@ -64,7 +64,7 @@ def _total(measures):
 def _index_of_tie(
     values, widths, pitch, lower, upper, key, number, cut_key, cut_index, COLUMNS: tl.constexpr, TILES: tl.constexpr
 ):
-    """Return the index of the `number`-th kept value with a key; the last if there are fewer."""
+    """Return the index of the `number`-th kept value whose key equals `key`; the last one if there are fewer."""
     tile, ties = tl.arange(0, TILES), tl.zeros((TILES,), tl.int32)
     for start in range(0, tl.max(widths, axis=0), COLUMNS):
         keys = ordered_keys(_load_columns(values, widths, pitch, start, lower, upper, COLUMNS, TILES)).to(tl.int64)
@@ -92,10 +92,10 @@ def _index_of_tie(
 def cut_among(
     values, widths, pitch, search, peak, temperature, counts, weighs, top_p, COLUMNS: tl.constexpr, TILES: tl.constexpr
 ):
-    """Return the key and the index of the last value that a row keeps, and each tile's kept weight, [TILES].
+    """Find the key and index of the last kept value in a row, and the kept weight of each tile, [TILES].
 
     Args:
-        values: [TILES] values each, `pitch` apart; the first `widths` of them, all within the search, count.
+        values, widths: Pointer to the tiles' values, `pitch` apart, and the number of values per tile [TILES].
     """
     upper, lower = tl.load(search + UPPER).to(tl.float32), tl.load(search + LOWER).to(tl.float32)
     above, target = tl.load(search + ABOVE), tl.load(search + TARGET)
@@ -105,7 +105,7 @@ def cut_among(
     for stage in range(2):
         is_count = stage == 0
         if (is_count & counts) | ((stage == 1) & weighs):
-            if counts & (stage == 1):  # of what top-k keeps
+            if counts & (stage == 1):  # top-p applies to the weight that top-k keeps
                 whole, _, _ = _measure_keys(
                     values, widths, pitch, lower, upper, cut_key, 0, cut_key, cut_index, peak, temperature, False,
                     COLUMNS, TILES,

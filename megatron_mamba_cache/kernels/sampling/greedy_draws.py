@@ -1,7 +1,8 @@
-"""Greedy sampling: the most probable token of each row of logits.
+"""Greedy sampling: find the most probable token in each row of logits.
 
-Two launches: the first largest logit of each tile of the vocabulary, and of each row. Layout: logits row-major over the
-vocabulary. Bound by reading the logits once. Graph safe: no host sync, grids fixed by the shape of the logits.
+The first launch finds the largest logit of each vocabulary tile, the second that of each row. Layout: logits row-major,
+vocabulary contiguous. The time is that of reading the logits once. Safe in CUDA graphs: no host sync, and the grids
+depend only on the shape of the logits.
 """
 
 import torch
@@ -18,7 +19,7 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def _first_largest(found, token):
-    """Return the largest logit, and its lowest token."""
+    """Return the largest logit and the lowest token id that has it."""
     largest = tl.max(found, axis=0)
     return largest, tl.min(tl.where(found == largest, token, _NO_TOKEN), axis=0)
 
@@ -46,7 +47,7 @@ def _best_of_row_kernel(peaks, ids, tokens, num_tiles, TILES: tl.constexpr, OVER
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return the most probable token of each row of `logits` [rows, vocab] as [rows] int64, ties to the lower id.
+    """Return the most probable token in each row of `logits` [rows, vocab] as [rows] int64; ties take the lower id.
 
     NaN is less probable than any number. Reference: `greedy_tokens_ref`. CUDA-graph safe: no host sync, two launches.
     """
@@ -58,7 +59,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 
 def best_of_tiles(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each tile, and its lowest token, [rows, tiles] each."""
+    """Return the largest logit of each tile and the lowest token id that has it, [rows, tiles] each."""
     (num_rows, vocab_size), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
     peaks, ids = (logits.new_empty(num_rows, num_tiles, dtype=dtype) for dtype in (torch.float32, torch.int32))
     _best_of_tiles_kernel[(num_rows, num_tiles)](
@@ -77,7 +78,7 @@ def best_of_tiles(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
-    """Return [rows] int64: the lowest of `ids` with each row's largest peak."""
+    """Return for each row the lowest of `ids` among the tiles with the largest peak, [rows] int64."""
     num_rows, num_tiles = peaks.shape
     tokens = ids.new_empty(num_rows, dtype=torch.int64)
     _best_of_row_kernel[(num_rows,)](

@@ -1,8 +1,9 @@
-"""Changes of logits in place: penalties for tokens of the text, and masks of forbidden tokens.
+"""Change logits in place: penalize tokens that occur in the text, and mask forbidden tokens.
 
-Layout: logits, counts and marks row-major over the vocabulary, a mask 32 tokens a word, lowest bit first. Grid: a
-program for BLOCK tokens of one row of logits. Bound by bytes: penalties read a row's logits, counts and marks once, and
-write the logits; of a masked row only masked logits are written. Graph safe: no host sync.
+Layout: logits, counts and prompt flags are row-major, vocabulary contiguous; a mask holds 32 tokens per word, lowest
+bit first. Grid: one program per BLOCK tokens of a row. Memory traffic limits both kernels. Penalties read the logits,
+counts and flags of a row once and write the logits; masking writes only the masked logits. Safe in CUDA graphs: no host
+sync.
 """
 
 from dataclasses import dataclass
@@ -19,16 +20,16 @@ _BLOCK = 2048
 
 @dataclass(frozen=True, slots=True)
 class PenalisedRows:
-    """Rows of logits to penalize, with their texts; tensors on the logits' device.
+    """Rows of logits to penalize, and the texts that they continue; all tensors are on the device of the logits.
 
     Args:
-        logits_rows: [n] int32, distinct.
-        texts: [n] int32; the row of `counts` and `in_prompt` of the text.
-        cu_drafts: [n + 1] int32; start of the drafts before each position in `drafts`.
-        drafts: [drafts] int32; tokens of the text that `counts` does not include.
+        logits_rows: [n] int32, distinct; indices of the rows of logits.
+        texts: [n] int32; index of the text in `counts` and `in_prompt`.
+        cu_drafts: [n + 1] int32; drafts[cu_drafts[i]:cu_drafts[i + 1]] precede the position of row i.
+        drafts: [drafts] int32; draft tokens that are not included in `counts`.
         settings: [n, 3] float32: repetition, frequency and presence penalty.
-        counts: [texts, vocab] float32; how often a text has generated each token.
-        in_prompt: [texts, vocab] uint8; 1 for tokens of its prompt.
+        counts: [texts, vocab] float32; number of times that each token was generated.
+        in_prompt: [texts, vocab] uint8; 1 if the token occurs in the prompt.
     """
 
     logits_rows: Tensor
@@ -67,20 +68,25 @@ def _penalise_kernel(
 def penalise(logits: Tensor, rows: PenalisedRows) -> None:
     """Apply repetition, frequency and presence penalties in place.
 
-    Positive logits of seen tokens are divided by the repetition penalty, negative ones multiplied by it.
+    The repetition penalty divides positive logits of tokens that occur in the text, and multiplies negative logits.
 
     Args:
-        logits: [n, vocab] float32, changed in place; tokens of a row contiguous.
+        logits: [n, vocab] float32, vocabulary contiguous; changed in place.
 
     Raises:
         ValueError: If shapes or dtypes disagree.
 
-    Reference: `penalise_ref`, with the same bits. CUDA-graph safe: no host sync, one launch.
+    Reference: `penalise_ref`, which is bit-identical. CUDA-graph safe: no host sync, one launch.
     """
     if logits.dtype != torch.float32 or rows.counts.shape != rows.in_prompt.shape:
-        raise ValueError(f"need float32 logits and equal tables, found {logits.dtype} and {list(rows.counts.shape)}")
+        raise ValueError(
+            "need float32 logits and counts and in_prompt of one shape, found logits "
+            f"{logits.dtype}, counts {list(rows.counts.shape)}, in_prompt {list(rows.in_prompt.shape)}"
+        )
     if rows.counts.shape[1] != logits.shape[1]:
-        raise ValueError(f"counts of {rows.counts.shape[1]} tokens, logits of {logits.shape[1]}")
+        raise ValueError(
+            f"counts and logits need one vocabulary size, found {rows.counts.shape[1]} and {logits.shape[1]}"
+        )
     if not launches_kernel(logits) or logits.stride(1) != 1:
         penalise_ref(logits, rows)
     elif len(rows.logits_rows):
@@ -102,7 +108,7 @@ def penalise(logits: Tensor, rows: PenalisedRows) -> None:
 
 
 def penalise_ref(logits: Tensor, rows: PenalisedRows) -> None:
-    """Torch reference for `penalise`, without a host sync."""
+    """Torch reference for `penalise`; does not synchronize with the host."""
     rows_of_logits, texts = rows.logits_rows.to(torch.int64), rows.texts.to(torch.int64)
     counts = rows.counts.index_select(0, texts)
     owners = torch.searchsorted(rows.cu_drafts[1:], torch.arange(len(rows.drafts), device=logits.device), right=True)
@@ -130,12 +136,12 @@ def _bar_tokens_kernel(logits, logits_stride, masks, num_words, rows, vocab_size
 
 
 def mask_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
-    """Mask tokens without a bit: set their logits to minus infinity, in place.
+    """Set the logits of tokens whose bit in a mask is 0 to minus infinity, in place.
 
     Args:
-        logits: [n, vocab] floating point; tokens of a row contiguous.
-        masks: [masks, words] int32 contiguous, bit i of word w is token 32 w + i; words cover the vocabulary.
-        rows: [masks] int32; the row of logits of each mask, distinct.
+        logits: [n, vocab] floating point, vocabulary contiguous.
+        masks: [masks, words] int32, contiguous; bit i of word w is for token 32 * w + i. Covers the whole vocabulary.
+        rows: [masks] int32, distinct; the row of logits to which each mask applies.
 
     Raises:
         ValueError: If shapes or dtypes disagree.
@@ -171,10 +177,16 @@ def mask_tokens_ref(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
 def _check(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     if logits.dim() != 2 or masks.dim() != 2 or rows.shape != masks.shape[:1]:
         raise ValueError(
-            f"need logits [n, vocab], masks [m, words] and rows [m], found {list(logits.shape)}, {list(masks.shape)} "
-            f"and {list(rows.shape)}"
+            f"need logits [n, vocab], masks [m, words] and rows [m], found logits {list(logits.shape)}, masks "
+            f"{list(masks.shape)} and rows {list(rows.shape)}"
         )
     if masks.dtype != torch.int32 or rows.dtype != torch.int32 or not masks.is_contiguous():
-        raise ValueError(f"need contiguous int32 masks and int32 rows, found {masks.dtype} and {rows.dtype}")
+        raise ValueError(
+            f"need contiguous int32 masks and int32 rows, found masks {masks.dtype} with strides {masks.stride()} and "
+            f"rows {rows.dtype}"
+        )
     if masks.shape[1] * 32 < logits.shape[1]:
-        raise ValueError(f"{masks.shape[1]} words cover {masks.shape[1] * 32} tokens, of {logits.shape[1]}")
+        raise ValueError(
+            f"masks of {masks.shape[1]} words cover {masks.shape[1] * 32} of {logits.shape[1]} tokens; need "
+            f"{-(-logits.shape[1] // 32)} words"
+        )

@@ -1,4 +1,4 @@
-"""Rows of logits as sampling kernels read them: tiles of the vocabulary, as weights relative to the peak."""
+"""Load tiles of logits in sampling kernels, and convert them to weights relative to the row's largest logit."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Logits and each row's settings; tensors of one device.
+    """Rows of logits and their sampling settings; all tensors are on one device.
 
     Args:
         logits: [rows, vocab].
-        temperature: [rows]; 0 takes the most probable token.
-        top_k: [rows] integers; 0 is off, 1 takes the most probable token.
-        top_p: [rows]; 0 or 1 is off.
+        temperature: [rows]; 0: greedy.
+        top_k: [rows] integers; 0: no limit, 1: greedy.
+        top_p: [rows]; 0 or 1: no limit.
     """
 
     logits: Tensor
@@ -26,10 +26,10 @@ class SamplingRows:
 
 
 TILE = 4096
-"""Tokens of a tile. Sums are taken tile by tile, so the token of a row does not depend on other rows."""
+"""Number of tokens per tile. Sums are taken tile by tile, so sampling from a row does not depend on other rows."""
 
 LEAST_SHARE = 32.0
-"""Tokens less than e ** -LEAST_SHARE as probable as the most probable one are never sampled."""
+"""A token is never sampled if its probability is less than e ** -LEAST_SHARE times the largest."""
 
 LARGEST: float = torch.finfo(torch.float32).max
 
@@ -40,7 +40,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_logits(logits, row, stride, token, vocab_size):
-    """Load logits of a row as comparable fp32: NaN and tokens past the end are -inf, zeros have one sign."""
+    """Load logits as fp32 that can be ordered: NaN and missing tokens become -inf, -0 becomes 0."""
     index = logits + row.to(tl.int64) * stride + token
     found = tl.load(index, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     found = tl.where(found == found, found, float("-inf"))
@@ -49,7 +49,7 @@ def load_logits(logits, row, stride, token, vocab_size):
 
 @triton.jit
 def row_peak(peaks, row, num_tiles, TILES: tl.constexpr):
-    """Return the largest logit of a row from those of its tiles; always finite."""
+    """Return the largest logit of a row, computed from its tiles' largest logits; always finite."""
     tile = tl.arange(0, TILES)
     found = tl.load(peaks + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     return tl.maximum(tl.max(found, axis=0), -_LARGEST)
@@ -57,24 +57,24 @@ def row_peak(peaks, row, num_tiles, TILES: tl.constexpr):
 
 @triton.jit
 def least_logit(peak, temperature):
-    """Return the lowest logit that may be sampled."""
+    """Return the lowest logit whose token may be sampled."""
     return tl.maximum(peak - _LEAST_SHARE * temperature, -_LARGEST)
 
 
 @triton.jit
 def weights_of(found, peak, temperature):
-    """Return the probabilities of logits relative to that of the largest."""
+    """Return the probability of each logit relative to that of the largest logit."""
     return tl.exp2((found - peak) * (_LOG2_E / tl.maximum(temperature, 1e-30)))
 
 
 @triton.jit
 def ordered_keys(found):
-    """Return int32 keys in the order of fp32 logits."""
+    """Map fp32 logits to int32 keys of the same order."""
     bits = found.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def logit_of_key(key):
-    """Invert `ordered_keys`."""
+    """Return the fp32 logit of a key; the inverse of `ordered_keys`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

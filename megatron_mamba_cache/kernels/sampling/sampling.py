@@ -1,15 +1,15 @@
-"""Sample tokens of a batch on the device, from random numbers that the caller supplies.
+"""Sample one token per row of logits on the device, from uniform random numbers that the caller supplies.
 
-The probabilities of a row are those of its logits over its temperature, cut by top-k and top-p: top-k keeps by rank,
-ties the lower token id first, then top-p keeps the smallest leading set whose probability reaches it. Tokens less than
-e ** -32 as probable as the most probable one have none. A token is sampled by inverting the cumulative probabilities in
-the order of token ids, so no vocabulary is sorted.
+The probabilities of a row are the softmax of its logits divided by its temperature, restricted by top-k and then top-p.
+Top-k keeps the k largest logits; among equal logits, lower token ids come first. Top-p keeps the smallest set of the
+most probable tokens whose probability reaches p. A token whose probability is less than e ** -32 times the largest is
+never sampled. Sampling inverts the cumulative probabilities in the order of token ids, so nothing is sorted.
 
-Three launches: the largest logit of each tile; the weight of each tile's kept tokens; and, one program for each row,
-the tile and the token in it where the cumulative weight exceeds the uniform number. Between the first two, top-k and
-top-p may cut rows, see `token_cuts`. A greedy row takes its first largest logit. Layout: logits row-major over the
-vocabulary. Bound by reading the logits twice, the second time from L2. Graph safe: no host sync, grids fixed by the
-shape of the logits.
+Three launches compute, in this order: the largest logit of each tile; the weight of each tile's kept tokens; and, with
+one program per row, first the tile and then the token at which the cumulative weight exceeds the uniform number. If
+needed, `token_cuts` replaces the second launch and applies top-k and top-p. A greedy row takes its largest logit.
+Layout: logits row-major, vocabulary contiguous. The time is that of reading the logits twice, the second time from L2.
+Safe in CUDA graphs: no host sync, and the grids depend only on the shape of the logits.
 """
 
 import torch
@@ -46,7 +46,7 @@ def _peaks_kernel(logits, stride, peaks, leasts, num_tiles, vocab_size, TILE: tl
 
 @triton.jit
 def _weights_in_cut(found, token, peak, temperature, keys, last_ids, row, IS_CUT: tl.constexpr):
-    """Return the weights of a row, 0 for tokens that are not kept."""
+    """Return the weights of tokens; 0 for tokens that top-k or top-p excludes."""
     weights = tl.where(found >= least_logit(peak, temperature), weights_of(found, peak, temperature), 0.0)
     if IS_CUT:
         key, found_keys = tl.load(keys + row), ordered_keys(found)
@@ -82,10 +82,11 @@ def _pick_kernel(
     mass = tl.where(is_greedy, 0.0, mass)
     cumulative = tl.cumsum(mass, axis=0)
     target = tl.load(uniforms + row).to(tl.float64) * tl.sum(mass, axis=0)
-    # Rounding may push the sum past the last cumulative weight: clamp to a tile, and below to a token, with weight.
+    # Rounding may push the target past the last cumulative weight, so clamp to the last tile that has weight; further
+    # below, clamp to the last token that has weight.
     last = tl.max(tl.where(mass > 0, tile, 0), axis=0)
     chosen = tl.minimum(tl.sum((is_tile & (cumulative <= target)).to(tl.int32), axis=0), last)
-    # A row of NaN has no largest logit, and takes its first token.
+    # If all logits are NaN, no logit equals the peak; take the first token.
     first_tile = tl.min(tl.where(tile_peaks == peak, tile, TILES), axis=0)
     chosen = tl.where(is_greedy, tl.where(first_tile < TILES, first_tile, 0), chosen)
     before = tl.sum(tl.where(tile < chosen, mass, 0.0), axis=0)
@@ -105,7 +106,7 @@ def _pick_kernel(
 
 
 def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tensor:
-    """Sample [rows] int64 tokens as `sample_tokens` does, with rows on a GPU, or Triton interpreted.
+    """Sample [rows] int64 tokens as `sample_tokens` does, always with kernels: on a GPU or in Triton's interpreter.
 
     CUDA-graph safe: no host sync, three launches, and five if rows may be cut.
     """
@@ -152,20 +153,20 @@ def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) ->
 
 
 def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True) -> Tensor:
-    """Sample one token for each row; it depends on that row alone.
+    """Sample one token per row; the token does not depend on other rows.
 
-    A greedy row takes its most probable token, ties the lower id. A row of NaN takes some token. No host sync, and with
-    the kernels CUDA-graph safe.
+    A greedy row takes its most probable token, and among equal logits the lowest id. If all logits of a row are NaN,
+    its token is arbitrary but valid. No host sync; the kernels are CUDA-graph safe.
 
     Args:
         uniforms: [rows] float64 in [0, 1).
-        any_cut: False if no row has top-k above 1 or top-p.
+        any_cut: False if all rows have top-k 0 or 1 and no top-p.
 
     Returns:
         [rows] int64 token ids.
 
-    Reference: `sample_tokens_ref`, which computes in float64; tokens are the same unless a uniform number or a top-p is
-    within a relative 1e-5 of a cumulative probability.
+    Reference: `sample_tokens_ref` in float64. The tokens are equal, unless a uniform number or top-p differs from a
+    cumulative probability by a relative 1e-5 or less.
     """
     if launches_kernel(rows.logits) and is_computed_in_fp32(rows.logits) and rows.logits.stride(1) == 1:
         return sample_by_kernels(rows, uniforms, any_cut=any_cut)
@@ -173,38 +174,38 @@ def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True)
 
 
 def sample_tokens_ref(rows: SamplingRows, uniforms: Tensor) -> Tensor:
-    """Torch reference for `sample_tokens`, in float64."""
+    """Torch reference for `sample_tokens`; computes in float64."""
     return sample_weighted(_kept_weights(rows), uniforms)
 
 
 def token_probabilities(rows: SamplingRows) -> Tensor:
-    """Return the probabilities [rows, vocab] float64 of `sample_tokens`; one-hot for a greedy row."""
+    """Return the probabilities from which `sample_tokens` samples, [rows, vocab] float64; one-hot for greedy rows."""
     weights = _kept_weights(rows)
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
 def sample_weighted(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample one token for each row in proportion to `weights`.
+    """Sample one token per row with probabilities proportional to `weights`.
 
     Args:
-        weights: [rows, vocab] float64, in token order, none negative and not all zero in a row.
+        weights: [rows, vocab] float64 in the order of token ids; not negative, and positive for a token in each row.
         uniforms: [rows] float64 in [0, 1).
 
     Returns:
-        [rows] int64 token ids; never a token without weight.
+        [rows] int64 token ids; never a token whose weight is 0.
     """
     cumulative = weights.cumsum(dim=-1)
     target = uniforms.to(torch.float64)[:, None] * cumulative[:, -1:]
     sampled = (cumulative <= target).sum(dim=-1)
-    # A parallel scan rounds each index separately, so the sum may exceed the cumulative weight of the last kept token:
-    # clamp to a token with weight. A row of NaN has none and takes the first: an index out of range would end the
-    # process, and every other row with it.
+    # A parallel scan rounds each index separately, so the target may exceed the cumulative weight of the last kept
+    # token; clamp to a token that has weight. If all weights are NaN, take the first token, because an index out of
+    # range would crash the process.
     indices = torch.arange(weights.shape[1], device=weights.device)
     return torch.minimum(sampled, torch.where(weights > 0, indices, 0).amax(dim=-1))
 
 
 def _kept_weights(rows: SamplingRows) -> Tensor:
-    """Return sampling weights [rows, vocab] float64, in token order; zero for tokens that are not kept."""
+    """Return sampling weights [rows, vocab] float64 in the order of token ids; 0 for excluded tokens."""
     minus_infinity = float("-inf")
     logits = rows.logits.nan_to_num(nan=minus_infinity, posinf=LARGEST, neginf=minus_infinity)
     ranked, token_ids = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -219,14 +220,14 @@ def _kept_weights(rows: SamplingRows) -> Tensor:
 
 
 def _keep_top_k(weights: Tensor, top_k: Tensor) -> Tensor:
-    """Zero the ranked weights [rows, vocab] from rank `top_k` on."""
+    """Set the weights [rows, vocab], sorted in descending order, to 0 from rank `top_k` on."""
     vocab = weights.shape[1]
     ranks = torch.arange(vocab, device=weights.device)
     return weights.masked_fill(ranks >= torch.where(top_k > 0, top_k, vocab)[:, None], 0)
 
 
 def _keep_nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Zero the ranked weights [rows, vocab] past the first set whose share of them reaches `top_p`."""
+    """Set the weights [rows, vocab], sorted in descending order, to 0 after the first ones that sum to `top_p`."""
     is_off = (top_p <= 0) | (top_p >= 1)
     cumulative = weights.cumsum(dim=-1)
     limit = torch.where(is_off, 2, top_p.to(torch.float64))[:, None] * cumulative[:, -1:]

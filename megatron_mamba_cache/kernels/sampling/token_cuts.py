@@ -1,18 +1,20 @@
-"""Which tokens of a row top-k and top-p keep, found without a sort.
+"""Find the tokens that top-k and top-p keep, without sorting.
 
-The kept tokens of a row are those above some logit, and the first of those that equal it: its cut. Top-k looks for the
-k-th token, top-p for the one at which the probability of the better ones reaches p. Both measure the tokens at or above
-a pivot: top-k counts them, top-p sums their weights.
+Tokens are ranked by logit, then by lower id. The last kept token is called the cut of the row: for top-k it is the k-th
+token, for top-p the token at which the cumulative probability reaches p. The search uses pivots. The measure of a pivot
+is taken over the tokens at or above it: their number for top-k, their total weight for top-p.
 
-1. A few rounds, each over the whole row, narrow the logits around the cut. Each program measures 8 pivots in a tile of
-   a row; the row's last program sums all measures, in a fixed order, and sets the next pivots. A row skips the
-   remaining rounds once few tokens are between its last two pivots.
-2. Each tile lists its tokens between them, and weighs those above. With both settings it lists all that top-k may keep.
-3. One program for each row searches the bit patterns of the listed logits. If some tile has more than its list holds,
-   which takes thousands of logits that are almost equal, it searches the whole row, more slowly.
+1. A few rounds over the whole row narrow the range of logits that contains the cut. Each program measures 8 pivots in
+   one tile of a row. The last program of the row to finish sums all measures in a fixed order and sets the next pivots.
+   Once few tokens are left between two pivots, the row skips the remaining rounds.
+2. Each tile lists its tokens between these pivots and sums the weights above them. If both top-k and top-p are set, it
+   lists all tokens that top-k may keep.
+3. One program per row searches the listed logits by bisection over their bit patterns. If a list is too short, which
+   takes thousands of almost equal logits, the program searches the whole row, more slowly.
 
-Layout: logits row-major over the vocabulary. Bound by reading the logits, from L2, once a round and once to list them.
-Rows that are greedy or keep all tokens are not cut. Graph safe: no host sync, grids fixed by the shape of the logits.
+Layout: logits row-major, vocabulary contiguous. The time is that of reading the logits from L2, once per round and once
+to list them. Rows that are greedy or keep all tokens are skipped. Safe in CUDA graphs: no host sync, and the grids
+depend only on the shape of the logits.
 """
 
 from dataclasses import dataclass
@@ -31,20 +33,20 @@ _NUM_ROUNDS = 3
 _PIVOTS = 8
 _LISTED = 256
 _PART = 512
-_FEW = 2048  # tokens between pivots that need no further round
-_CHUNK, _ROW_CHUNK = 1024, 8192  # values that are searched at a time, of lists and of whole rows
+_FEW = 2048  # maximum number of tokens between two pivots at which a row skips the remaining rounds
+_CHUNK, _ROW_CHUNK = 1024, 8192  # number of values that one loop iteration searches, in lists and in whole rows
 _WARPS = 4
 _CUT_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """Statistics of each tile of each row: [rows, tiles] float32 each.
+    """Statistics of the logits in each tile, [rows, tiles] float32 each.
 
     Args:
-        peaks: The largest logit.
-        leasts: The lowest logit that is not -inf.
-        weights: The weight of the kept tokens; filled in by `find_cuts`.
+        peaks: Largest logit.
+        leasts: Lowest logit above -inf.
+        weights: Total weight of the kept tokens; written by `find_cuts`.
     """
 
     peaks: Tensor
@@ -54,11 +56,11 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class TokenCuts:
-    """The cut of each row: tokens with a larger key are kept, and those with an equal key up to the last id.
+    """The last kept token of each row; also kept are larger keys, and equal keys with lower token ids.
 
     Args:
-        keys: [rows] int32, see `ordered_keys`; the lowest int32 in a row that keeps all tokens.
-        last_ids: [rows] int32.
+        keys: [rows] int32 key of the last kept logit, see `ordered_keys`; the lowest int32 if all tokens are kept.
+        last_ids: [rows] int32 id of the last kept token.
     """
 
     keys: Tensor
@@ -98,13 +100,13 @@ def _cut_kernel(
 
 
 def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
-    """Return the cut of each row: by rank for top-k, then the smallest leading set that reaches top-p.
+    """Find the last token that top-k, then top-p, keeps in each row, and write the weights of the tiles.
 
-    Ties rank the lower token id first. If the probability of a leading set is top-p up to the rounding of fp32, either
-    it or the next may be kept. A greedy row is not cut. CUDA-graph safe: no host sync, six launches.
+    If a cumulative probability equals top-p up to fp32 rounding, one token more or less may be kept. Greedy rows are
+    skipped. CUDA-graph safe: no host sync, six launches.
 
     Args:
-        rows: On a GPU, or with Triton interpreted; tokens of a row contiguous.
+        rows: Logits with a contiguous vocabulary, on a GPU or with Triton's interpreter.
     """
     logits = rows.logits
     (num_rows, vocab_size), num_tiles = logits.shape, tiles.peaks.shape[1]
@@ -132,7 +134,7 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
     list_kernel[(num_rows, num_tiles)](
         **read, **lists, tile_weights=tiles.weights, num_warps=_WARPS, enable_fp_fusion=True
     )
-    # Separate tensors are aligned; specialization depends on it.
+    # Separate allocations are aligned, and Triton specializes kernels on pointer alignment.
     cuts = TokenCuts(*(torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(2)))
     _cut_kernel[(num_rows,)](
         **read,
@@ -149,7 +151,7 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
 
 
 def _narrow_down(read: dict[str, Any], tiles: RowTiles) -> None:
-    """Run the rounds, which fill `searches`."""
+    """Run the rounds that narrow the search range of each row, and write the results to `searches`."""
     num_rows, num_tiles = tiles.peaks.shape
     pivots, measures = tiles.peaks.new_empty(num_rows, _PIVOTS), tiles.peaks.new_empty(num_rows, num_tiles, _PIVOTS)
     num_finished = torch.zeros(num_rows, dtype=torch.int32, device=pivots.device)

@@ -1,9 +1,9 @@
-"""Lossless verification of a step's drafts on the device, without a host sync.
+"""Lossless verification of drafts on the device, without a host sync.
 
-The logits rows of a request are for consecutive positions: the token after the base token, after the first draft, and
-so on. Both ops return [requests, 2 + max_drafts] int64: the number a >= 1 of tokens that a request emits (the base
-token counts as accepted), then those a tokens, accepted drafts first; entries past them are unspecified, but valid ids.
-A request without logits rows is padding: it accepts 1 and emits anything.
+A request's rows of logits are for consecutive positions: after its base token, after its first draft, and so on. Both
+ops return [requests, 2 + max_drafts] int64. Column 0 is the number a >= 1 of tokens that the request emits. The next a
+columns are these tokens: first the accepted drafts, then one sampled token. Further columns hold arbitrary valid token
+ids. A request without rows of logits is padding: its column 0 is 1, and its token is arbitrary.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from .sampling import sample_weighted
 
 @dataclass(frozen=True, slots=True)
 class VerifyLogits:
-    """The logits rows of each request of a step; tensors on the ops' device.
+    """Assignment of rows of logits to requests, and the drafts to verify; all tensors are on one device.
 
     Args:
-        cu_logits: [requests + 1] int32; request r has the logits rows [cu_logits[r], cu_logits[r + 1]): one after its
-            base token, then one after each draft. Rows past the last request are padding.
-        draft_ids: [logits] int64; the draft that follows logits row i; anything at a request's last one.
-        max_drafts: The most drafts that any request has.
+        cu_logits: [requests + 1] int32; request r has the rows cu_logits[r] to cu_logits[r + 1] - 1: one after its base
+            token, then one after each draft. Rows after the last request are padding.
+        draft_ids: [logits] int64; the draft that follows each row; arbitrary for a request's last row.
+        max_drafts: Maximum number of drafts per request.
     """
 
     cu_logits: Tensor
@@ -36,12 +36,12 @@ class VerifyLogits:
 
 @dataclass(frozen=True, slots=True)
 class DraftDistributions:
-    """The distributions that drafts were sampled from; tensors on the ops' device.
+    """Distributions from which drafts were sampled; all tensors are on one device.
 
     Args:
         probabilities: [distributions, vocab] floating point.
-        index: [logits] int32; the distribution of the draft following logits row i; -1 for a draft that was not
-            sampled, and if none follows.
+        index: [logits] int32; index of the distribution for the draft that follows each row of logits; -1 if that draft
+            was not sampled, or there is no draft.
     """
 
     probabilities: Tensor
@@ -50,9 +50,9 @@ class DraftDistributions:
 
 @dataclass(frozen=True, slots=True)
 class RatioUniforms:
-    """Random numbers of ratio acceptance: [logits] float64 in [0, 1) each, independent of drafts and each other.
+    """Random numbers for `accept_by_ratio`: [logits] float64 in [0, 1) each, independent of each other and of drafts.
 
-    A position is verified again if a draft before it was rejected; its numbers may then be the same.
+    If a draft is rejected, later positions are verified again; they may use the same numbers again.
     """
 
     accept: Tensor
@@ -73,20 +73,20 @@ def accept_matching_ref(tokens: Tensor, rows: VerifyLogits) -> Tensor:
 def accept_by_ratio(
     tokens: Tensor, probabilities: Tensor, rows: VerifyLogits, sampling: DraftDistributions, uniforms: RatioUniforms
 ) -> Tensor:
-    """Accept each sampled draft x ~ q with probability min(1, p(x) / q(x)), and any other draft if it matches.
+    """Accept drafts x sampled from q with probability min(1, p(x) / q(x)), and other drafts if they match.
 
-    The first sampled draft of a request that is rejected is replaced by a token of the normalised residual max(p - q,
-    0), or of p if rounding leaves none; a request whose drafts are all accepted, or whose rejected draft was not
-    sampled, ends with the token sampled there. Without sampled drafts a request gets what `accept_matching` gives it. A
-    token of p(x) = 0 is never accepted. Source: Leviathan et al. 2023, "Fast Inference from Transformers via
-    Speculative Decoding", algorithm 1.
+    If the first rejected draft of a request was sampled, it is replaced by a sample from the normalized residual
+    max(p - q, 0), or from p if rounding makes the residual 0. Otherwise the request ends with the entry of `tokens` at
+    that position. If a request has no sampled drafts, the result equals that of `accept_matching`. A token with
+    p(x) = 0 is never accepted. Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+    Decoding", algorithm 1.
 
     Args:
-        tokens: [logits] int64; sampled from `probabilities` at every logits row, with further random numbers.
-        probabilities: [logits, vocab] float64, the p of every logits row; see `token_probabilities`.
+        tokens: [logits] int64; sampled from `probabilities` in each row, with other random numbers than `uniforms`.
+        probabilities: [logits, vocab] float64; p in each row, see `token_probabilities`.
 
     Returns:
-        [requests, 2 + max_drafts] int64, see the module.
+        [requests, 2 + max_drafts] int64, as described at the top of the module.
     """
     if tokens.shape[0] == 0 or sampling.probabilities.shape[0] == 0:
         return accept_matching_ref(tokens, rows)
@@ -97,9 +97,9 @@ def accept_by_ratio(
     q = sampling.probabilities[distribution, drafts].to(torch.float64)
     holds = torch.where(is_sampled, uniforms.accept * q < p, tokens == rows.draft_ids)
     num_kept = windows.count_leading(holds)
-    last = windows.logits.gather(1, num_kept[:, None])[:, 0]  # [rows]: logits rows of the last emitted tokens
+    last = windows.logits.gather(1, num_kept[:, None])[:, 0]  # [requests]: row of the last emitted token's logits
     wanted = probabilities[last]
-    residual = (wanted - sampling.probabilities[distribution[last]]).clamp_min(0)  # not normalised
+    residual = (wanted - sampling.probabilities[distribution[last]]).clamp_min(0)  # not normalized
     residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, wanted)
     final = torch.where(is_sampled[last], sample_weighted(residual, uniforms.residual[last]), tokens[last])
     is_kept = torch.arange(1 + rows.max_drafts, device=tokens.device) < num_kept[:, None]
@@ -109,10 +109,10 @@ def accept_by_ratio(
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """The logits rows of each request: [requests, 1 + max_drafts] int64; past a request's end arbitrary, in bounds."""
+    """Rows of logits per request, [requests, 1 + max_drafts] int64; after a request's last row, any valid index."""
 
     logits: Tensor
-    num_drafts: Tensor  # [rows]; -1 in a row without logits rows
+    num_drafts: Tensor  # [requests]; -1 for a request without rows of logits
 
     @classmethod
     def of(cls, rows: VerifyLogits, num_logits: int) -> "_Windows":
@@ -122,14 +122,14 @@ class _Windows:
         return cls((starts[:, None] + columns).clamp_max(num_logits - 1), num_drafts)
 
     def count_leading(self, holds: Tensor) -> Tensor:
-        """Count each request's drafts before the first that does not hold; `holds` [logits] bool; [rows] int64."""
+        """Count the drafts of each request before the first for which `holds` [logits] is False; [requests] int64."""
         columns = torch.arange(self.logits.shape[1], device=holds.device)
         kept = holds[self.logits] & (columns < self.num_drafts[:, None])
         return kept.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
 _COLUMNS = 16
-"""Tokens of a row up to which one compiled kernel serves any number of drafts."""
+"""Maximum number of tokens per request for which one compiled kernel supports any number of drafts."""
 
 
 @triton.jit(
@@ -139,7 +139,7 @@ _COLUMNS = 16
 def _accept_kernel(
     tokens, draft_ids, cu_logits, outcome, num_logits, most, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
 ):
-    """Accept a request's drafts; `most` tokens of a row have logits."""
+    """Accept the drafts of one request; `most` is the maximum number of tokens per request."""
     await_inputs(OVERLAPS)
     row, column = tl.program_id(0), tl.arange(0, COLUMNS)
     start = tl.load(cu_logits + row)
@@ -147,25 +147,25 @@ def _accept_kernel(
     index = tl.minimum(start + column, num_logits - 1)
     token = tl.load(tokens + index)
     draft = tl.load(draft_ids + index, mask=is_draft, other=0)
-    num_kept = tl.min(tl.where(is_draft & (token == draft), COLUMNS, column), axis=0)  # the last column is no draft
+    num_kept = tl.min(tl.where(is_draft & (token == draft), COLUMNS, column), axis=0)  # the last column holds no draft
     outcome += row.to(tl.int64) * (1 + most)
     tl.store(outcome, 1 + num_kept.to(tl.int64))
     tl.store(outcome + 1 + column, token, mask=column < most)
 
 
 def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Accept the drafts that equal the tokens sampled at their positions; the first other one is replaced.
+    """Accept drafts while they equal the token sampled at their position; replace the first mismatch by that token.
 
-    This is rejection sampling for a draft x that is fixed before the position's token t ~ p is sampled: x is accepted
-    with probability P(t = x) = p(x), and its replacement has the distribution of t given t != x, which is the
-    normalised residual. Either way t itself is emitted, and t depends only on the text before it and the position's own
-    random number, so the tokens are those of a run without drafts.
+    This is rejection sampling for a draft x that is fixed before the token t ~ p is sampled: x is accepted with
+    probability P(t = x) = p(x), and its replacement has the distribution of t given t != x, which is the normalized
+    residual. In each case t is emitted. It depends only on the preceding text and on the random number for its
+    position, so the tokens equal those of a run without drafts.
 
     Args:
-        tokens: [logits] int64, contiguous; sampled, or the most probable one, at every logits row.
+        tokens: [logits] int64, contiguous; the token sampled from each row, or the most probable token if greedy.
 
     Returns:
-        [requests, 2 + max_drafts] int64, see the module.
+        [requests, 2 + max_drafts] int64, as described at the top of the module.
 
     Reference: `accept_matching_ref`. CUDA-graph safe: no host sync, one launch.
     """

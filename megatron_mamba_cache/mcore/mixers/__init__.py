@@ -1,4 +1,4 @@
-"""Mixers of recurrent layers: projections, norm and gate around a recurrence."""
+"""Mixers for recurrent layers: projections, norm and gate around a recurrence."""
 
 from megatron.core.ssm.mamba_mixer import MambaMixer
 

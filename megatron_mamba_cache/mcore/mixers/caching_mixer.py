@@ -1,4 +1,4 @@
-"""Base class of mixers: decode and prefill requests of a step, and full sequences without a context."""
+"""Base class for mixers, which process a step's requests, or full sequences without a context."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ from ...step.batch import StepBatch
 class GatedGroupRMSNorm(nn.Module):
     """RMSNorm(y * silu(z)) over groups of channels, in float32.
 
-    Holds the same parameter as mamba-ssm's gated norm, so checkpoints load either way.
+    The parameter has the same name and shape as in mamba-ssm's gated norm, so checkpoints are interchangeable.
 
     Args:
-        num_channels: Channels of this rank.
-        group_size: Channels that are normalized together.
+        num_channels: Number of channels on this rank.
+        group_size: Number of channels that are normalized together.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class GatedGroupRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Normalize y [..., channels] gated by z; returns y's dtype."""
+        """Gate y [..., channels] with z and normalize it; the result has y's dtype."""
         rows, gates = y.flatten(0, -2), z.flatten(0, -2)
         return gated_group_norm(rows, gates, self.weight, self.group_size, self.eps).view(y.shape)
 
@@ -53,10 +53,10 @@ class GatedGroupRMSNorm(nn.Module):
 
 
 class GatedHeadRMSNorm(nn.Module):
-    """RMSNorm(y) * silu(z) by head, with one weight vector for all heads, on every rank.
+    """RMSNorm(y) * silu(z) per head; all heads on all ranks share one weight vector.
 
     Args:
-        head_dim: Channels that are normalized together.
+        head_dim: Number of channels that are normalized together.
     """
 
     def __init__(self, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device | int) -> None:
@@ -65,17 +65,17 @@ class GatedHeadRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Normalize y [tokens, heads * head_dim], then gate it by z; returns y's dtype."""
+        """Normalize y [tokens, heads * head_dim] and gate it with z; the result has y's dtype."""
         return norm_and_gate(y, z, self.weight, self.eps)
 
 
 class CachingMixer:
-    """Computes any mix of decode and prefill requests, each from its own slot; combined with a Megatron module.
+    """Mixin for Megatron modules that processes decode and prefill requests, each from its own state slot.
 
     Attributes:
         in_proj, out_proj: Megatron's linear layers, which return a bias too.
-        layer_number: Of the whole model, from 1.
-        pp_layer_offset: Layers of earlier pipeline stages.
+        layer_number: Layer number in the whole model, from 1.
+        pp_layer_offset: Number of layers in earlier pipeline stages.
     """
 
     recurrence: Recurrence
@@ -90,22 +90,22 @@ class CachingMixer:
         raise NotImplementedError
 
     def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
-        """Return what `out_proj` reads, [tokens, channels], for packed prompt tokens [tokens, projected]."""
+        """Return the input of `out_proj`, [tokens, channels], for packed prompt tokens [tokens, projected]."""
         raise NotImplementedError
 
     def mix_decode(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return what `out_proj` reads for the tokens of decode requests; see `mix_prefill`."""
+        """Return the input of `out_proj` for the tokens of decode requests; see `mix_prefill`."""
         raise NotImplementedError
 
     def mix_step(self, hidden_states: Tensor, context: Any) -> Any:
-        """Mix the packed tokens of a step, [tokens, 1, hidden]; return output and bias."""
+        """Run the mixer on the packed tokens of a step, [tokens, 1, hidden]; return output and bias."""
         projected, _ = self.in_proj(hidden_states)
         states = context.layer_states(self.layer_number - self.pp_layer_offset)
         mixed = self._mix(projected.squeeze(1), states, context.step.batch)
         return self.out_proj(mixed.unsqueeze(1))
 
     def mix_sequences(self, hidden_states: Tensor) -> Any:
-        """Mix whole sequences [tokens, batch, hidden] from zero states, by the kernels of a step's prefill requests."""
+        """Run the mixer on whole sequences [tokens, batch, hidden] from zero states, with the prefill kernels."""
         projected, _ = self.in_proj(hidden_states)
         num_tokens, batch, _ = projected.shape
         rows = full_sequences(batch, num_tokens, self.recurrence.grain, projected.device)
@@ -114,7 +114,7 @@ class CachingMixer:
         return self.out_proj(mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1))
 
     def _mix(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return [tokens, channels]: of decode requests, of prefill requests, and zeros for padding at the end."""
+        """Return [tokens, channels] in the order decode requests, prefill requests, zeros for padding."""
         mixed = []
         first_prefilled = step.num_decode_tokens if step.prefill is not None else len(projected)
         if step.decode is not None:
@@ -126,7 +126,7 @@ class CachingMixer:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _no_states(self, projected: Tensor) -> LayerStates:
-        """Return one slot of zeros, for requests that start from no state and keep none."""
+        """Return one zeroed slot, for requests that neither restore nor keep a state."""
         dtype, device = projected.dtype, projected.device
         tensors = self.recurrence.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
         live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}

@@ -1,4 +1,4 @@
-"""The mixer of a Gated DeltaNet layer: projections, norm and gate around the recurrence."""
+"""Mixer for a Gated DeltaNet layer: projections, norm and gate around the recurrence."""
 
 from typing import Any
 
@@ -26,17 +26,17 @@ _NUM_CONVOLVED = 3
 
 
 class GatedDeltaMixer(CachingMixer, MegatronModule):
-    """Gated DeltaNet as MambaLayer's mixer; the sizes are Megatron's `linear_*` settings. Inference only.
+    """Gated DeltaNet mixer for MambaLayer, with sizes from Megatron's `linear_*` settings; inference only.
 
-    Tensor-parallel ranks divide the heads: each of the parts of `in_proj` and of the convolution by itself.
+    Tensor-parallel ranks divide the heads, so each section of `in_proj` and of the convolution is split separately.
 
     Args:
-        submodules: Has the specs of `in_proj` and `out_proj`.
-        chunk_size: Tokens of a chunk of the scan.
+        submodules: Contains the specs for `in_proj` and `out_proj`.
+        chunk_size: Number of tokens per chunk of the scan.
         norm_eps: Epsilon of the norm before the gate.
 
     Raises:
-        ValueError: If ranks cannot divide the heads, or value heads cannot share the key heads equally.
+        ValueError: If the number of ranks does not divide the heads, or the key heads do not divide the value heads.
     """
 
     recurrence: GatedDelta
@@ -103,13 +103,13 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """The settings that, with the weights, determine the mixer's output."""
+        """Settings that determine the mixer's output for given weights."""
         return self.recurrence, self.norm.eps
 
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **settings: Any) -> Any:
-        """Mix hidden_states [tokens, batch, hidden]; return output and bias. Not for training or packed sequences."""
+        """Run the mixer on hidden_states [tokens, batch, hidden]; return output and bias."""
         if self.training:
-            raise NotImplementedError("Gated DeltaNet layers are for inference here; call model.eval()")
+            raise NotImplementedError("Gated DeltaNet layers support only inference; call model.eval()")
         if settings.get("packed_seq_params") is not None:
             raise NotImplementedError("packed_seq_params is not supported; pass sequences of equal length")
         if inference_context is None:
@@ -134,7 +134,7 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the weights as sharded tensors; those of `in_proj` and of the convolution by their parts."""
+        """Return the weights as sharded tensors; `in_proj` and the convolution are sharded by section."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         by_heads = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -157,13 +157,13 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
 
     @property
     def _sections(self) -> list[int]:
-        """Rows of the parts of `in_proj` on this rank, in the order of `_PROJECTED`."""
+        """Number of rows in each section of `in_proj` on this rank, in the order of `_PROJECTED`."""
         keys, values, heads = self._widths
         return [keys, keys, values, values, heads, heads]
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """The channels of keys and of values, and the value heads, on this rank."""
+        """Numbers of key channels, value channels and value heads on this rank."""
         sizes = self.recurrence
         heads = sizes.num_value_heads
         return sizes.num_key_heads * sizes.key_dim, heads * sizes.value_dim, heads
@@ -173,13 +173,13 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
         return GatedDeltaWeights(self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Return the convolution's input, the gate, and b and a of each value head."""
+        """Return the convolution's input, the gate, and b and a for each value head."""
         keys, values, heads = self._widths
         return projected.split([2 * keys + values, values, heads, heads], dim=-1)
 
 
 def _recurrence_of(config: Any, chunk_size: int, num_ranks: int) -> GatedDelta:
-    """Return a rank's part of the layer that a configuration describes."""
+    """Return one rank's shard of the recurrence that a configuration describes."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if values % keys:
         raise ValueError(f"linear_num_value_heads {values} is not divisible by linear_num_key_heads {keys}")

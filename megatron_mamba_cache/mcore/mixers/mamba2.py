@@ -1,4 +1,4 @@
-"""A Mamba mixer that starts rows from cached states and writes boundary states while it scans."""
+"""Mamba mixer that starts from cached states and writes states at block boundaries during the scan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +19,13 @@ from .caching_mixer import CachingMixer, GatedGroupRMSNorm
 
 
 class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
-    """Mamba mixer that decodes and prefills any mix of requests, each from its own slot.
+    """Mamba mixer that processes decode and prefill requests, each from its own state slot.
 
-    Needs neither mamba-ssm nor causal-conv1d. Arguments that Megatron's mixer lacks or restricts:
+    Needs neither mamba-ssm nor causal-conv1d. These arguments are missing or restricted in Megatron's mixer:
 
     Args:
         norm_eps: Epsilon of the gated norm; a constant in Megatron's mixer.
-        time_step_limit: Range that time steps are clamped to, after softplus.
+        time_step_limit: Range to which time steps are clamped after softplus.
         conv_bias: May be False here.
     """
 
@@ -67,14 +67,14 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """The settings that, with the weights, determine the mixer's output."""
+        """Settings that determine the mixer's output for given weights."""
         return self.recurrence, self.rmsnorm, self.time_step_limit
 
     @override
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **settings: Any) -> Any:
-        """Mix hidden_states [tokens, batch, hidden]; see Megatron's mixer.
+        """Run the mixer on hidden_states [tokens, batch, hidden]; see Megatron's mixer.
 
-        A full-sequence forward without a context runs the same kernels from zero states.
+        A full-sequence forward pass without a context runs the same kernels from zero states.
         """
         if inference_context is not None or self.training:
             return super().forward(hidden_states, inference_context, **settings)
@@ -129,7 +129,7 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
 
 @contextmanager
 def _without_mamba_ssm() -> Iterator[None]:
-    """Let Megatron's mixer be built where mamba-ssm is absent: nothing of it is used."""
+    """Context manager: let Megatron's mixer be built without mamba-ssm, which is never called."""
     had = megatron_mixer.HAVE_MAMBA_SSM
     megatron_mixer.HAVE_MAMBA_SSM = True
     try:

@@ -1,1 +1,1 @@
-"""Reading and writing checkpoints: Hugging Face directories and Megatron distributed checkpoints."""
+"""Read Hugging Face model directories; read and write Megatron distributed checkpoints."""

@@ -1,4 +1,4 @@
-"""The architecture of a model as a JSON file next to a Megatron checkpoint's weights."""
+"""Read and write a model's architecture as a JSON file in the directory of a Megatron checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _MAMBA, _GATED_DELTA = "mamba", "gated_delta"
 
 
 def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:
-    """Write the file into a directory."""
+    """Write the architecture to its file in a checkpoint directory."""
     kind = _MAMBA if isinstance(architecture.recurrent, MambaSizes) else _GATED_DELTA
     sections = {kind if name == "recurrent" else name: value for name, value in asdict(architecture).items()}
     text = json.dumps(sections, indent=2)
@@ -26,7 +26,7 @@ def write_architecture(architecture: HybridArchitecture, directory: Path) -> Non
 
 
 def read_architecture(directory: Path) -> HybridArchitecture:
-    """Read the file of a directory.
+    """Read the architecture from its file in a checkpoint directory.
 
     Raises:
         ValueError: Naming the file if it cannot be read, and any field that is missing or of a wrong type.
@@ -37,7 +37,7 @@ def read_architecture(directory: Path) -> HybridArchitecture:
 
 
 def _read(sizes: type[Any], section: CheckpointConfig) -> Any:
-    """Read a dataclass of sizes: each field by its name, else by its type; an absent one has its default."""
+    """Read a dataclass of sizes; each field is parsed by its name or type, and an absent field gets its default."""
     hints, found = get_type_hints(sizes), {}
     for field in fields(sizes):
         name = field.name
@@ -52,7 +52,7 @@ def _read(sizes: type[Any], section: CheckpointConfig) -> Any:
 
 def _recurrent(section: CheckpointConfig, _: str) -> MambaSizes | GatedDeltaSizes:
     if section.has(_MAMBA) and section.has(_GATED_DELTA):
-        raise section.error(f"has the sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have one of them")
+        raise section.error(f"has both sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have only one of them")
     name, kind = (_GATED_DELTA, GatedDeltaSizes) if section.has(_GATED_DELTA) else (_MAMBA, MambaSizes)
     found: MambaSizes | GatedDeltaSizes = _read(kind, section.section(name))
     return found

@@ -1,4 +1,4 @@
-"""Which architecture the weights of a Megatron checkpoint are loaded as, and its source."""
+"""Find the architecture of a Megatron checkpoint: given, in a JSON file, or in the training arguments."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ _MAX_DIGITS = 12
 
 
 def weights_directory(directory: Path) -> Path:
-    """Return the directory of the latest iteration; the directory itself if it has no tracker file.
+    """Return the directory of the latest iteration, or `directory` itself if it has no tracker file.
 
     Raises:
-        ValueError: Naming the file if it names no iteration, or the iteration's directory if it is missing.
+        ValueError: If the tracker file names no iteration, or the directory of that iteration is missing.
     """
     tracker = directory / _TRACKER
     if not tracker.is_file():
@@ -40,7 +40,7 @@ _REMEDY = f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture=
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """An architecture and its source, which errors name."""
+    """A model architecture and its source, which error messages name."""
 
     architecture: HybridArchitecture
     source: str
@@ -49,13 +49,13 @@ class DescribedModel:
 def written_architecture(
     given: HybridArchitecture | None, directory: Path, run_directory: Path
 ) -> DescribedModel | None:
-    """Return the given architecture, else that of a JSON file; None if there is neither.
+    """Return the given architecture, or read it from a JSON file; None if there is neither.
 
     Args:
-        directory: The weights' directory; its file takes precedence over the run's.
+        directory: Directory of the weights. Its file takes precedence over the one in `run_directory`.
 
     Raises:
-        ValueError: Naming the file if it is damaged, or the directory if it holds no checkpoint.
+        ValueError: If the file is damaged, or the directory does not hold a checkpoint.
     """
     if given is not None:
         return DescribedModel(given, "the given architecture")
@@ -73,14 +73,16 @@ def written_architecture(
 
 
 def trained_architecture(common: CommonState, directory: Path) -> DescribedModel:
-    """Return the architecture that the arguments of the training run describe.
+    """Return the architecture described by the arguments of the training run.
 
     Raises:
-        ValueError: Naming the file and the argument, if there are none or the model is not supported.
+        ValueError: If there are no arguments, or an argument is not supported; the message names file and argument.
     """
     path = directory / COMMON_FILE
     if common.arguments is None:
-        raise ValueError(f"{path} holds no arguments of a training run, so the architecture is unknown; {_REMEDY}")
+        raise ValueError(
+            f"{path} does not contain the arguments of a training run, so the architecture is unknown; {_REMEDY}"
+        )
     try:
         architecture = megatron_arguments.architecture_of(CheckpointConfig(common.arguments, str(path), "args."))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint under the names of an unquantized one: quantized weights are dequantized when read."""
+"""Read checkpoint tensors under their unquantized names; quantized weights are dequantized when read."""
 
 import math
 import re
@@ -18,14 +18,13 @@ _INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFiles:
-    """The tensors of `model.safetensors`, or of the shards its index names; headers are read on construction.
+    """Tensors in `model.safetensors` or in the shards that its index lists. The constructor reads the headers.
 
     Attributes:
-        names, shapes, types: Tensor name → its file, its shape, its type as safetensors names it.
+        names, shapes, types: Tensor name → file, shape, and safetensors type name.
 
     Raises:
-        ValueError: Naming the file if one is missing, damaged or lacks a tensor that the index lists, and the tensor if
-            it is in two files.
+        ValueError: If a file is missing, damaged or lacks a tensor that the index lists, or a tensor is in two files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -44,14 +43,14 @@ class SafetensorsFiles:
     def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each wanted name, file by file, with its tensors on the CPU.
 
-        Only the tensors that it needs from other files are held here.
+        Holds only the tensors that the current file needs from other files.
 
         Args:
-            wanted: Tensor name → names of all tensors to read with it, itself among them.
+            wanted: Tensor name → names of all tensors to read together, including the tensor itself.
         """
         for path in self._files:
             here = {name: parts for name, parts in wanted.items() if self.names[name] == path}
-            # Read first, so that no more than one file is mapped into memory at a time.
+            # Read tensors of other files first, so that only one file at a time is mapped into memory.
             elsewhere = self._copied({part for parts in here.values() for part in parts if self.names[part] != path})
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
@@ -65,7 +64,7 @@ class SafetensorsFiles:
                         )
 
     def _copied(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return copies of tensors, which do not keep their files open."""
+        """Return copies of tensors, so that their files can be closed."""
         found: dict[str, Tensor] = {}
         for path in sorted({self.names[name] for name in names}):
             with _opened(path) as file:
@@ -83,7 +82,7 @@ class SafetensorsFiles:
 
 
 def _index(directory: Path) -> dict[str, str]:
-    """Return the file of each tensor; empty if there are no shards."""
+    """Return the file name of each tensor according to the index; empty if there is no index."""
     path = directory / _INDEX
     if not path.exists():
         return {}
@@ -112,28 +111,28 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is damaged or incomplete ({error}); fetch it again") from error
 
 
-_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # integers and narrower floats mean nothing without their scales
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # integers and narrower floats are codes that need scales
 _NAMED_TYPES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "FP8 scales", "F4": "FP4", "U8": "packed NVFP4"}
 _FACTOR_TYPES = ("F32", "BF16", "F16")
 
 _OF_PAIRS = ("_packed", "_blocks")
 _SCALES = ("_scale_inv", "_scale", "_scales", "_weight_scale")
 _GLOBAL_SCALES = {"_scale_2": False, "_global_scale": True, "_weight_scale_2": False}
-"""Ending of a name → True if the tensor is the inverse of the global scale."""
+"""Name suffix → True if the tensor is the inverse of the global scale."""
 _UNUSED = re.compile(r"[._](input|output|activation|q|k|v|kv|prob)(_global)?_scale(_inv|_2)?$")
 
 
 class CheckpointTensors:
-    """The tensors of a Hugging Face directory, with quantized weights as the bf16 or float32 tensors that they mean.
+    """Tensors in a Hugging Face model directory; quantized weights are dequantized to bf16 or float32.
 
     Attributes:
-        names: Tensor name → the file with it, or with its codes.
+        names: Tensor name → file that contains the tensor or its codes.
         shapes: Tensor name → its shape.
         quantized: Names of quantized weights → their parts.
-        unused: Names of scales of activations and of the KV cache, in the files only.
+        unused: Names of the scales for activations and the KV cache, which nothing reads.
 
     Raises:
-        ValueError: As `SafetensorsFiles`; also if two tensors are the same weight, naming both.
+        ValueError: As for `SafetensorsFiles`; also if two tensors are the same weight.
     """
 
     def __init__(self, directory: Path, quantization: QuantizationConfig | None) -> None:
@@ -152,11 +151,11 @@ class CheckpointTensors:
                 self._add(*self._stored_as(name, quantization))
 
     def check(self, left_out: Container[str]) -> None:
-        """Check how all tensors are stored, except those that nothing reads.
+        """Check the types, shapes and scales of all tensors except those in `left_out`.
 
         Raises:
-            ValueError: If a tensor's type is not supported, or a scale is missing, superfluous, or of another type or
-                shape than its format needs, naming file and tensor.
+            ValueError: If the type of a tensor is not supported, or a scale is missing, unexpected, or has a type or
+                shape that does not fit its format. The message names file and tensor.
         """
         for name, error in self._errors.items():
             if name not in left_out:
@@ -168,11 +167,11 @@ class CheckpointTensors:
         like: Callable[[str], Tensor],
         coded_on: Callable[[str], torch.device | None] = lambda _: None,
     ) -> Iterator[tuple[str, Tensor | CodedTensor]]:
-        """Yield the name and the tensor of each wanted name, plain ones on the CPU; none is held here.
+        """Yield each wanted name with its tensor. Unquantized tensors are on the CPU; no reference is kept here.
 
         Args:
-            like: Returns, by name, a tensor whose dtype and device a dequantized weight gets.
-            coded_on: Returns, by name, the device of a weight that is not dequantized; None for others.
+            like: Maps a name to a tensor that has the dtype and device for the dequantized weight.
+            coded_on: Maps a name to the device for a weight that stays quantized; None for others.
         """
         by_first = {stored[0]: name for name, stored in self._stored.items() if name in wanted}
         for first, parts in self._files.tensors({first: self._stored[name] for first, name in by_first.items()}):
@@ -183,10 +182,10 @@ class CheckpointTensors:
                 yield name, parts.pop(first)
             else:
                 yield name, weight.values(parts, like(name)) if device is None else weight.coded(parts, device)
-            del parts  # otherwise it is held while the next one is read
+            del parts  # otherwise they stay in memory while the next tensors are read
 
     def quantized_summary(self, used: Collection[str]) -> str:
-        """Return formats, number and bytes of the quantized weights among these names; empty if there are none."""
+        """Describe the number, formats and bytes of the quantized weights among these names; empty without any."""
         weights = [self.quantized[name] for name in used if name in self.quantized]
         counts = Counter(weight.format.name for weight in weights)
         num_bytes = sum(self._bytes_of(part) for weight in weights for part in weight.parts)
@@ -194,7 +193,7 @@ class CheckpointTensors:
         return f"{len(weights):,} quantized tensors ({each}; {num_bytes:,} bytes in the files)" if weights else ""
 
     def _stored_as(self, name: str, quantization: QuantizationConfig | None) -> tuple[str, tuple[str, ...], Shape]:
-        """Return a weight's name, the names of its tensors, and its shape; note what is wrong with it."""
+        """Return a weight's name, the names of its tensors, and its shape; record an error in how it is stored."""
         try:
             if quantization is None:
                 self._check_plain(name, "config.json has no quantization_config that says how it is scaled")
@@ -229,7 +228,7 @@ class CheckpointTensors:
         self.names[name], self.shapes[name], self._stored[name] = self._files.names[stored[0]], shape, stored
 
     def _weight(self, name: str, codes: str, formats: list[WeightFormat]) -> QuantizedWeight:
-        """Return a quantized weight in the first of these formats that its scales have."""
+        """Return a quantized weight in the first of these formats that fits its scales."""
         scale = self._only(codes, [f"{name}{ending}" for ending in _SCALES], f"its scale ({formats[0].name})")
         shape = self._shape_of(codes, formats[0])
         typed = [format for format in formats if self._files.types[scale] in format.scale_types]
@@ -253,7 +252,7 @@ class CheckpointTensors:
 
     def _shape_of(self, codes: str, format: WeightFormat) -> Shape:
         stored = self._files.shapes[codes]
-        if codes.endswith("_blocks") and len(stored) > 2:  # [..., rows, blocks, bytes of a block]
+        if codes.endswith("_blocks") and len(stored) > 2:  # [..., rows, blocks, bytes per block]
             stored = (*stored[:-2], stored[-2] * stored[-1])
         if len(stored) < 2 or 0 in stored:
             raise self._error(codes, f"has shape {stored}, and only matrices can be quantized")
@@ -272,7 +271,7 @@ class CheckpointTensors:
                 raise self._error(name, f"is of type {self._files.types[name]}, but has the scale {name}{ending}")
 
     def _only(self, codes: str, choices: list[str], what: str) -> str:
-        """Return the only one of these names that the files have."""
+        """Return the name among `choices` that the files contain; raise `ValueError` unless there is exactly one."""
         found = [name for name in choices if name in self._files.names]
         if not found:
             raise self._error(
@@ -283,7 +282,7 @@ class CheckpointTensors:
         return found[0]
 
     def _is_scale(self, name: str) -> bool:
-        """Return True if a tensor is the scale of another one in the files."""
+        """Return True if a tensor is the scale of another tensor in the files."""
         weights = [name.removesuffix(ending) for ending in (*_SCALES, *_GLOBAL_SCALES) if name.endswith(ending)]
         return any(f"{weight}{ending}" in self._files.names for weight in weights for ending in ("", *_OF_PAIRS))
 

@@ -1,7 +1,7 @@
 """Write Megatron distributed checkpoints (torch_dist) without starting processes.
 
-Megatron's own strategy starts a process that holds a queue and one for each file: a script without a `__main__` guard
-would run itself again there, and a process that dies leaves the save hanging.
+Megatron's strategy starts one process for a queue and one for each file. A script without a `__main__` guard would be
+run again in each of them, and if one of them dies, the save hangs.
 """
 
 import re
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 
 _FUSED_NORMS = {
-    # the norm before a layer's first linear → the same weights as part of that linear
+    # norm before the first linear of a layer → name of the same weights when fused into that linear
     "norm.": "mixer.in_proj.layer_norm_",
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -30,11 +30,11 @@ _TRAINING_STATE = re.compile(
 
 
 def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Collection[str]) -> None:
-    """Rename, in place, the norms that a checkpoint stores as part of the linear that follows them.
+    """Rename, in place, the norms that a checkpoint stores fused into the linear after them.
 
     Args:
-        sharded_state: Sharded state dict of the model to fill.
-        stored: Names of the checkpoint's tensors.
+        sharded_state: Sharded state dict of the model to load.
+        stored: Names of the tensors in the checkpoint.
     """
     layers = (f"decoder.layers.{layer}." for layer in range(num_layers))
     names = ((f"{layer}{norm}", f"{layer}{fused}") for layer in layers for norm, fused in _FUSED_NORMS.items())
@@ -42,21 +42,21 @@ def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Col
 
 
 def is_training_state(name: str) -> bool:
-    """Return True if a stored name belongs to an optimizer, a random state or the like, not to a weight."""
+    """Return True if a stored name is that of training state, such as an optimizer's, and not of a weight."""
     return _TRAINING_STATE.match(name) is not None
 
 
 class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist strategy; writes one file per rank, in the rank's own process."""
+    """Megatron's torch_dist strategy, except that each rank writes one file from its own process."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write the tensors of a state dict; all ranks call it.
+        """Write the tensors of a state dict; collective over all ranks.
 
         Raises:
-            CheckpointException: On the first rank, if any rank cannot write its file.
+            CheckpointException: Raised on the first rank if any rank cannot write its file.
         """
         with _results_in_this_process():
             request = self.async_save(sharded_state_dict, Path(checkpoint_dir))
@@ -67,7 +67,7 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
 
 @contextmanager
 def _results_in_this_process() -> Iterator[None]:
-    """Give Megatron's writer a plain queue instead of a process that holds one."""
+    """Context manager: replace the queue process of Megatron's writer by a plain queue."""
     before = filesystem_async._results_queue
     filesystem_async._results_queue = Queue()
     try:
@@ -77,10 +77,10 @@ def _results_in_this_process() -> Iterator[None]:
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Queue) -> None:
-    """Write each file, then report their contents; replaces the function that starts Megatron's writer processes."""
+    """Write all files, then report their contents. Replaces the function that starts Megatron's writer processes."""
     try:
         results.put({number: _written(transforms, use_msc, number, bucket) for number, bucket in enumerate(buckets)})
-    except Exception as error:  # the ranks learn of it when they exchange results
+    except Exception as error:  # reported to the other ranks when results are exchanged
         results.put(error)
 
 

@@ -1,6 +1,6 @@
-"""The metadata of a Megatron checkpoint, read without running or importing what it names.
+"""Read the metadata of a Megatron checkpoint without importing or running code that it names.
 
-Classes that torch or Megatron considers safe are built; stand-ins replace all others.
+Only classes that torch or Megatron considers safe are instantiated; stand-ins replace all others.
 """
 
 import pickle
@@ -23,17 +23,19 @@ UNPICKLING_ERRORS = (
     *(ValueError, LookupError, AttributeError, TypeError, AssertionError, ArithmeticError),
 )
 """Errors of unpickling damaged bytes."""
-_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # for the arrays of a run's random state
+_NUMPY_TYPES = [
+    type(numpy.dtype(code)) for code in numpy.typecodes["All"]
+]  # for arrays in the random state of a training run
 
 
 @dataclass(frozen=True, slots=True)
 class CommonState:
-    """The parts of `common.pt` that loading weights needs.
+    """The parts of `common.pt` that are needed to load weights.
 
     Args:
-        arguments: Arguments of the training run, by name; None: none are stored. Values of types unknown to torch, such
-            as enums, are stand-ins that equal nothing.
-        splits_experts: True if each expert's tensors have their own names, instead of one for all experts.
+        arguments: Arguments of the training run, by name; None if none are stored. A value whose type torch does not
+            allow, such as an enum, is a stand-in that equals no other value.
+        splits_experts: True if the tensors of each expert have their own names; False if one name covers all experts.
     """
 
     arguments: Mapping[str, Any] | None
@@ -41,19 +43,19 @@ class CommonState:
 
 
 class NoCommonState(TorchCommonLoadStrategy):
-    """Prevents Megatron from reading `common.pt` itself and failing on a class that it does not know."""
+    """Loading strategy that skips `common.pt`, in which Megatron would fail on a class that it does not allow."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty common state."""
         return {}
 
 
 def read_common_state(directory: Path) -> CommonState:
-    """Read the file of a checkpoint's directory; raise `ValueError`, naming the file, if it is damaged."""
+    """Read `common.pt` from a checkpoint directory; raise `ValueError`, naming the file, if it is damaged."""
     path = directory / COMMON_FILE
     try:
         names = get_unsafe_globals_in_checkpoint(str(path))
-        # A new class for each: torch keeps the allowed classes in a set.
+        # Use a new stand-in class for each, because torch keeps the allowed classes in a set.
         stand_ins = [(type(name.rpartition(".")[2], (_StandIn,), {"__module__": __name__}), name) for name in names]
         with safe_globals([*stand_ins, *_NUMPY_TYPES]):  # type: ignore[list-item]
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -76,13 +78,13 @@ def _arguments(found: Any) -> dict[str, Any] | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the line that says what is wrong: torch puts advice before and after it."""
+    """Return the line of an error that gives the reason; torch adds advice before and after it."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("Check the")]
     return lines[-1] if lines else repr(error)
 
 
 class _StandIn:
-    """An object of a class that is not imported: it accepts any constructor arguments and keeps its attributes."""
+    """Replacement for an object whose class is not imported; accepts any arguments and keeps the attributes."""
 
     def __new__(cls, *_: Any) -> "_StandIn":
         return super().__new__(cls)
@@ -108,10 +110,10 @@ _KNOWN_NAMES = {
 
 
 def check_tensor_index(directory: Path) -> None:
-    """Refuse an index with names that torch does not write; unpickling it would run what it names.
+    """Refuse a tensor index that names functions torch does not write; unpickling it could run them.
 
     Raises:
-        ValueError: Naming the file, and the refused name or what is wrong with the file.
+        ValueError: If a name is not allowed or the file cannot be read; the message says which.
     """
     path = directory / INDEX_FILE
     if not path.is_file():

@@ -30,22 +30,22 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
 }
-"""`model_type` of a config → the module that knows its architecture and tensor names."""
+"""`model_type` in config.json → module that maps the config and the tensor names."""
 
 _TEXT_PREFIXES = ("language_model.", "model.language_model.", "")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFamily:
-    """The language model that a directory's config.json describes.
+    """The language model described by the config.json of a directory.
 
     Attributes:
-        module: The module of `FAMILIES`.
+        module: The module in `FAMILIES` for this `model_type`.
         config: The fields that describe the language model.
-        whole: All fields: `config`, or those of the larger model that contains it.
-        dtype: bfloat16 if the file says that the weights are stored so or quantized, else float32.
+        whole: All fields of the file. Equal to `config`, unless a larger model contains the language model.
+        dtype: bfloat16 if the file says that the weights are bfloat16 or quantized, else float32.
         is_wrapped: True if a larger model contains the language model.
-        quantization: How weights are quantized; None if they are not.
+        quantization: Quantization of the weights; None if they are not quantized.
     """
 
     module: ModuleType
@@ -57,10 +57,10 @@ class CheckpointFamily:
 
     @staticmethod
     def read(directory: Path) -> "CheckpointFamily":
-        """Read the config.json of a directory.
+        """Read config.json from a model directory.
 
         Raises:
-            ValueError: Naming file and field, if one is missing, or the family or its quantization is not supported.
+            ValueError: If the file or a field is missing, or the family or quantization is not supported.
         """
         whole = CheckpointConfig.read(directory)
         is_own = any(whole.equals("model_type", name, "") for name in FAMILIES)
@@ -79,8 +79,8 @@ class CheckpointFamily:
         """Return the architecture that the configuration describes.
 
         Args:
-            names: Of the checkpoint's tensors. A model whose configuration ties its ends is untied if the checkpoint
-                has weights for both, as transformers does.
+            names: Tensor names in the checkpoint. If it has both embeddings and output weights, they are not tied,
+                whatever the configuration says, as in transformers.
         """
         found: HybridArchitecture = self.module.architecture_of(self.config)
         if self.is_wrapped and self.whole.flag("tie_word_embeddings", False):
@@ -92,13 +92,13 @@ class CheckpointFamily:
         return replace(found, tie_embeddings=not has_both)
 
     def other_names(self, architecture: HybridArchitecture) -> OtherNames:
-        """Return the names that tensors may have; weights of tied ends may have the name of either."""
+        """Return the alternative tensor names; tied embeddings may be stored under the name of the output layer."""
         others, ends = self._other_names(), self.module.ENDS
         tied = {ends["embeddings"]: (ends["output"],)} if architecture.tie_embeddings else {}
         return replace(others, parts={**tied, **others.parts})
 
     def is_other_part(self, name: str) -> bool:
-        """Return True if a tensor belongs to a larger model, not to its language model."""
+        """Return True if a tensor belongs to another part of a larger model than its language model."""
         if name.startswith(self._other_names().left_out):
             return True
         return self.is_wrapped and not name.startswith(tuple(filter(None, _TEXT_PREFIXES)))
@@ -114,11 +114,11 @@ _FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, and its source.
+    """A model with loaded weights, its architecture, and the directory of its files.
 
     Args:
-        quantized: What was quantized in the files, for a line at start-up; empty if nothing was.
-        num_kept: Tensors of those that stay quantized in memory.
+        quantized: Summary of the quantized tensors in the files, printed at start-up; empty if there are none.
+        num_kept: Number of these tensors that stay quantized in memory.
     """
 
     model: MambaModel
@@ -129,10 +129,10 @@ class LoadedModel:
 
 
 def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
-    """Return the architecture that a directory's config.json describes, and the dtype that its weights get.
+    """Return the architecture that config.json describes, and the default dtype for its weights.
 
     Raises:
-        ValueError: Naming the file and the field, if it is missing or not supported.
+        ValueError: If a field is missing or not supported; the message names file and field.
     """
     family = CheckpointFamily.read(directory)
     return family.architecture(), family.dtype
@@ -143,20 +143,20 @@ def load_hugging_face(
 ) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
-    Tensors that this rank needs are read one at a time and cut to the rank's shard. Linear layers and
-    experts that the files have in FP8, NVFP4 or MXFP4 stay so in memory if the dtype is bfloat16; what is quantized
-    otherwise is dequantized. A name that is not a directory is looked up in the local cache of huggingface_hub, or
-    downloaded by it, if that is installed.
+    The tensors that this rank needs are read one at a time and cut to the shard of the rank. Linear layers and experts
+    that are stored in FP8, NVFP4 or MXFP4 stay quantized in memory if the dtype is bfloat16; other quantized tensors
+    are dequantized. If `source` is not a directory, it is the name of a model, which huggingface_hub, if installed,
+    finds in its local cache or downloads.
 
     Args:
-        dtype: Dtype of the weights; None: bfloat16 if config.json says that they are stored so or quantized, else
+        dtype: Dtype of the weights; None: bfloat16 if config.json says that they are bfloat16 or quantized, else
             float32.
         dequantizes: True to dequantize all weights.
 
     Raises:
-        ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
-            supported; no model is returned half-loaded.
-        MemoryError: Naming the configuration, and the largest sizes in it, if the weights do not fit in memory.
+        ValueError: If a file or tensor is missing, damaged, unexpected, of the wrong shape or not supported; the
+            message names it. A partially loaded model is never returned.
+        MemoryError: If the weights do not fit in memory; the message gives the largest sizes in the configuration.
     """
     directory = _directory_of(source)
     family = CheckpointFamily.read(directory)
@@ -195,7 +195,7 @@ def _directory_of(source: str | Path) -> Path:
         ) from error
     try:
         return Path(snapshot_download(str(source), allow_patterns=_FETCHED))
-    except (OSError, ValueError) as error:  # huggingface_hub's errors are of these kinds
+    except (OSError, ValueError) as error:  # the base classes of huggingface_hub's errors
         reason = " ".join(str(error).split())
         raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
 
@@ -203,7 +203,7 @@ def _directory_of(source: str | Path) -> Path:
 def _placements(
     family: CheckpointFamily, architecture: HybridArchitecture, files: CheckpointTensors, directory: Path
 ) -> Placements:
-    """Return the destinations of the files' tensors, checked to be the model's own and all of them."""
+    """Return the destinations of the stored tensors, after checking that none is missing or unknown."""
     usual, names = family.module.placements_of(architecture), files.names.keys()
     stored = StoredTensors.find(usual, names, family.other_names(architecture), directory)
     unknown, known = names - stored.placements.keys(), stored.placements.keys()
@@ -230,34 +230,34 @@ def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, 
 def _check_shapes(
     directory: Path, files: CheckpointTensors, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise `ValueError` if a tensor's shape is not the whole model's, before a model is built."""
+    """Raise `ValueError` if a stored tensor does not have the shape that the undivided model needs."""
     for name, targets in placements.items():
         found, needed = files.shapes[name], stored_shape(targets, shapes)
         if found != needed:
             sizes = "the vocab_size and hidden_size of" if targets[0].target == EMBEDDINGS else "by"
             raise ValueError(
-                f"{files.names[name]}: tensor {name} has shape {found} where the model has {needed}, {sizes} "
+                f"{files.names[name]}: tensor {name} has shape {found}, but the model needs {needed}, {sizes} "
                 f"{directory / 'config.json'}"
             )
 
 
 @contextmanager
 def naming_source(source: str | Path) -> Iterator[None]:
-    """Name what describes a model in errors about building it."""
+    """Context manager: add `source`, which describes the model, to errors raised while building it."""
     try:
         yield
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"{source} describes no model that Megatron builds: {error}") from error
+        raise ValueError(f"{source} describes a model that Megatron cannot build: {error}") from error
     except MemoryError as error:
         raise MemoryError(f"{source}: {error}") from error
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the number of tensors and the names of the first few."""
+    """Return text with the number of tensors and the first few names."""
     return f"{len(names)} tensors: {shortened(names)}"
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Return the first few names and how many more there are."""
+    """Return text with the first few names and the number of further names."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return f"{', '.join(names[:_NAMES_SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""Progress while weights load: a progress bar on a terminal, else a line every few seconds."""
+"""Show progress while weights load: a progress bar on a terminal, else a line every few seconds."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ LINE_EVERY_S = 5.0
 
 @contextmanager
 def loading_progress(total: int) -> Iterator[Callable[[], object]]:
-    """Yield what to call after each of `total` tensors; loads shorter than `LINE_EVERY_S` print no line."""
+    """Yield a function to call after each of `total` tensors. Without a terminal, short loads print nothing."""
     if sys.stderr.isatty():
         with tqdm(total=total, desc="loading", unit="tensor", file=sys.stderr) as bar:
             yield bar.update

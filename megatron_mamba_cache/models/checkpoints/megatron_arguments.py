@@ -1,4 +1,4 @@
-"""The architecture that the arguments of a Megatron-LM training run describe."""
+"""Read a model's architecture from the arguments of a Megatron-LM training run."""
 
 from typing import Any
 
@@ -15,15 +15,15 @@ from ..architecture import (
 )
 from .checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 
-_GATED_NORM_EPS = 1e-5  # a constant of Megatron's mixer, whatever the arguments say
-_SSM_CHUNK_SIZE = 128  # likewise
-_EXPAND = 2  # likewise, where the arguments give no number of Mamba heads
+_GATED_NORM_EPS = 1e-5  # constant in Megatron's mixer; no argument sets it
+_SSM_CHUNK_SIZE = 128  # constant in Megatron's mixer; no argument sets it
+_EXPAND = 2  # constant in Megatron's mixer, used if no argument gives the number of Mamba heads
 
 _SUPPORTED: dict[str, tuple[Any, Any]] = {
-    # argument: the only value that is supported, Megatron-LM's default
+    # argument: (only supported value, Megatron-LM's default)
     "normalization": ("RMSNorm", "LayerNorm"),
     "apply_layernorm_1p": (False, False),
-    "layernorm_zero_centered_gamma": (False, False),  # its newer name
+    "layernorm_zero_centered_gamma": (False, False),  # newer name of apply_layernorm_1p
     "add_bias_linear": (False, True),
     "add_qkv_bias": (False, False),
     "qk_layernorm": (False, False),
@@ -50,15 +50,20 @@ _SUPPORTED_ROUTING: dict[str, tuple[Any, Any]] = {
     "moe_apply_probs_on_input": (False, False),
     "moe_expert_capacity_factor": (None, None),
 }
-_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # of training alone; "sinkhorn" chooses otherwise
+_BALANCING = (
+    "aux_loss",
+    "seq_aux_loss",
+    "global_aux_loss",
+    "none",
+)  # these affect training only; "sinkhorn" would change the choice
 _CHOICE = ChoiceFields("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
 
 
 def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture of the hybrid model that was trained with these arguments.
+    """Return the architecture of the hybrid model trained with these arguments.
 
     Raises:
-        ValueError: Naming the argument that is missing, ill-typed or not supported.
+        ValueError: If an argument is missing, of the wrong type or not supported; the message names it.
     """
     _require(arguments, _SUPPORTED)
     pattern = _pattern(arguments)
@@ -70,7 +75,7 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
         vocab_size=arguments.integer("padded_vocab_size"),
         hidden_size=arguments.integer("hidden_size"),
         max_sequence_length=arguments.integer("max_position_embeddings"),
-        # Since core 0.16, arguments that configure it have the names of its fields.
+        # Since core 0.16, arguments have the names of the TransformerConfig fields that they set.
         norm_eps=arguments.number("layernorm_epsilon", arguments.number("norm_epsilon", 1e-5)),
         recurrent=_mamba(arguments),
         attention=_attention(arguments),
@@ -143,9 +148,11 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     else:
         arguments.one_of("moe_router_load_balancing_type", _BALANCING, "aux_loss")
     top_k, num_groups, top_groups = arguments.integer("moe_router_topk", 2), 1, 1
-    if arguments.has("moe_router_group_topk"):  # without it, training chose from all groups
+    if arguments.has("moe_router_group_topk"):  # absent: experts are chosen from all groups
         num_groups = arguments.integer("moe_router_num_groups", 1)
-        top_groups = arguments.integer("moe_router_group_topk", most=top_k)  # of more, training scored none
+        top_groups = arguments.integer(
+            "moe_router_group_topk", most=top_k
+        )  # with more groups than top_k, training scored no experts
     experts = ExpertsSizes(
         num_experts=arguments.integer("num_experts", most=MOST_EXPERTS),
         top_k=top_k,

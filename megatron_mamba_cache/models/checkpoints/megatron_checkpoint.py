@@ -1,4 +1,4 @@
-"""Save Megatron distributed checkpoints (torch_dist), and load them and those written by Megatron-LM's training."""
+"""Save Megatron distributed checkpoints (torch_dist), and load them or checkpoints saved by Megatron-LM."""
 
 import math
 import pickle
@@ -37,24 +37,24 @@ _FILES = (".metadata", COMMON_FILE, "metadata.json")
 
 _LOAD_ERRORS = (
     *(CheckpointingException, CheckpointException, OSError, RuntimeError, EOFError, pickle.UnpicklingError),
-    *(ValueError, LookupError, AttributeError, TypeError, ImportError),  # what unpickling damaged bytes may raise
+    *(ValueError, LookupError, AttributeError, TypeError, ImportError),  # unpickling damaged bytes may raise these
 )
 
 
 class _Mismatch(ValueError):
-    """A checkpoint is intact, but of another model."""
+    """The checkpoint is intact but belongs to a different model."""
 
 
 def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
-    """Save a model's weights for any number of ranks, and its architecture; all ranks call it.
+    """Save a model's weights and architecture, to be loaded by any number of ranks; collective over all ranks.
 
     Raises:
-        ValueError: If the directory is not empty or cannot be made.
+        ValueError: If the directory is not empty or cannot be created.
         OSError: If a file cannot be written.
     """
     path = Path(directory)
     _make_empty(path)
-    _barrier()  # no rank writes before all have seen the directory empty
+    _barrier()  # no rank writes before all ranks have checked that the directory is empty
     try:
         state = model.sharded_state_dict()
         if _has_copied_embeddings(architecture):
@@ -68,10 +68,10 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
 
 
 def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
-    """Return the architecture of a checkpoint, and the dtype of its weights, without reading these.
+    """Return the architecture of a checkpoint and the dtype of its weights, without reading the weights.
 
     Raises:
-        ValueError: Naming the file, if it is missing or not supported.
+        ValueError: If a file is missing or describes an unsupported model; the message names the file.
     """
     path = weights_directory(directory)
     described = written_architecture(None, path, directory) or trained_architecture(read_common_state(path), path)
@@ -81,17 +81,17 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
 def load_megatron_checkpoint(
     directory: str | Path, dtype: torch.dtype | None = torch.bfloat16, architecture: HybridArchitecture | None = None
 ) -> LoadedModel:
-    """Load what `save_megatron_checkpoint` or Megatron-LM's training wrote, under any number of ranks.
+    """Load a checkpoint saved by `save_megatron_checkpoint` or Megatron-LM, with any number of ranks.
 
     Args:
-        directory: Directory of one checkpoint, or of a run, whose latest one is taken.
-        dtype: Dtype of the weights; None: bfloat16 if most of them are stored so, else float32.
-        architecture: None: from hybrid_architecture.json in the directory, else from the training arguments in
-            common.pt.
+        directory: Directory of one checkpoint, or of a training run, whose latest checkpoint is loaded.
+        dtype: Dtype of the weights; None: bfloat16 if most of them are stored as bfloat16, else float32.
+        architecture: Architecture of the model; None: read it from hybrid_architecture.json in the directory, or else
+            from the training arguments in common.pt.
 
     Raises:
-        ValueError: Naming the file, if something is missing, superfluous or does not fit; no model is returned
-            half-loaded.
+        ValueError: If a file or tensor is missing, unexpected or does not fit the model; the message names it. A
+            partially loaded model is never returned.
         MemoryError: If the weights do not fit in memory.
     """
     path = weights_directory(Path(directory))
@@ -112,7 +112,7 @@ def load_megatron_checkpoint(
 
 
 def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what is wanted in portions, so that progress shows; all ranks read as many."""
+    """Read the wanted tensors in portions, to show progress. All ranks read the same number of portions."""
     tensors = [part for part in stored.values() if isinstance(part, ShardedTensor)]
     num_bytes = sum(part.dtype.itemsize * math.prod(part.global_shape) for part in tensors)
     num_portions = min(max(num_bytes // PORTION_BYTES, 1), _MOST_PORTIONS)
@@ -129,7 +129,7 @@ def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> d
 
 
 def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, common: CommonState) -> Mapping[str, Any]:
-    """Return what the checkpoint has, if that is what the model needs, of which nothing takes memory yet."""
+    """Return the metadata of the stored tensors after checking them against a model built without memory."""
     with without_memory():
         model = _built(described, dtype)
     with _naming_weights(path, described):
@@ -141,14 +141,14 @@ def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, co
 
 
 def _built(described: DescribedModel, dtype: torch.dtype) -> MambaModel:
-    """Return the model, without values; name what describes it in errors."""
+    """Build the model with uninitialized weights; errors name the source of its architecture."""
     with naming_source(described.source):
         return build_hybrid_model(described.architecture, dtype)
 
 
 @contextmanager
 def _naming_weights(path: Path, described: DescribedModel) -> Iterator[None]:
-    """Name the checkpoint in errors about its weights, and what describes the model."""
+    """Context manager: add the checkpoint and the source of the architecture to loading errors."""
     try:
         yield
     except _Mismatch:
@@ -160,7 +160,7 @@ def _naming_weights(path: Path, described: DescribedModel) -> Iterator[None]:
 
 
 def _stored_dtype(path: Path) -> torch.dtype:
-    """Return bfloat16 if most parameters are stored so, else float32."""
+    """Return bfloat16 if most parameters are stored as bfloat16, else float32."""
     try:
         stored = [part for part in load_sharded_metadata(str(path)).values() if isinstance(part, ShardedTensor)]
         sizes = [(tensor.dtype, math.prod(tensor.global_shape)) for tensor in stored]
@@ -171,7 +171,7 @@ def _stored_dtype(path: Path) -> torch.dtype:
 
 
 def _make_empty(path: Path) -> None:
-    """Make a directory, or accept an existing empty one."""
+    """Create a directory; an existing directory must be empty."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_empty = next(path.iterdir(), None) is None
@@ -182,7 +182,7 @@ def _make_empty(path: Path) -> None:
 
 
 def _check_files(path: Path) -> None:
-    """Raise `ValueError` naming a weight file that is missing or empty."""
+    """Raise `ValueError` if a weight file is missing or empty."""
     for file in [*(path / name for name in _FILES), *sorted(path.glob("*.distcp"))]:
         if not file.is_file() or not file.stat().st_size:
             found = "empty" if file.is_file() else "missing"
@@ -192,7 +192,7 @@ def _check_files(path: Path) -> None:
 
 
 def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
-    """Return True if this rank has the embeddings only as output weights, a name that checkpoints do not have."""
+    """Return True if this rank has tied embeddings only as its output weights, which checkpoints do not store."""
     part = RankShard.of_process(architecture)
     return part.is_tied and part.is_last_stage and not part.is_first_stage
 
@@ -200,18 +200,18 @@ def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
 def _wanted(
     model: MambaModel, architecture: HybridArchitecture, common: CommonState, stored: Collection[str]
 ) -> dict[str, Any]:
-    """Return what to load, under the stored names; leaves out a layer's extra state, which quantized training uses."""
+    """Return the sharded tensors to load, under their stored names, without extra state (of quantized training)."""
     sharded = model.sharded_state_dict(metadata={"singleton_local_shards": common.splits_experts})
     wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
     if _has_copied_embeddings(architecture):
         wanted[OUTPUT].key = EMBEDDINGS
-        wanted[OUTPUT].replica_id = (1, *wanted[OUTPUT].replica_id[1:])  # the first stage's is the original
+        wanted[OUTPUT].replica_id = (1, *wanted[OUTPUT].replica_id[1:])  # the first stage holds the main replica
     take_fused_names(wanted, len(architecture.pattern), stored)
     return wanted
 
 
 def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any], stored: Mapping[str, Any]) -> None:
-    """Raise `_Mismatch` unless the checkpoint has exactly the model's tensors, besides other training state."""
+    """Raise `_Mismatch` unless the checkpoint has exactly the tensors of the model, apart from training state."""
     parts = dict(wanted)
     apply_factories(parts)
     needed = {part.key: part for part in nested_values(parts)}
@@ -227,13 +227,13 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
         raise _Mismatch(f"{path} has {listed(unknown)}, which {model} does not have")
     for name, part in needed.items():
         found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
-        if found != expected:  # Megatron would pad embeddings that are too small with zeros
-            raise _Mismatch(f"{path}: tensor {name} has shape {found} where {model} has {expected}")
+        if found != expected:  # checked here because Megatron pads embeddings that are too small with zeros
+            raise _Mismatch(f"{path}: tensor {name} has shape {found}, but {model} has {expected}")
     warn_of_left_out(path, len(left_out))
 
 
 def _stacked_parts(model: MambaModel, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the targets inside larger parameters: an expert's weights among those of all experts."""
+    """Return the targets that are views into larger parameters: one expert's part of a stack of experts."""
     own_names = model.state_dict().keys()
     return {
         name: part.data for name, part in wanted.items() if isinstance(part, ShardedTensor) and name not in own_names
@@ -245,12 +245,14 @@ def _fill(model: MambaModel, state: dict[str, Any], stacked: Mapping[str, Tensor
         loaded = state.pop(name)
         if loaded.data_ptr() != part.data_ptr():
             part.copy_(loaded)
-    outcome = model.load_state_dict(state, strict=False)  # only extra state may be missing
+    outcome = model.load_state_dict(state, strict=False)  # extra state may be missing; the check below finds other gaps
     unfilled = [
         name for name in outcome.missing_keys if not is_training_state(name) and not name.endswith(STACKED_PARAMETERS)
     ]
     if unfilled or outcome.unexpected_keys:
-        raise ValueError(f"not filled: {unfilled}; without a target: {outcome.unexpected_keys}")
+        raise ValueError(
+            f"parameters left without values: {unfilled}; tensors without a parameter: {outcome.unexpected_keys}"
+        )
 
 
 def _reason(error: BaseException) -> str:
@@ -258,7 +260,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _of_all_ranks(names: Collection[str]) -> set[str]:
-    """Return the names that any rank has."""
+    """Return the union of the names over all ranks."""
     found: list[Any] = [sorted(names)] * torch.distributed.get_world_size()
     if len(found) > 1:
         torch.distributed.all_gather_object(found, sorted(names))

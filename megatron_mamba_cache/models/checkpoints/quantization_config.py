@@ -1,4 +1,4 @@
-"""Which formats a Hugging Face directory says that its quantized weights have."""
+"""Read the formats of quantized weights that a Hugging Face model directory declares."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ _FIELDS_OF_TOOLS = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbyte
 
 
 def kind_of(found: Any) -> str:
-    """Return number format and tool as far as known, such as "NVFP4 (modelopt)"."""
+    """Describe a quantization by number format and tool, as far as known, such as "NVFP4 (modelopt)"."""
     if not isinstance(found, Mapping):
         return repr(found)
     producer, inner = found.get("producer"), found.get("quantization")
     details = inner if isinstance(inner, Mapping) else found
     tool = details.get("quant_method") or (producer.get("name") if isinstance(producer, Mapping) else None)
-    if not tool:  # older versions of some tools wrote fields of their own, but no name
+    if not tool:  # older versions of some tools wrote tool-specific fields without a name
         tool = next((named for field, named in _FIELDS_OF_TOOLS.items() if field in details), "")
     tool = str(tool)
     tool = _TOOLS.get(tool.lower(), tool)
@@ -50,7 +50,7 @@ def _format_of(details: Mapping[str, Any]) -> str:
 
 
 def _group_weights(details: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the descriptions of weights that the groups of compressed-tensors have."""
+    """Return the `weights` objects in the config groups of compressed-tensors."""
     groups = details.get("config_groups")
     each = groups.values() if isinstance(groups, Mapping) else ()
     found = [group.get("weights") for group in each if isinstance(group, Mapping)]
@@ -76,7 +76,7 @@ _ALGORITHMS = {
     "MXFP4": MXFP4,
     "W4A8_MXFP4_FP8": MXFP4,
 }
-"""Values of modelopt's `quant_algo`, in upper case."""
+"""Value of modelopt's `quant_algo`, in upper case → weight format."""
 _MIXED = "MIXED_PRECISION"
 _LAYOUTS = (
     "float-quantized",
@@ -87,16 +87,16 @@ _LAYOUTS = (
     "mixed-precision",
     "dense",
 )
-"""Values of `format` of compressed-tensors."""
+"""Supported values of the `format` field of compressed-tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The quantization formats that a checkpoint directory declares.
+    """Quantization formats declared by a checkpoint directory.
 
     Attributes:
-        source: The file that says so.
-        formats: All formats that weights may have; empty if only activations or the KV cache are quantized.
+        source: The file that declares them.
+        formats: Formats that weights may have; empty if only activations or the KV cache are quantized.
     """
 
     source: Path
@@ -104,10 +104,10 @@ class QuantizationConfig:
 
     @staticmethod
     def read(directory: Path) -> "QuantizationConfig | None":
-        """Read the files of a directory; None if they describe no quantization.
+        """Read the quantization from the files in a directory; None if the model is not quantized.
 
         Raises:
-            ValueError: Naming file, field and value, if they describe a quantization that is not supported.
+            ValueError: If the quantization is not supported; the message names file, field and value.
         """
         for path in (directory / name for name in _FILES_OF_INTEGERS):
             if path.is_file():
@@ -130,7 +130,7 @@ class QuantizationConfig:
 
 
 def _described(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each field that describes a quantization, also inside the text configuration."""
+    """Yield the name and value of each field that describes a quantization, including nested text configurations."""
     sections = {"": config, **{f"{name}.": config.get(name) for name in TEXT_CONFIGS}}
     for prefix, section in sections.items():
         for name in _FIELDS:
@@ -155,7 +155,7 @@ def _formats(source: Path, label: str, value: Any) -> tuple[WeightFormat, ...]:
 
 
 def _method(source: Path, value: Any) -> str:
-    """Return the tool that wrote a description."""
+    """Return the name of the tool that wrote a quantization description; "" if it is not an object."""
     if not isinstance(value, Mapping):
         return ""
     producer, inner = value.get("producer"), value.get("quantization")
@@ -173,7 +173,7 @@ def _of_transformers(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
     fields.require("expert_dtype", "fp8", "fp8")
     fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
     if not fields.has("weight_block_size"):
-        return _FP8_TENSOR, _FP8_BLOCK  # transformers' default is blocks, other tools' is none: the scales tell
+        return _FP8_TENSOR, _FP8_BLOCK  # defaults differ between tools; the shape of the scales decides
     return (fp8(*fields.pair("weight_block_size")),)
 
 
@@ -213,7 +213,7 @@ def _of_groups(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
 
 
 def _of_weights(fields: CheckpointConfig) -> WeightFormat:
-    """Return the format that a group's `weights` describe."""
+    """Return the format described by the `weights` object of a group."""
     for name, allowed in (("type", "float"), ("symmetric", True), ("dynamic", False)):
         fields.require(name, allowed, allowed)
     num_bits = fields.one_of("num_bits", (8, 4))

@@ -1,4 +1,4 @@
-"""Quantized weights: codes with scales, and the values that they give."""
+"""Formats of quantized weights, stored as codes and scales, and their dequantization."""
 
 import math
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A format of quantized matrices [..., rows, columns], by the names that safetensors has for types.
+    """Format of quantized matrices [..., rows, columns]. Types are named as in safetensors.
 
     Args:
-        name: As messages show it.
-        code_type: Type of the codes; "U8" are two e2m1 codes a byte, the low four bits first.
-        scale_types: Types that scales may have; "U8" are exponents of 2 with a bias of 127.
-        rows, columns: Size of the blocks that share a scale; None: all of a matrix. The last block may be smaller.
-        has_global: True if a second scale multiplies a whole matrix.
+        name: Name shown in messages.
+        code_type: Type of the codes. "U8" holds two e2m1 codes per byte, low four bits first.
+        scale_types: Allowed types of the scales. "U8" holds exponents of 2 with a bias of 127.
+        rows, columns: Size of the block that shares a scale; None: the whole matrix. The last block may be smaller.
+        has_global: True if a second scale applies to a whole matrix.
     """
 
     name: str
@@ -41,16 +41,16 @@ class WeightFormat:
     has_global: bool = False
 
     def shape_of(self, codes: Shape) -> Shape:
-        """Return the shape of the weight whose codes have this shape."""
+        """Return the shape of a weight from the shape of its codes."""
         return (*codes[:-1], 2 * codes[-1]) if self.code_type == "U8" and codes else codes
 
     def grid(self, weight: Shape) -> Shape:
-        """Return how many blocks a weight has along each dimension."""
+        """Return the number of blocks of a weight along each dimension."""
         *leading, rows, columns = weight
         return (*leading, _ceil(rows, self.rows), _ceil(columns, self.columns))
 
     def scale_shapes(self, weight: Shape) -> list[Shape]:
-        """Return the shapes that the scales of a weight may have, the usual one first."""
+        """Return the allowed shapes for the scales of a weight, most common first."""
         grid = *leading, rows, columns = self.grid(weight)
         shapes: list[Shape] = [grid, (*leading, rows, 1, columns, 1)]
         if self.columns is None:
@@ -61,7 +61,7 @@ class WeightFormat:
 
 
 def fp8(rows: int | None, columns: int | None) -> WeightFormat:
-    """Return the format of e4m3 codes in blocks of this size; None: all rows, or all columns."""
+    """Return an FP8 format (e4m3) with one scale per block of this size; None: all rows, or all columns."""
     if columns is None:
         name = f"FP8 with a scale a {'tensor' if rows is None else 'row'}"
     else:
@@ -96,11 +96,11 @@ class CodedTensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight of a shape that a checkpoint has as several tensors.
+    """A quantized weight, which a checkpoint stores as several tensors.
 
     Args:
-        codes, scale, global_scale: Names of the tensors; `global_scale` is None where the format has none.
-        divides: True if the file has the inverse of the global scale.
+        codes, scale, global_scale: Names of the tensors; `global_scale` is None if the format has no global scale.
+        divides: True if the file stores the inverse of the global scale.
     """
 
     format: WeightFormat
@@ -112,7 +112,7 @@ class QuantizedWeight:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of all tensors that it needs."""
+        """Names of all tensors needed to dequantize the weight."""
         return (self.codes, self.scale, *([] if self.global_scale is None else [self.global_scale]))
 
     def coded(self, tensors: Mapping[str, Tensor], device: torch.device) -> CodedTensor:
@@ -141,11 +141,11 @@ class QuantizedWeight:
         return CodedTensor(codes_of_pairs(codes), 4, by_row, factors, height, width)
 
     def values(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """Return the weight: code x scale, x or / the global scale, in float32, rounded once to the result's dtype.
+        """Dequantize the weight in float32, rounding once to the dtype of the result.
 
         Args:
-            tensors: At least `parts`, by name.
-            like: Has the dtype and the device of the result.
+            tensors: Tensors by name; must include `parts`.
+            like: A tensor with the dtype and device for the result.
         """
         rows, columns = self.shape[-2:]
         found = torch.empty(self.shape, dtype=like.dtype, device=like.device)
@@ -153,7 +153,7 @@ class QuantizedWeight:
         on_device = {name: tensors[name].to(like.device) for name in self.parts}
         codes = on_device[self.codes].reshape(len(matrices), rows, -1)
         scales = _float32(on_device[self.scale]).reshape(-1, *self.format.grid(self.shape)[-2:])
-        scales = scales.expand(len(matrices), -1, -1)  # a stack may have one scale
+        scales = scales.expand(len(matrices), -1, -1)  # the matrices of a stack may share one scale
         step = max(1, _SLABS[like.device.type] // columns)
         for number, matrix in enumerate(matrices):
             for start in range(0, rows, step):
@@ -167,7 +167,7 @@ class QuantizedWeight:
         return found
 
     def _scale(self, values: Tensor, scales: Tensor, slab: slice) -> None:
-        """Multiply the rows of a slab by their scales, in place."""
+        """Multiply the rows in a slab by their scales, in place."""
         rows, columns = self.shape[-2:]
         height, width = self.format.rows or rows, self.format.columns or columns
         of_rows = scales[torch.arange(slab.start, slab.stop, device=scales.device) // height]  # [rows, blocks]
@@ -178,7 +178,7 @@ class QuantizedWeight:
 
 
 def _decoded(codes: Tensor) -> Tensor:
-    """Return the values of codes [rows, n] in float32: [rows, n], or [rows, 2 n] if they are pairs."""
+    """Decode codes [rows, n] to float32: [rows, n], or [rows, 2 n] if each byte holds two codes."""
     if codes.dtype is not torch.uint8:
         return codes.float()
     return functional.embedding(codes.int(), _pairs(codes.device)).flatten(1)
@@ -186,7 +186,7 @@ def _decoded(codes: Tensor) -> Tensor:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """Return the two values of each byte [256, 2]."""
+    """Return the lookup table from a byte to its two values, shape [256, 2]."""
     return torch.tensor([(_E2M1[byte % 16], _E2M1[byte // 16]) for byte in range(256)], device=device)
 
 

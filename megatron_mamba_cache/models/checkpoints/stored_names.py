@@ -1,4 +1,4 @@
-"""Find a family's tensors in checkpoint files, under the names that any version of transformers writes or reads."""
+"""Find the tensors of a model family in checkpoint files, under the names used by any version of transformers."""
 
 import logging
 import re
@@ -13,7 +13,7 @@ from ..placement import Placement, Placements, stacked
 from .checkpoint_config import CheckpointConfig
 
 MTP_LAYERS = "layers for multi-token prediction (MTP), which is not used yet"
-"""Their description in warnings."""
+"""Description of MTP layers in warnings."""
 
 _LOG = logging.getLogger(__name__)
 _NAMED_SO = re.compile(r"(language_model\.|model\.|backbone\.)*(mtp|mtp_layers|mtp_block)\.")
@@ -22,11 +22,11 @@ _NUM_LAYERS_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hid
 
 
 def mtp_names(unknown: Iterable[str], known: Iterable[str] = (), num_mtp_layers: int = 0) -> list[str]:
-    """Return, in order, which of the tensors that a model has no place for belong to MTP layers.
+    """Return the names of the unknown tensors that belong to MTP layers, sorted.
 
     Args:
-        known: Names of the model's own tensors.
-        num_mtp_layers: MTP layers that may follow the model's layers under ordinary layer names, as in some families.
+        known: Names of the tensors that the model uses.
+        num_mtp_layers: Number of MTP layers that may be stored as ordinary layers after the layers of the model.
     """
     num_layers = 1 + max((_layer_of(name) for name in known), default=-1)
     following = range(num_layers, num_layers + num_mtp_layers)
@@ -34,37 +34,37 @@ def mtp_names(unknown: Iterable[str], known: Iterable[str] = (), num_mtp_layers:
 
 
 def num_mtp_layers(config: CheckpointConfig) -> int:
-    """Return how many MTP layers a Hugging Face configuration names."""
+    """Return the number of MTP layers in a Hugging Face configuration."""
     return max(config.integer(name, 0, least=0) for name in _NUM_LAYERS_FIELDS)
 
 
 def is_first_rank() -> bool:
-    """Return True on the first rank of all."""
+    """Return True on global rank 0, and without torch.distributed."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def warn_of_left_out(source: Path, num_tensors: int, what: str = MTP_LAYERS) -> None:
-    """Warn, on the first rank only, if any tensors of a checkpoint are left out."""
+    """Log a warning, on the first rank only, if tensors of a checkpoint are not used."""
     if num_tensors and is_first_rank():
         _LOG.warning("%s has %s; their %d tensors are left out", source, what, num_tensors)
 
 
 def _layer_of(name: str) -> int:
-    """Return the number of a tensor's layer; -1 for a tensor outside the layers."""
+    """Return the layer index in a tensor name; -1 if it names no layer."""
     layer = _LAYER.match(name)
     return -1 if layer is None else int(layer[1])
 
 
 @dataclass(frozen=True, slots=True)
 class OtherNames:
-    """Other names of tensors, as rules on the names that a family's placements have.
+    """Alternative tensor names, as rewriting rules for the names in a family's placements.
 
     Args:
-        parts: Part of a name → what may replace it.
-        stacks: Part of the name of one expert's tensor, with `{}` for the expert's number → what replaces it in the
-            name of the tensor that stacks those of all experts.
-        prefixes: What may precede each of these names.
-        left_out: Prefixes of tensors of a larger model, which a file of the language model alone may have all the same.
+        parts: Part of a name → possible replacements.
+        stacks: Part of the name of one expert's tensor, with `{}` for the expert's number → its replacement in the name
+            of the tensor that stacks all experts.
+        prefixes: Possible prefixes of the names.
+        left_out: Prefixes of tensors to ignore; they belong to a larger model that contains the language model.
     """
 
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -73,14 +73,14 @@ class OtherNames:
     left_out: tuple[str, ...] = ()
 
     def of(self, name: str) -> list[str]:
-        """Return all names of a tensor, the usual one first."""
+        """Return all possible names of a tensor, the usual name first."""
         names = [name]
         for part, others in self.parts.items():
             names += [known.replace(part, other, 1) for known in names if part in known for other in others]
         return list(dict.fromkeys(f"{prefix}{known}" for prefix in self.prefixes for known in names))
 
     def of_stack(self, name: str) -> list[str]:
-        """Return all names of the stack that holds a tensor; empty if no such stack is known."""
+        """Return all possible names of the stack that holds an expert's tensor; empty without a rule for it."""
         for part, stack in self.stacks.items():
             before, after = map(re.escape, part.split("{}"))
             if one := re.search(rf"{before}\d+{after}", name):
@@ -90,11 +90,11 @@ class OtherNames:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensors:
-    """A family's tensors as checkpoint files have them.
+    """The tensors of a model family, found by name in checkpoint files.
 
     Attributes:
-        placements: Name in the files → destinations.
-        missing: Name of each tensor that the files lack, as they name the others → all names that were tried.
+        placements: Stored name → destinations.
+        missing: Name of each missing tensor, in the style of the stored names → all names that were tried.
     """
 
     placements: Placements
@@ -102,15 +102,16 @@ class StoredTensors:
 
     @staticmethod
     def find(placements: Placements, names: Collection[str], others: OtherNames, directory: Path) -> "StoredTensors":
-        """Find tensors by name.
+        """Find the tensors in `placements` among the stored names.
 
         Args:
-            placements: By usual name.
-            names: Of all tensors in the files.
-            directory: Named in errors.
+            placements: Usual name → destinations.
+            names: Names of all tensors in the files.
+            others: Rules for alternative names.
+            directory: Directory named in errors.
 
         Raises:
-            ValueError: Naming both, if two tensors in the files are the same one of the model.
+            ValueError: If two stored tensors are the same tensor of the model; the message names both.
         """
         found: dict[str, tuple[Placement, ...]] = {}
         stacks: dict[str, list[Placement]] = {}
@@ -133,6 +134,6 @@ class StoredTensors:
 
 
 def _named_alike(beginning: str, tried: list[str]) -> tuple[str, list[str]]:
-    """Return the first name with this prefix, or else the first name, and all names with that one in front."""
+    """Return the first name with this prefix (or the first name of all), and all names with it moved to the front."""
     name = next((name for name in tried if name.startswith(beginning)), tried[0])
     return name, [name, *(other for other in tried if other != name)]

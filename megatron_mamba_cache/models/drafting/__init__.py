@@ -1,1 +1,1 @@
-"""Drafters with weights of their own."""
+"""Drafters that have their own weights."""

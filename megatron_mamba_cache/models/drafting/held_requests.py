@@ -1,4 +1,4 @@
-"""The requests of a draft model: which to draft next, and which to drop to make room."""
+"""Requests held by a draft model: choose which to run next, and which to drop to make room."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,13 @@ from ...speculation.drafter import DraftRequest
 
 @dataclass(slots=True, eq=False)
 class HeldRequest:
-    """A request that the draft model holds memory for.
+    """A request for which the draft model holds memory.
 
     Args:
-        running: To the draft model all text is a growing prompt. Its live state holds only verified tokens.
-        text: [max_sequence_length] tokens: the prompt is a view of its start, followed by the round's drafts.
-        last_requested: The last round in which drafts were requested for it.
+        running: The request in the draft model, where all text is a growing prompt. Its live state covers verified
+            tokens only.
+        text: [max_sequence_length] tokens. The prompt is a view of its start; draft tokens of the current call follow.
+        last_requested: The last round (one call of the drafter) in which drafts were requested for it.
     """
 
     running: RunningRequest
@@ -30,10 +31,10 @@ class HeldRequest:
     last_requested: int
 
     def branch(self, drafts: Sequence[int]) -> RunningRequest:
-        """Return a request that computes the last of `drafts`, for one forward; it owns nothing.
+        """Return a temporary request that runs the last token of `drafts` in one forward pass; it owns no memory.
 
-        It starts from the live state, or from the branch before it, and writes only to the draft slot. Later text
-        overwrites its KV.
+        It starts from the live state or the state of the draft token before, and writes its state to the draft slot.
+        Later text overwrites its keys and values.
         """
         running, at = self.running, self.running.length + len(drafts)
         self.text[at - 1] = drafts[-1]
@@ -52,20 +53,21 @@ class HeldRequest:
 
 
 class HeldRequests:
-    """The requests that a draft model holds memory for, by id; `context`, the draft model's own, has exactly these.
+    """Requests for which a draft model holds memory, by id; its `context` runs exactly these.
 
-    A request is admitted when drafts are first wanted for it, and stays until it is forgotten or dropped to make room.
-    If a round cannot serve all draft requests, those that have waited longest come first, and among them the shortest.
+    A request is admitted when drafts are first requested for it, and stays until it is forgotten or dropped to make
+    room. If a round cannot serve all requests, those that have waited longest come first; ties go to the request with
+    the least new text.
     """
 
     def __init__(self, context: MambaCacheContext) -> None:
         self._context = context
         self._held: dict[int, HeldRequest] = {}
-        self._waits_since: dict[int, int] = {}  # request id -> round
+        self._waits_since: dict[int, int] = {}  # request id -> round since which it waits
         self._round = 0
 
     def schedule(self, requests: Sequence[DraftRequest]) -> list[HeldRequest]:
-        """Begin a round: schedule the new text of the given requests, within the step's token budget."""
+        """Begin a round: schedule the new text of the given requests within the token budget."""
         self._round += 1
         budget = self._context.cache_config.max_tokens
         for request in requests:
@@ -81,16 +83,16 @@ class HeldRequests:
         return scheduled
 
     def publish(self, served: Sequence[HeldRequest]) -> None:
-        """Publish and count what the forward of the scheduled requests computed."""
+        """Publish and count the tokens that the forward pass has processed."""
         self._context.runner.publish_prompts()
         for held in served:
             self._context.cache.advance(held.running, held.running.scheduled)
             self._waits_since[held.running.request_id] = self._round + 1
 
     def room_for_drafts(self, held: HeldRequest, num_drafts: int) -> int:
-        """Take a slot and blocks for drafts; return how many drafts, at least 1, have room.
+        """Allocate a slot and blocks for draft tokens; return how many fit, at least 1.
 
-        The last draft is not fed to the model, so a single draft takes no room.
+        The last draft token is not fed to the model, so a single one needs no memory.
         """
         running = held.running
         num_drafts = min(num_drafts, len(held.text) - running.length + 1)
@@ -101,19 +103,19 @@ class HeldRequests:
         return num_drafts if num_drafts > 1 and self._context.cache.draft_states.widen(running.cursor, 1) else 1
 
     def end_round(self, served: Sequence[HeldRequest]) -> None:
-        """Return the slots that `room_for_drafts` took."""
+        """Free the slots that `room_for_drafts` allocated."""
         for held in served:
             self._context.cache.draft_states.trim(held.running.cursor)
 
     def abort_round(self, request_ids: Collection[int]) -> None:
-        """Drop what is held for the requests of a failed round, and wait for the device."""
+        """Free the memory of the requests in a failed round, after waiting for the device."""
         try:
             self._context.runner.drop_failed_step()
         finally:
             self.drop(request_ids)
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Drop what is held for these requests; what they published stays findable."""
+        """Free the memory held for these requests. Their published blocks and states stay cached."""
         try:
             self._context.drop_requests(request_ids)
         finally:
@@ -121,23 +123,23 @@ class HeldRequests:
             self._held = {request_id: held for request_id, held in self._held.items() if held.running in running}
 
     def drop_all(self) -> None:
-        """Drop what is held for every request."""
+        """Free the memory held for all requests."""
         self.drop(set(self._held))
 
     def forget(self, request_id: int) -> None:
-        """Drop everything about a request; do nothing if it is unknown."""
+        """Remove a request and free its memory; ignore an unknown one."""
         self._waits_since.pop(request_id, None)
         if request_id in self._held:
             self.drop({request_id})
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless requests, blocks and slots agree, and no draft slot outlives a round."""
+        """Raise `CacheIntegrityError` if requests, blocks and slots are inconsistent, or a draft slot was not freed."""
         self._context.check_integrity()
         held, running = [draft.running.request_id for draft in self._held.values()], self._context.running_requests
         if sorted(held) != sorted(request.request_id for request in running):
-            raise CacheIntegrityError(f"requests {sorted(held)} are held, the context has {running}")
+            raise CacheIntegrityError(f"the held requests are {sorted(held)}, but the context runs {running}")
         if any(request.cursor.draft_slots or request.scheduled for request in running):
-            raise CacheIntegrityError("a request keeps draft slots or scheduled tokens between rounds")
+            raise CacheIntegrityError("a request has draft slots or scheduled tokens after the end of a round")
 
     def _turn(self, request: DraftRequest) -> tuple[int, int, int]:
         request_id = request.running.request_id
@@ -149,7 +151,7 @@ class HeldRequests:
         )
 
     def _schedule(self, target: RunningRequest, budget: int) -> HeldRequest | None:
-        """Schedule a request of the target model; None if its text is already computed, or has no room."""
+        """Schedule new text of a request from the target model; None if there is none, or no memory for it."""
         held = self._held.get(target.request_id)
         if held is not None and not held.running.length <= target.length <= len(held.text):
             self.drop({target.request_id})
@@ -194,7 +196,7 @@ class HeldRequests:
         return held
 
     def _find_blocks(self, running: RunningRequest, num_tokens: int) -> bool:
-        """Give a request blocks for `num_tokens`, dropping idle ones if needed; return True if it has enough."""
+        """Allocate blocks for `num_tokens`, dropping idle requests if needed; return True if there are enough."""
         self._grow(running, num_tokens)
         while self._capacity(running) < num_tokens and self._drop_idle():
             self._grow(running, num_tokens)
@@ -209,7 +211,7 @@ class HeldRequests:
         return len(running.block_ids) * self._context.cache.block_size
 
     def _drop_idle(self) -> bool:
-        """Drop the request drafted longest ago; return False if all were requested in this round."""
+        """Drop the request whose drafts were requested longest ago; return False if all are in this round."""
         idle = [held for held in self._held.values() if held.last_requested < self._round]
         if not idle:
             return False

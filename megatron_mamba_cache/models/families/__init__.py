@@ -1,1 +1,1 @@
-"""Hugging Face model families: how each config maps to an architecture and each tensor to its destination."""
+"""Hugging Face model families: map each config to an architecture and each tensor to its destination."""

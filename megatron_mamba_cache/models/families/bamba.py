@@ -1,4 +1,4 @@
-"""Bamba checkpoints: each layer is a mixer and a gated MLP."""
+"""Bamba checkpoints, in which each layer has a mixer and a gated MLP."""
 
 from ..architecture import AttentionSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import MOST_LAYERS, CheckpointConfig
@@ -10,14 +10,14 @@ ENDS = {
     "final_norm": "model.final_layernorm.weight",
     "output": "lm_head.weight",
 }
-OTHER_NAMES = OtherNames(parts={"model.": ("",)})  # a model without its output layer
+OTHER_NAMES = OtherNames(parts={"model.": ("",)})  # names in a checkpoint without an output layer
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture that a Bamba configuration describes; one of its layers is two in Megatron."""
+    """Return the architecture that a Bamba configuration describes. Each layer becomes two in Megatron."""
     for name in ("attention_bias", "mlp_bias", "mamba_proj_bias"):
         config.require(name, False, False)
-    config.require("hidden_act", "silu", "silu")  # also used by the mixers
+    config.require("hidden_act", "silu", "silu")  # the mixers use this activation too
     num_layers, num_heads = config.integer("num_hidden_layers", most=MOST_LAYERS), config.integer("num_attention_heads")
     attention_layers = set(config.indices("attn_layer_indices", num_layers))
     layers = ("*" if layer in attention_layers else "M" for layer in range(num_layers))
@@ -33,7 +33,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
             num_kv_heads=config.integer("num_key_value_heads", num_heads),
             head_dim=config.integer("head_dim", config.integer("hidden_size") // num_heads),
             rotary_base=rotary_base(config),
-            # transformers ignores this field elsewhere
+            # transformers reads this field only in these sections
             rotary_percent=config.section("rope_parameters", "rope_scaling").number("partial_rotary_factor", 0.5),
         ),
         feed_forward=FeedForwardSizes(config.integer("intermediate_size"), "silu", gated=True),
@@ -42,7 +42,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return where each tensor of a Bamba checkpoint goes."""
+    """Return the destinations of each tensor in a Bamba checkpoint."""
     placements = ends_placements(architecture, ENDS)
     for layer in range(len(architecture.pattern) // 2):
         prefix = f"model.layers.{layer}."
@@ -54,7 +54,7 @@ def placements_of(architecture: HybridArchitecture) -> Placements:
 
 
 def mamba_shape(config: CheckpointConfig) -> MambaSizes:
-    """Return the mixers' sizes from the fields that Bamba and Granite share."""
+    """Return the sizes of the Mamba mixers, from fields that Bamba and Granite share."""
     num_heads = config.integer("mamba_n_heads")
     inner = config.integer("mamba_expand", 2) * config.integer("hidden_size")
     is_derived = config.equals("mamba_d_head", "auto", default="auto")
@@ -76,7 +76,7 @@ def mamba_shape(config: CheckpointConfig) -> MambaSizes:
 
 
 def rotary_base(config: CheckpointConfig, plain: tuple[str, ...] = ("default",)) -> float:
-    """Return the base of plain rotary embeddings; others, such as scaled ones, are an error."""
+    """Return the base of the rotary embeddings; raise `ValueError` for a type not in `plain`, such as scaled."""
     rope = config.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in plain:

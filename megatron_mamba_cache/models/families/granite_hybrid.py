@@ -1,4 +1,4 @@
-"""GraniteMoeHybrid (Granite 4) checkpoints: a mixer, then experts and a shared MLP, with multipliers in between."""
+"""GraniteMoeHybrid (Granite 4) checkpoints: each layer has a mixer, experts, a shared MLP, and multipliers."""
 
 from ..architecture import (
     AttentionSizes,
@@ -17,7 +17,7 @@ from .layer_placements import Placements, ends_placements, mixer_placements, mlp
 ENDS = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "output": "lm_head.weight"}
 OTHER_NAMES = OtherNames(
     parts={
-        "model.": ("",),  # a model without its output layer
+        "model.": ("",),  # names in a checkpoint without an output layer
         "block_sparse_moe.input_linear.weight": ("block_sparse_moe.experts.gate_up_proj",),
         "block_sparse_moe.output_linear.weight": ("block_sparse_moe.experts.down_proj",),
         "block_sparse_moe.router.layer.weight": ("block_sparse_moe.router.weight",),
@@ -28,11 +28,11 @@ _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "atten
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture that a GraniteMoeHybrid configuration describes; one of its layers is two in Megatron."""
+    """Return the architecture that a GraniteMoeHybrid configuration describes. Each layer becomes two in Megatron."""
     config = config.naming({"layers_block_type": "layer_types"})
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)
-    config.require("hidden_act", "silu", "silu")  # also used by the mixers
+    config.require("hidden_act", "silu", "silu")  # the mixers use this activation too
     num_experts = config.integer("num_local_experts", 0, least=0, most=MOST_EXPERTS)
     num_heads = config.integer("num_attention_heads")
     mixers, feed_forward = config.each_of("layer_types", _SYMBOLS), "E" if num_experts else "-"
@@ -62,7 +62,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return where each tensor of a GraniteMoeHybrid checkpoint goes."""
+    """Return the destinations of each tensor in a GraniteMoeHybrid checkpoint."""
     placements = ends_placements(architecture, ENDS)
     for layer in range(len(architecture.pattern) // 2):
         prefix = f"model.layers.{layer}."
@@ -87,7 +87,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
 def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> Placements:
     mlp, experts = f"decoder.layers.{layer}.mlp.", architecture.experts
     shared = f"{mlp}shared_experts." if experts else mlp
-    both_halves = Split(0, (architecture.feed_forward.hidden_size,) * 2)  # gate and up, split separately
+    both_halves = Split(0, (architecture.feed_forward.hidden_size,) * 2)  # the gate and up halves are split separately
     placements: Placements = {
         f"{prefix}shared_mlp.input_linear.weight": (Placement(f"{shared}linear_fc1.weight", both_halves),),
         f"{prefix}shared_mlp.output_linear.weight": (Placement(f"{shared}linear_fc2.weight", Split(1)),),

@@ -1,4 +1,4 @@
-"""Destinations of the tensors that every hybrid family has, under the names Megatron gives them."""
+"""Destinations of tensors that all hybrid families have, under Megatron's names."""
 
 from collections.abc import Mapping
 
@@ -17,12 +17,12 @@ _IN_PROJ = "mixer.in_proj.weight"
 def mixer_placements(
     architecture: HybridArchitecture, layer: int, recurrent: str, attention: str, norm: str
 ) -> Placements:
-    """Return where the tensors of a recurrent or attention layer go, except the first projections of Gated DeltaNet.
+    """Return the destinations of a recurrent or attention layer's tensors, except Gated DeltaNet input projections.
 
     Args:
         layer: Index of the Megatron layer.
-        recurrent, attention: Checkpoint name of the mixer of either kind, with the trailing dot.
-        norm: Checkpoint name of the norm before it.
+        recurrent, attention: Prefix of the mixer's tensor names in the checkpoint, for each kind of layer.
+        norm: Checkpoint name of the norm before the mixer.
     """
     if architecture.pattern[layer] == "M":
         return _recurrent_placements(architecture, layer, recurrent, norm)
@@ -40,24 +40,24 @@ def _recurrent_placements(architecture: HybridArchitecture, layer: int, prefix: 
 
 
 def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
-    """Return the rows of each section of the first projection: q, k, v, z, b and a of a Gated DeltaNet mixer."""
+    """Return the number of rows in each section of a mixer's input projection; Gated DeltaNet: q, k, v, z, b, a."""
     split = recurrent_parameters(architecture)[_IN_PROJ].split
     assert isinstance(split, Split)
     return split.sections
 
 
 def _attention_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where an attention layer's tensors go.
+    """Return the destinations of an attention layer's tensors.
 
-    Megatron interleaves q, k and v by KV head. An output gate's rows follow the query's of each head in checkpoints,
-    all queries' of the KV head in Megatron.
+    Megatron interleaves q, k and v by KV head. In checkpoints, the rows of a head's output gate follow those of its
+    query; in Megatron, they follow the queries of all heads that share the KV head.
     """
     attention, target = architecture.attention, f"decoder.layers.{layer}."
     parts_of_a_head = 2 if attention.has_output_gate else 1
     of_group = parts_of_a_head * attention.num_heads // attention.num_kv_heads + 2
 
     def by_group(qkv: Tensor) -> Tensor:
-        num_heads = min(len(qkv) // attention.head_dim, of_group)  # ranks that share a KV head have fewer
+        num_heads = min(len(qkv) // attention.head_dim, of_group)  # fewer if several ranks share a KV head
         return qkv.view(-1, num_heads, attention.head_dim, qkv.shape[-1])
 
     def queries(qkv: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ def _attention_placements(architecture: HybridArchitecture, layer: int, prefix: 
 
 
 def mlp_norm_placement(layer: int, norm: str) -> Placements:
-    """Return where the norm before a feed-forward layer goes."""
+    """Return the destination of the norm before a feed-forward layer."""
     return {norm: (Placement(f"decoder.layers.{layer}.pre_mlp_layernorm.weight"),)}
 
 
 def gated_mlp_placements(target: str, prefix: str) -> Placements:
-    """Return where the tensors of a gated MLP go, from Megatron's name and the checkpoint's, with trailing dots."""
+    """Return the destinations of a gated MLP's tensors; `target` is Megatron's name prefix, `prefix` the stored one."""
     fc1 = f"{target}linear_fc1.weight"
     return {
         f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=lambda part: part[: len(part) // 2]),),
@@ -98,7 +98,7 @@ def gated_mlp_placements(target: str, prefix: str) -> Placements:
 
 
 def ends_placements(architecture: HybridArchitecture, names: Mapping[str, str]) -> Placements:
-    """Return where embeddings, final norm and output weights go, by their names in the checkpoint."""
+    """Return the destinations of embeddings, final norm and output weights; `names` has their stored names."""
     placements: Placements = {
         names["embeddings"]: (Placement(EMBEDDINGS, Split(0)),),
         names["final_norm"]: (Placement("decoder.final_norm.weight"),),

@@ -1,4 +1,4 @@
-"""NemotronH checkpoints: each layer is one mixer: Mamba, attention, MLP or mixture of experts."""
+"""NemotronH checkpoints, in which each layer is a Mamba, attention, MLP or MoE layer."""
 
 from ..architecture import (
     ACTIVATIONS,
@@ -44,8 +44,8 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     if "E" not in pattern and config.has("moe_latent_size"):
         latent = config.shown("moe_latent_size", config.integer("moe_latent_size"))
         raise config.error(f"{latent} is not supported without experts in the layer pattern {pattern!r:.100}")
-    # transformers clamps time steps from below at time_step_min, but only in its chunked form; the model was trained
-    # with this limit.
+    # The model was trained with time_step_limit. transformers uses time_step_min as the lower limit, but only in its
+    # chunked implementation.
     limit = config.limits("time_step_limit")
     return HybridArchitecture(
         pattern=pattern,
@@ -66,7 +66,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         attention=AttentionSizes(
             num_heads=config.integer("num_attention_heads"),
             num_kv_heads=config.integer("num_key_value_heads"),
-            # attention_head_dim is its older name; without either, transformers uses 128 for any hidden size
+            # attention_head_dim is an older name; if both are absent, transformers uses 128 for any hidden size
             head_dim=config.integer("head_dim", config.integer("attention_head_dim", 128)),
         ),
         feed_forward=FeedForwardSizes(
@@ -78,7 +78,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return where each tensor of a NemotronH checkpoint goes."""
+    """Return the destinations of each tensor in a NemotronH checkpoint."""
     placements = ends_placements(architecture, ENDS)
     for layer, symbol in enumerate(architecture.pattern):
         prefix, norm = f"backbone.layers.{layer}.mixer.", f"backbone.layers.{layer}.norm.weight"
@@ -99,7 +99,7 @@ def _pattern(config: CheckpointConfig) -> str:
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
     config.require("n_shared_experts", 1, 1)
-    # Other families have these fields; here the router is always of one kind, and another would be computed wrongly.
+    # Only this kind of router is implemented here. NemotronH has no other, but the fields exist in other families.
     config.require("scoring_func", "sigmoid", "sigmoid")
     config.require("topk_method", "noaux_tc", "noaux_tc")
     experts = ExpertsSizes(

@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8 checkpoints, dense and with experts: Qwen3-Next's layers, with flat projections."""
+"""Qwen3.5, 3.6 and 3.8 checkpoints, dense or MoE: the layers of Qwen3-Next, with one tensor per projection."""
 
 from ..architecture import HybridArchitecture
 from ..checkpoints.stored_names import OtherNames
@@ -9,14 +9,16 @@ from .qwen3_next import ENDS, STACKS, architecture_of, placements_with, section_
 __all__ = ["ENDS", "OTHER_NAMES", "architecture_of", "placements_of"]
 
 OTHER_NAMES = OtherNames(
-    parts={"model.": ("model.language_model.", "")},  # transformers 5.3 writes a language model alone with it too
+    parts={
+        "model.": ("model.language_model.", "")
+    },  # transformers 5.3 also writes the longer prefix for a language model alone
     stacks=STACKS,
     left_out=("model.visual.",),
 )
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return where each tensor of a Qwen3.5 checkpoint goes."""
+    """Return the destinations of each tensor in a Qwen3.5 checkpoint."""
     return placements_with(architecture, _projections)
 
 

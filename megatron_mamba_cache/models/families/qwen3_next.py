@@ -1,4 +1,4 @@
-"""Qwen3-Next checkpoints: a Gated DeltaNet mixer or gated attention, then experts or a gated MLP."""
+"""Qwen3-Next checkpoints: each layer has Gated DeltaNet or gated attention, then experts or a gated MLP."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ STACKS = {
     ".mlp.experts.{}.up_proj.weight": ".mlp.experts.gate_up_proj",
     ".mlp.experts.{}.down_proj.weight": ".mlp.experts.down_proj",
 }
-OTHER_NAMES = OtherNames(parts={"model.": ("",)}, stacks=STACKS)  # without prefix: a model without its output layer
+OTHER_NAMES = OtherNames(parts={"model.": ("",)}, stacks=STACKS)  # no prefix in a checkpoint without an output layer
 
 _SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 
@@ -41,10 +41,10 @@ Projections = Callable[[HybridArchitecture, str, str], Placements]
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture that a Qwen3-Next or Qwen3.5 configuration describes; one layer is two in Megatron."""
+    """Return the architecture that a Qwen3-Next or Qwen3.5 configuration describes. A layer becomes two in Megatron."""
     config.require("attention_bias", False, False)
     config.require("attn_output_gate", True, True)
-    config.require("hidden_act", "silu", "silu")  # also used by the mixers
+    config.require("hidden_act", "silu", "silu")  # the mixers use this activation too
     config.require("mamba_ssm_dtype", "float32", "float32")
     mixers = _mixers(config)
     experts = _experts(config)
@@ -66,7 +66,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
             num_heads=config.integer("num_attention_heads"),
             num_kv_heads=config.integer("num_key_value_heads"),
             head_dim=config.integer("head_dim", 256),
-            rotary_base=rotary_base(config, ("default", "mrope")),  # they differ for images only
+            rotary_base=rotary_base(config, ("default", "mrope")),  # the two are equal for text
             rotary_percent=config.section("rope_parameters", "rope_scaling").number(
                 "partial_rotary_factor", config.number("partial_rotary_factor", 0.25)
             ),
@@ -81,12 +81,12 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
-    """Return where each tensor of a Qwen3-Next checkpoint goes."""
+    """Return the destinations of each tensor in a Qwen3-Next checkpoint."""
     return placements_with(architecture, _projections)
 
 
 def placements_with(architecture: HybridArchitecture, projections: Projections) -> Placements:
-    """Return where each tensor of a checkpoint goes whose Gated DeltaNet mixers have these first projections."""
+    """Return the destinations of each tensor; `projections` gives those of the Gated DeltaNet input projections."""
     placements = ends_placements(architecture, ENDS)
     symbols = zip(architecture.pattern[::2], architecture.pattern[1::2], strict=True)
     for layer, (mixer, feed_forward) in enumerate(symbols):
@@ -106,7 +106,7 @@ def placements_with(architecture: HybridArchitecture, projections: Projections) 
 
 
 def section_view(architecture: HybridArchitecture, start: int, stop: int) -> Callable[[Tensor], Tensor]:
-    """Return what takes the rows of some sections, see `in_proj_sections`, from a rank's first projection."""
+    """Return a function that selects sections `start` to `stop` of a rank's input projection, as views."""
     sections = in_proj_sections(architecture)
     first, last, end = sum(sections[:start]), sum(sections[:stop]), sum(sections)
     return lambda in_proj: in_proj[first * in_proj.shape[0] // end : last * in_proj.shape[0] // end]
@@ -140,14 +140,14 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes | None:
 
 
 def _normalizes(config: CheckpointConfig) -> bool:
-    """Return True if the weights of a token's experts are divided by their sum, as Qwen3.5's always are."""
+    """Return True if the routing weights of a token are divided by their sum, which Qwen3.5 requires."""
     if not config.equals("model_type", "qwen3_next", ""):
         config.require("norm_topk_prob", True, True)
     return config.flag("norm_topk_prob", True)
 
 
 def _feed_forward(config: CheckpointConfig, num_layers: int, experts: ExpertsSizes | None) -> str:
-    """Return the symbols of the feed-forward layers."""
+    """Return the pattern symbols of the feed-forward layers: "-" dense, "E" MoE."""
     if experts is None:
         return "-" * num_layers
     step, dense = config.integer("decoder_sparse_step", 1), config.indices("mlp_only_layers", num_layers)
@@ -157,11 +157,11 @@ def _feed_forward(config: CheckpointConfig, num_layers: int, experts: ExpertsSiz
 def _dense_size(config: CheckpointConfig, feed_forward: str, experts: ExpertsSizes | None) -> int:
     if "-" in feed_forward or experts is None or experts.shared_hidden_size is None:
         return config.integer("intermediate_size")
-    return experts.shared_hidden_size  # no layer has the other, which some configurations lack
+    return experts.shared_hidden_size  # unused, and some configurations lack intermediate_size
 
 
 def _projections(architecture: HybridArchitecture, in_proj: str, prefix: str) -> Placements:
-    """Return where projections go whose rows are grouped by key head: [q | k | v | z] and [b | a] of each."""
+    """Return the destinations of projections whose rows are grouped by key head: [q | k | v | z] and [b | a]."""
     return {
         f"{prefix}in_proj_qkvz.weight": _by_key_head(architecture, in_proj, range(4)),
         f"{prefix}in_proj_ba.weight": _by_key_head(architecture, in_proj, range(4, 6)),

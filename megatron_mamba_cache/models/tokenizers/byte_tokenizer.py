@@ -1,17 +1,17 @@
-"""A tokenizer whose tokens are the bytes of UTF-8 text."""
+"""Tokenizer whose tokens are the bytes of UTF-8 text."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 
 class ByteTokenizer:
-    """Text to bytes and back; token ids 0 to 255, no special tokens.
+    """Converts text to UTF-8 bytes and back, with token ids 0 to 255 and no special tokens.
 
     Args:
-        vocab_size: The model's; ids from 256 up mean nothing and print as U+FFFD.
+        vocab_size: Vocabulary size of the model. Ids from 256 up have no meaning and decode to U+FFFD.
 
     Attributes:
-        longest_token: Most characters of a token.
+        longest_token: Length of the longest token in characters.
     """
 
     eod = -1
@@ -24,25 +24,25 @@ class ByteTokenizer:
         self.vocab_size = vocab_size
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Return the bytes of the text; there are no special tokens to add."""
+        """Return the bytes of the text; `add_special_tokens` has no effect."""
         return list(text.encode())
 
     def tokenize_after_tokens(self, _tokens: Sequence[int], text: str) -> list[int]:
-        """Return the bytes of a text that continues after other tokens."""
+        """Return the bytes of a text that continues after these tokens."""
         return self.tokenize(text)
 
     def tokenize_after_text(self, _before: str, text: str) -> list[int]:
-        """Return the bytes of a text that follows another."""
+        """Return the bytes of a text that follows another text."""
         return self.tokenize(text)
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:
-        """Return the text of the bytes; invalid UTF-8 prints as U+FFFD."""
+        """Decode the bytes to text; invalid UTF-8 becomes U+FFFD."""
         return b"".join(bytes([t]) if 0 <= t < 256 else b"\xff" for t in tokens).decode(errors="replace")
 
     def detokenizer(self, _shown: Collection[str] | None) -> Callable[[list[int]], str]:
-        """Return `detokenize`: no token is special."""
+        """Return `detokenize`, because there are no special tokens to show or hide."""
         return self.detokenize
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the byte of a token; None for an id that means nothing."""
+        """Return the byte of a token; None for an id without a meaning."""
         return bytes([token]) if 0 <= token < 256 else None

@@ -1,4 +1,4 @@
-"""The chat templates of a model directory, as transformers saves and chooses them; transformers is not needed."""
+"""Find the chat templates and end tokens in a model directory as transformers does, without using transformers."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ _FIELD = "eos_token_id"
 
 
 def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> tuple[int, ...]:
-    """Return all end tokens, each once: of `generation_config.json`, of the tokenizer, then of `config.json`.
+    """Return the end tokens, without duplicates, from `generation_config.json`, the tokenizer, then `config.json`.
 
     Args:
-        from_tokenizer: The tokenizer's own end token; None without one.
+        from_tokenizer: End token of the tokenizer; None if it has none.
 
     Raises:
-        ValueError: Naming the file and the field that holds anything but ids of the vocabulary.
+        ValueError: If a field contains anything but ids in the vocabulary; the message names file and field.
     """
     from_generation = list(_named_in(directory / "generation_config.json", (), vocab_size))
     from_model = list(_named_in(directory / "config.json", TEXT_CONFIGS, vocab_size))
@@ -25,7 +25,7 @@ def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> 
 
 
 def _named_in(path: Path, inner: tuple[str, ...], vocab_size: int) -> Iterator[int]:
-    """Yield the end tokens that a file names, also in inner objects such as the text part of a larger model."""
+    """Yield the end tokens in a file and in these objects inside it, such as a larger model's text configuration."""
     if not path.exists():
         return
     fields = read_json_object(path)
@@ -41,8 +41,8 @@ def _ids_in(fields: dict[str, Any], location: str, vocab_size: int) -> list[int]
     for end_id in found:
         if type(end_id) is not int or not 0 <= end_id < vocab_size:
             raise ValueError(
-                f"{location}={named!r:.100}, but must be a token id or a list of them, from 0 to {vocab_size - 1}, the "
-                "last id of the model's vocabulary; correct the file"
+                f"{location}={named!r:.100}, but must be a token id or a list of token ids between 0 and "
+                f"{vocab_size - 1}, the last id of the model's vocabulary; correct the file"
             )
     return found
 
@@ -52,15 +52,15 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
 class ChatTemplates:
-    """Sources of templates by name: `default` is used for chats, or `tool_use`, if there is one, for those with tools.
+    """Chat templates of a directory, by name: `tool_use`, if present, is for chats with tools, else `default`.
 
     Args:
-        directory: Its templates are files of their own, else in `tokenizer_config.json`, else in the file of an older
-            processor.
-        settings: Of `tokenizer_config.json`.
+        directory: Searched first for template files, then `tokenizer_config.json`, then `chat_template.json`, an older
+            format.
+        settings: Contents of `tokenizer_config.json`.
 
     Raises:
-        ValueError: Naming the file, if it cannot be read.
+        ValueError: If a file cannot be read; the message names it.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
@@ -68,13 +68,13 @@ class ChatTemplates:
         self._sources = _in_files(directory) or _in_field(settings.get("chat_template")) or _in_old_file(directory)
 
     def source(self, *, has_tools: bool) -> str:
-        """Return the source of the template for chats with or without tools; "" if there is none."""
+        """Return the template text for chats with or without tools; "" if there is none."""
         if has_tools and _WITH_TOOLS in self._sources:
             return self._sources[_WITH_TOOLS]
         return self._sources.get(_DEFAULT, "")
 
     def missing(self) -> str:
-        """Return the sentence that says that there is no template for a chat."""
+        """Return an error message for a chat without a template."""
         if not self._sources:
             return f"{self._directory} has no chat template; give text instead of messages"
         names = ", ".join(map(repr, self._sources))
@@ -89,7 +89,7 @@ def _in_files(directory: Path) -> dict[str, str]:
 
 
 def _in_field(found: Any) -> dict[str, str]:
-    """Return what a field of JSON holds: one template, a list of named ones, or an object of them."""
+    """Return the templates in a JSON field by name; it may be one template, a list of named ones, or an object."""
     if isinstance(found, list):
         found = {named.get("name"): named.get("template") for named in found if isinstance(named, Mapping)}
     if isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the tokenizer files of a directory say; torch is not needed."""
+"""Encode and decode text with the tokenizer files of a directory; does not need torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -13,7 +13,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Span(NamedTuple):
-    """A token of a text, and where its characters begin and end; a token added around the text has none."""
+    """A token and its character range in a text; empty for a special token added around the text."""
 
     token: int
     start: int
@@ -21,13 +21,13 @@ class Span(NamedTuple):
 
 
 class TextCodec(Protocol):
-    """Turns text into token ids and back.
+    """Protocol of codecs that convert text to token ids and back.
 
     Attributes:
         largest_id: The largest known id.
-        longest_token: Characters of the longest token as the files spell it, at least 1.
-        special_ids: Tokens that mark something and are not text.
-        added_ids: Tokens that were added to the vocabulary, special or not.
+        longest_token: Number of characters in the longest token, as spelled in the files; at least 1.
+        special_ids: Ids of special tokens, such as turn markers, which are not text.
+        added_ids: Ids of tokens that were added to the vocabulary, special or not.
     """
 
     largest_id: int
@@ -36,31 +36,31 @@ class TextCodec(Protocol):
     added_ids: frozenset[int]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the text's ids, with the special tokens that the tokenizer's files put around a text or without."""
+        """Return the token ids of a text, with or without the special tokens that the tokenizer adds around it."""
 
     def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
-        """Return what `encode` returns, with the characters that each token stands for; [] if they are unknown."""
+        """Return the tokens that `encode` gives, with their character ranges; [] if these are unknown."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of ids; an id that stands for nothing gives no text."""
+        """Decode token ids to text; an unknown id adds no text."""
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token; None if there is none."""
+        """Return the id of a token; None if it is unknown."""
 
     def token_of(self, token_id: int) -> str | None:
-        """Return the token of an id as the files spell it; None if there is none."""
+        """Return the token with this id, as spelled in the files; None for an unknown id."""
 
 
 class JsonCodec:
-    """A `tokenizer.json`, read by the small tokenizers package.
+    """Codec for a `tokenizer.json`, read by the tokenizers package.
 
     Args:
-        settings: Of `tokenizer_config.json`. Tokens that it declares are added tokens, as in transformers, even if
-            `tokenizer.json` has them as plain text or lacks them.
-        vocab_size: The model's. A declared token without an id gets the next one, unless the model has no such id.
+        settings: Contents of `tokenizer_config.json`. As in transformers, the tokens that it declares become added
+            tokens, even if `tokenizer.json` lacks them or has them as plain text.
+        vocab_size: Vocabulary size of the model. A declared token without an id gets the next id, if the model has one.
 
     Raises:
-        ValueError: Naming the file, if it is damaged.
+        ValueError: If the file is damaged; the message names it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
@@ -68,9 +68,9 @@ class JsonCodec:
 
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises no narrower one
-            raise ValueError(f"{path} is not a tokenizer: {error}") from error
-        self._tokenizer.no_truncation()  # the file may hold batch settings, which are not meant for prompts
+        except Exception as error:  # the package raises plain Exception
+            raise ValueError(f"{path} is not a valid tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # the file may set truncation, meant for training batches
         self._tokenizer.no_padding()
         _add_declared(self._tokenizer, settings, vocab_size)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -101,7 +101,7 @@ class JsonCodec:
 
 
 def _add_declared(tokenizer: Any, settings: Mapping[str, Any], vocab_size: int) -> None:
-    """Add the tokens that `tokenizer_config.json` declares, in the order in which transformers adds them."""
+    """Add the tokens declared in `tokenizer_config.json`, in the same order as transformers."""
     for token in _added_tokens(_listed(settings.get("added_tokens_decoder"))):
         _add(tokenizer, token, vocab_size)
     added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
@@ -118,7 +118,7 @@ def _add(tokenizer: Any, token: Any, vocab_size: int) -> None:
 
 
 def _listed(declared: Any) -> list[Any]:
-    """Return the elements of a list, or the values of an object, in the order of its names if they are token ids."""
+    """Return the elements of a list or the values of an object, which are sorted by name if names are token ids."""
     if isinstance(declared, Mapping):
         has_ids = all(map(str.isdecimal, declared))
         return [declared[name] for name in (sorted(declared, key=int) if has_ids else declared)]
@@ -126,7 +126,7 @@ def _listed(declared: Any) -> list[Any]:
 
 
 def _added_tokens(declared: Iterable[Any]) -> Iterator[Any]:
-    """Yield the tokens of texts, and of objects with a text and flags."""
+    """Yield an `AddedToken` for each declaration, which is a text or an object with text and flags."""
     from tokenizers import AddedToken
 
     for found in declared:
@@ -137,7 +137,7 @@ def _added_tokens(declared: Iterable[Any]) -> Iterator[Any]:
 
 
 class TransformersCodec:
-    """Any other tokenizer of a directory, read by transformers; raises as `auto_tokenizer`."""
+    """Codec for other tokenizer files, read by transformers; raises as `auto_tokenizer`."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = auto_tokenizer(directory, "its tokenizer files")
@@ -167,7 +167,10 @@ class TransformersCodec:
 
 
 def auto_tokenizer(directory: Path, purpose: str) -> Any:
-    """Return transformers' tokenizer of a directory, needed for `purpose`; nothing is downloaded.
+    """Load the tokenizer of a directory with transformers, without downloads.
+
+    Args:
+        purpose: Use of the tokenizer, for the error message.
 
     Raises:
         ValueError: If transformers is missing or cannot read the files.
@@ -178,5 +181,5 @@ def auto_tokenizer(directory: Path, purpose: str) -> Any:
         raise ValueError(f"{directory}: transformers is needed for {purpose}: {install_command('hf')}") from error
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # which one depends on the tokenizer's class
+    except Exception as error:  # the type of error depends on the tokenizer's class
         raise ValueError(f"transformers cannot read the tokenizer files of {directory}: {error}") from error

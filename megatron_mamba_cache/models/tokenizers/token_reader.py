@@ -1,4 +1,4 @@
-"""Tokens read as text, with what an incremental reader has to know of each of them."""
+"""Decode tokens to text, and give the details of each token that incremental decoding needs."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,25 +14,25 @@ _NAMES = (
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
     "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>",
 )  # fmt: skip
-"""Qwen's, in its vocabularies for text alone too."""
+"""Names of Qwen's image, video and audio tokens, which are also in its text-only vocabularies."""
 
 
 def image_tokens_of(directory: Path, added: Mapping[str, int] = MappingProxyType({})) -> dict[int, str]:
-    """Return the tokens that are not text, with the name that errors give them.
+    """Return the tokens for images, video or sound, with their names in error messages.
 
-    They are those that a larger model's `config.json` names, and added tokens with a known name.
+    These are the tokens named in the `config.json` of a larger model, and added tokens with a known name.
 
     Args:
-        added: The ids of added tokens, by their texts.
+        added: Text of each added token → its id.
 
     Raises:
-        ValueError: Naming the file and the field that holds anything but token ids.
+        ValueError: If a field contains anything but token ids; the message names file and field.
     """
     return dict(_named_in(directory / "config.json")) | {added[name]: name for name in _NAMES if name in added}
 
 
 def image_error(tokenizer: Any, tokens: Sequence[int]) -> str | None:
-    """Return why a prompt cannot be read as text; None if it can."""
+    """Return the error for a prompt that contains image, video or sound tokens; None without them."""
     others: Mapping[int, str] = getattr(tokenizer, "image_tokens", {})
     if not others or others.keys().isdisjoint(tokens):
         return None
@@ -59,15 +59,15 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenReader:
-    """Reads the tokens of a tokenizer as text.
+    """Decodes the tokens of any tokenizer to text.
 
     Args:
-        tokenizer: Has `detokenize` and `bytes_of`; if it knows special tokens, also `detokenizer`, `special_ids` and
-            `id_of`; if its tokens have names, `token_of`; if its text is a list of token ids, a false `writes_text`.
-        shown: Texts of the special tokens that are part of the text; None: all are.
+        tokenizer: Has `detokenize` and `bytes_of`. With special tokens it also has `detokenizer`, `special_ids` and
+            `id_of`; with named tokens, `token_of`. If its text is a list of token ids, `writes_text` is False.
+        shown: Special tokens to include in the text; None: all of them.
 
     Attributes:
-        continues: True if the text of later tokens continues that of earlier ones.
+        continues: True if the text of later tokens continues the text of earlier tokens.
     """
 
     def __init__(self, tokenizer: Any, shown: Collection[str] | None = ()) -> None:
@@ -83,11 +83,11 @@ class TokenReader:
             self._hidden = frozenset(getattr(tokenizer, "special_ids", ())) - {self._id_of(text) for text in shown}
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Decode tokens to text; bytes that are not UTF-8 become U+FFFD."""
         return self._decode(list(tokens))
 
     def text_of(self, token: int) -> str:
-        """Return the text of one token inside a text, hidden or not; U+FFFD for part of a character."""
+        """Return the text that one token has inside a text, even if hidden; U+FFFD for part of a character."""
         content = self.bytes_of(token)
         return self._decode([token]) if content is None else content.decode(errors="replace")
 
@@ -98,13 +98,14 @@ class TokenReader:
         return self._bytes[token]
 
     def shows(self, token: int) -> bool:
-        """Return True if a token is part of the text: not hidden, and known."""
+        """Return True if a token appears in the text, that is, if it is known and not hidden."""
         return token not in self._hidden and (self._name_of is None or self._name_of(token) is not None)
 
     def joins(self, token: int) -> bool:
-        """Return True if a token is a byte whose text depends on neighbours that are bytes too.
+        """Return True if a token is a byte token whose text depends on adjacent byte tokens.
 
-        The tokenizers package decodes such a run as a whole: if any of it is not UTF-8, each byte becomes U+FFFD.
+        The tokenizers package decodes a run of byte tokens as a whole: if the run is not valid UTF-8, each byte becomes
+        U+FFFD.
         """
         if not self._joins_bytes or self._name_of is None:
             return False
@@ -112,7 +113,7 @@ class TokenReader:
         return name is not None and len(name) == len("<0x00>") and name.startswith("<0x") and name.endswith(">")
 
     def replacements(self, num_bytes: int) -> int:
-        """Return how many U+FFFD this many bytes of an incomplete character become."""
+        """Return the number of U+FFFD to which this many bytes of an incomplete character decode."""
         return num_bytes if self._has_byte_tokens else min(num_bytes, 1)
 
     @cached_property
@@ -127,11 +128,11 @@ class TokenReader:
 
 
 def token_bytes(name: str | None, text: str) -> bytes | None:
-    """Return the bytes of a token; None if the tokenizer's files do not give them.
+    """Return the bytes of a token; None if they cannot be determined from the tokenizer files.
 
     Args:
-        name: The token as the files spell it: a byte as one of GPT-2's characters, as `<0xE2>` or as ByT5's character.
-        text: The text that the token adds inside a text; U+FFFD, or nothing, for bytes that are not a whole character.
+        name: The token as spelled in the files: a byte is a GPT-2 byte character, `<0xE2>`, or a ByT5 character.
+        text: Text that the token adds inside a text; U+FFFD or empty for bytes that are not a whole character.
     """
     if name is None or REPLACEMENT in name or not (REPLACEMENT in text or not text):
         return text.encode()
@@ -147,4 +148,4 @@ def token_bytes(name: str | None, text: str) -> bytes | None:
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
-"""GPT-2's byte of each character: printable ones are themselves, the others are numbered from 256."""
+"""Character → byte in GPT-2's encoding: printable bytes map to themselves, others are numbered from 256."""

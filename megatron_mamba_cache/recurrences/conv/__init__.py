@@ -1,1 +1,1 @@
-"""The causal convolution: prefill of packed requests, verification of drafts, and its windows."""
+"""Causal convolution for prefill and for decode steps with drafts, and its windows in state slots."""

@@ -1,18 +1,18 @@
-"""Causal convolution of packed requests, with SiLU, from and to the windows of state slots.
+"""Causal convolution with SiLU for packed prefill requests; windows are read from and written to state slots.
 
     history = initial window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias)
 
-The d_conv - 1 inputs before a request's end go to its final slot, those before a chunk's end to the chunk's slot.
+The last d_conv - 1 inputs of a request are written to its final slot, and the last inputs of a chunk to its slot.
 
-An initial slot may be the same request's final slot, so the program that reads the initial window also writes the final
-one. A program has one of three roles, for a tile of channels:
+The final slot of a request may be its initial slot, so the program that reads the initial window also writes the final
+window. Each program handles a tile of channels and has one of three roles:
 
-    row     a request's first d_conv - 1 tokens, the only ones that read the initial window, and all windows with
-            inputs of it
-    chunk   the window at a chunk's end, if it holds only inputs of this step
-    tile    packed tokens of any requests, except the first d_conv - 1 of each; slow if they belong to several
+    row     the first d_conv - 1 tokens of a request, which are the only ones to read the initial window, and all
+            windows that include inputs from it
+    chunk   the window at the end of a chunk, if it contains only inputs of this step
+    tile    packed tokens, except the first d_conv - 1 of each request; slower if they belong to several requests
 
-Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+Safe in CUDA graphs: no host sync, one launch, and the grid depends only on the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -45,12 +45,12 @@ from .reference import causal_conv_ref
 
 @dataclass(frozen=True, slots=True)
 class ConvTiling:
-    """How tokens are split over programs; every choice computes the same bits.
+    """Tile sizes of the convolution kernel; they do not affect the result.
 
     Args:
-        tokens, channels: Of a tile, powers of two.
-        at_once: Tokens whose inputs are loaded at once, a divisor of `tokens`.
-        num_warps: Of a program.
+        tokens, channels: Size of a tile; powers of two.
+        at_once: Number of tokens whose inputs are loaded together; must divide `tokens`.
+        num_warps: Number of warps per program.
     """
 
     tokens: int
@@ -60,11 +60,11 @@ class ConvTiling:
 
 
 TILING = ConvTiling(tokens=16, channels=512, at_once=8, num_warps=4)
-_MAX_REGISTERS = 128  # per thread, so that four programs of four warps fit on a multiprocessor
+_MAX_REGISTERS = 128  # registers per thread, so that four programs of four warps fit on a multiprocessor
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `PrefillBatch`."""
+    """The tensors of a `PrefillBatch` that the kernel reads."""
 
     cu_seqlens: Tensor
     initial_slots: Tensor
@@ -79,11 +79,11 @@ def _convolve_mixture(
     y, inputs, weight, bias, rows, num_rows, num_tokens, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tokens with D_CONV - 1 tokens of the same request before them; clear those past all requests."""
+    """Compute TOKENS packed tokens of any requests, except each request's first D_CONV - 1; zero the padding."""
     token = first_token + tl.arange(0, TOKENS)
     row = count_up_to(rows.cu_seqlens + 1, num_rows, token)
     is_past = row == num_rows
-    # Past the last request this is the end of all.
+    # For padding tokens, this loads the end of the last request.
     in_row = token - tl.load(rows.cu_seqlens + row)
     is_mine = (in_row >= D_CONV - 1) & ~is_past
     token = token.to(tl.int64)[:, None]
@@ -140,7 +140,7 @@ def _causal_conv_kernel(
                 y, inputs, weight, bias, low, high, num_tokens, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE
             )
         else:
-            for begin in range(first_token, first_token + TOKENS, 4):  # few, to save registers: such tiles are rare
+            for begin in range(first_token, first_token + TOKENS, 4):  # few per iteration; these tiles are rare
                 _convolve_mixture(
                     y, inputs, weight, bias, rows, num_rows, num_tokens, begin, channel, CONV_DIM, D_CONV, 4
                 )
@@ -159,28 +159,29 @@ def causal_conv(
     ends: Tensor | None = None,
     after_cut: bool = False,
 ) -> Tensor:
-    """Convolve packed requests causally and apply SiLU, carrying each window from and to the pool.
+    """Convolve packed requests causally and apply SiLU; read initial windows from the pool and store final ones.
 
-    Writes the last d_conv - 1 raw inputs of each request into its final slot, and those at each chunk's end into its
-    chunk slot, in place. A token's bits depend on its request alone, not on cuts or on other requests.
+    The last d_conv - 1 inputs of each request are written to its final slot, and those of each chunk to its chunk slot,
+    in place. A token's result is bit-identical for any split into chunks and for any other requests in the batch.
 
     Args:
         x: [tokens, conv_dim]; any stride between tokens.
-        weight: [conv_dim, d_conv]; the last column weighs the newest input.
+        weight: [conv_dim, d_conv]; the last column applies to the newest input.
         bias: [conv_dim].
-        conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; its first d_conv - 1 window rows
-            are used.
-        ends: The pool of `rows.chunk_slots`, of the same shape but for slots; None: `conv_pool`.
-        after_cut: True if `cut_rows` was launched right before: both run concurrently.
+        conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; only the first d_conv - 1 inputs
+            of a window are used.
+        ends: Pool that contains `rows.chunk_slots`, shaped like `conv_pool` except for the number of slots; None:
+            `conv_pool`.
+        after_cut: True if the previous launch is `cut_rows`; both kernels then run concurrently.
 
     Returns:
-        [tokens, conv_dim] in x's dtype; zeros past the last request.
+        [tokens, conv_dim] in the dtype of `x`; zeros after the last request.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `causal_conv_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed at
-    capture.
+    Reference: `causal_conv_ref`, which runs for float64 inputs. CUDA-graph safe: no host sync, one launch, grid fixed
+    at capture.
     """
     check_conv(x, weight, bias, conv_pool, weight.shape[1] - 1)
     if ends is not None:

@@ -1,7 +1,7 @@
-"""Device functions of the convolution kernels, and checks of arguments.
+"""Device functions and argument checks shared by the convolution kernels.
 
-The sum fuses multiplication and addition by hand, oldest input first, so that a token's bits are the same in every
-kernel and at every position in a tile.
+The sum uses explicit fused multiply-adds, oldest input first, so a token's result is bit-identical in all kernels and
+at all positions in a tile.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _PAD = tl.constexpr(PAD_SLOT)
 
 
 class ConvWindows(NamedTuple):
-    """A kernel's view of a conv pool [slots, window, conv_dim]; channels are contiguous."""
+    """A conv pool [slots, window, conv_dim] with contiguous channels, as kernel arguments."""
 
     pool: Tensor
     slot_stride: int
@@ -25,7 +25,7 @@ class ConvWindows(NamedTuple):
 
 
 class ConvInputs(NamedTuple):
-    """A kernel's view of the inputs [tokens, conv_dim]; channels are contiguous."""
+    """Inputs [tokens, conv_dim] with contiguous channels, as kernel arguments."""
 
     x: Tensor
     token_stride: int
@@ -33,7 +33,7 @@ class ConvInputs(NamedTuple):
 
 @triton.jit
 def load_taps(weight, channel, CONV_DIM: tl.constexpr, D_CONV: tl.constexpr):
-    """Return the fp32 weights [conv_dim, d_conv] of `channel` [channels] as a tuple, oldest input's first."""
+    """Load the weights of the channels as a tuple of D_CONV fp32 tensors [channels], oldest input first."""
     tap = tl.arange(0, triton.next_power_of_2(D_CONV))[None, :]
     at = weight + channel[:, None] * D_CONV + tap
     loaded = tl.load(at, mask=(channel < CONV_DIM)[:, None] & (tap < D_CONV), other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def load_taps(weight, channel, CONV_DIM: tl.constexpr, D_CONV: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, channel, CONV_DIM: tl.constexpr):
-    """Return the fp32 bias of `channel` [channels], zeros where there is none."""
+    """Load the fp32 bias of the channels; zeros if `bias` is None."""
     if bias is None:
         values = tl.zeros(channel.shape, tl.float32)
     else:
@@ -55,7 +55,7 @@ def load_bias(bias, channel, CONV_DIM: tl.constexpr):
 
 @triton.jit
 def weigh_and_activate(history, taps, bias, D_CONV: tl.constexpr):
-    """Return SiLU(sum of history[k] * taps[k] + bias) of D_CONV fp32 inputs, oldest first."""
+    """Return SiLU(sum of history[k] * taps[k] + bias) for D_CONV fp32 inputs, oldest first."""
     total = history[0] * taps[0]
     for k in tl.static_range(1, D_CONV):
         total = tl.fma(history[k], taps[k], total)
@@ -65,7 +65,7 @@ def weigh_and_activate(history, taps, bias, D_CONV: tl.constexpr):
 
 @triton.jit
 def count_up_to(ends, num_ends, token):
-    """Return how many of the ascending `ends` [num_ends] are at most `token`, a number or a tensor."""
+    """Return how many of the ascending `ends` [num_ends] are <= `token`, which is a scalar or a tensor."""
     low = token * 0
     high = low + num_ends
     width = num_ends
@@ -84,7 +84,7 @@ def begin_row(
     y, inputs, weight, bias, windows, ends, rows, row, num_chunks, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr,
 ):  # fmt: skip
-    """Compute a request's first tokens; store its final window, and those of chunks with inputs of the initial one."""
+    """Compute a request's first D_CONV - 1 tokens; store its final window, and windows that overlap the initial one."""
     WINDOW: tl.constexpr = D_CONV - 1
     inside = channel < CONV_DIM
     start = tl.load(rows.cu_seqlens + row)
@@ -106,12 +106,12 @@ def begin_row(
             at = y + tl.cast(start + j, tl.int64) * CONV_DIM + channel
             tl.store(at, out, mask=only_if(j < num_tokens, inside))
 
-        tl.debug_barrier()  # a write may overwrite what another thread of this program reads
-        for j in tl.static_range(WINDOW):  # the window after j tokens
+        tl.debug_barrier()  # all threads must read before any writes, as the final slot may be the initial one
+        for j in tl.static_range(WINDOW):  # store the window after j tokens
             window = history[j : j + WINDOW]
             _store_window(windows, tl.where(j == num_tokens, final, _PAD), window, channel, inside, WINDOW)
             if j > 0:
-                chunk = count_up_to(rows.cu_chunks + 1, num_chunks, start + j - 1)  # the one that token j - 1 is in
+                chunk = count_up_to(rows.cu_chunks + 1, num_chunks, start + j - 1)  # chunk that holds token j - 1
                 is_chunk = (chunk < num_chunks) & (j <= num_tokens)
                 end = tl.load(rows.cu_chunks + 1 + chunk, mask=is_chunk, other=-1)
                 slot = tl.load(rows.chunk_slots + chunk, mask=is_chunk & (end == start + j), other=_PAD)
@@ -122,7 +122,7 @@ def begin_row(
 
 @triton.jit
 def end_chunk(inputs, ends, rows, chunk, channel, CONV_DIM: tl.constexpr, WINDOW: tl.constexpr):
-    """Store the window at a chunk's end, if it holds only inputs of this step."""
+    """Store the window at the end of a chunk, if it contains only inputs of this step."""
     slot = tl.load(rows.chunk_slots + chunk)
     if slot != _PAD:
         start = tl.load(rows.cu_chunks + chunk)
@@ -134,7 +134,7 @@ def end_chunk(inputs, ends, rows, chunk, channel, CONV_DIM: tl.constexpr, WINDOW
 
 @triton.jit
 def _store_window(windows, slot, window, channel, inside, WINDOW: tl.constexpr):
-    """Store a window of fp32 inputs into `slot`, unless it is PAD_SLOT."""
+    """Store a window of fp32 inputs in `slot`, unless `slot` is PAD_SLOT."""
     stored = windows.pool + slot.to(tl.int64) * windows.slot_stride + channel
     for k in tl.static_range(WINDOW):
         tl.store(stored + k * windows.time_stride, window[k], mask=only_if(slot != _PAD, inside))
@@ -142,7 +142,7 @@ def _store_window(windows, slot, window, channel, inside, WINDOW: tl.constexpr):
 
 @triton.jit
 def _store_inputs(inputs, windows, slot, end, channel, inside, WINDOW: tl.constexpr):
-    """Store the last WINDOW inputs before packed token `end` into `slot`."""
+    """Store the last WINDOW inputs before packed token `end` in `slot`."""
     first = inputs.x + tl.cast(end - WINDOW, tl.int64) * inputs.token_stride + channel
     stored = windows.pool + slot.to(tl.int64) * windows.slot_stride + channel
     for k in tl.static_range(WINDOW):
@@ -155,7 +155,7 @@ def convolve_run(
     y, inputs, weight, bias, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of one request's tokens, each with D_CONV - 1 before it; load AT_ONCE inputs at once."""
+    """Compute a tile that contains tokens of one request only, none of them its first D_CONV - 1 tokens."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -174,7 +174,7 @@ def convolve_run(
                 window = appended(window, history[j + k].to(tl.float32))
             out = weigh_and_activate(window, taps, offset, D_CONV)
             tl.store(y + (begin + j) * CONV_DIM, out, mask=inside)
-        history = history[AT_ONCE:]  # type: ignore[assignment]  # mypy sees only the empty tuple
+        history = history[AT_ONCE:]  # type: ignore[assignment]  # mypy infers the type of the empty tuple
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def convolve_part(
     y, inputs, weight, bias, low, high, num_tokens, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute tokens `low` to `high` of a tile, each with D_CONV - 1 before it; clear the tokens after them."""
+    """Compute a tile's tokens of the request [low, high), except its first D_CONV - 1; zero the tokens after it."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -204,20 +204,22 @@ def convolve_part(
 
 
 def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, window_len: int) -> None:
-    """Raise a ValueError unless the tensors fit together and the pool's window holds `window_len` inputs."""
+    """Raise a `ValueError` unless the tensors match and the windows in the pool hold at least `window_len` inputs."""
     if x.dim() != 2 or weight.dim() != 2 or conv_pool.dim() != 3 or weight.shape[1] < 1:
         raise ValueError(
             "need x [tokens, conv_dim], weight [conv_dim, d_conv] and conv_pool [slots, window, conv_dim], "
-            f"found {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(conv_pool.shape)}"
+            f"found x {tuple(x.shape)}, weight {tuple(weight.shape)} and conv_pool {tuple(conv_pool.shape)}"
         )
     conv_dim = x.shape[1]
     if weight.shape[0] != conv_dim or conv_pool.shape[2] != conv_dim or conv_pool.shape[1] < window_len:
         raise ValueError(
-            f"need weight and conv_pool of conv_dim {conv_dim} and a window of at least {window_len}, "
-            f"found {tuple(weight.shape)} and {tuple(conv_pool.shape)}"
+            f"need weight and conv_pool with conv_dim {conv_dim} and a window of at least {window_len} inputs, "
+            f"found weight {tuple(weight.shape)} and conv_pool {tuple(conv_pool.shape)}"
         )
     if bias is not None and (tuple(bias.shape) != (conv_dim,) or not bias.is_contiguous()):
-        raise ValueError(f"need contiguous bias of shape ({conv_dim},), found {tuple(bias.shape)}")
+        raise ValueError(
+            f"need contiguous bias of shape ({conv_dim},), found {tuple(bias.shape)} with strides {bias.stride()}"
+        )
     for name, tensor in (("weight", weight), ("bias", x if bias is None else bias), ("conv_pool", conv_pool)):
         if tensor.device != x.device:
             raise ValueError(f"need {name} on {x.device}, found {tensor.device}")
@@ -225,5 +227,5 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor
         raise ValueError(f"need contiguous weight, found strides {weight.stride()}")
     if not x[:1].is_contiguous() or not conv_pool[:1, :1].is_contiguous():
         raise ValueError(
-            f"need contiguous channels in x and conv_pool, found strides {x.stride()} and {conv_pool.stride()}"
+            f"need x and conv_pool with contiguous channels, found strides {x.stride()} and {conv_pool.stride()}"
         )

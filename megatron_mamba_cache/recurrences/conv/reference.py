@@ -1,4 +1,4 @@
-"""Reference of the causal depthwise convolution of packed requests, for prefill and for a few tokens each."""
+"""Torch references for the causal depthwise convolution, for prefill and for decode steps with drafts."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..slot_copies import load_slots, store_slots
 def causal_conv_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillBatch, ends: Tensor | None = None
 ) -> Tensor:
-    """Torch reference for `causal_conv`; initial windows are read before any write."""
+    """Torch reference for `causal_conv`; all initial windows are read before any window is written."""
     num_tokens, num_rows, d_conv = x.shape[0], rows.initial_slots.shape[0], weight.shape[1]
     if num_rows == 0:
         return torch.zeros_like(x)
@@ -49,7 +49,7 @@ def conv_verify_ref(
     stored = load_slots(conv_pool if drafts is None else conv_pool[:, :window_len], live, conv_pool.dtype)
     stored = windows_with_drafts(stored, drafts, live != PAD_SLOT)
     window = stored.to(dtype).gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
-    # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
+    # Inputs from earlier steps were rounded to the pool's dtype, so round the inputs of this step too.
     history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [requests, window + max_len, conv_dim]
     taps = [history[:, tap : tap + rows.max_len] for tap in range(window_len)]
     y = _weigh_and_activate([*taps, inputs], weight, bias)
@@ -66,7 +66,7 @@ def conv_verify_ref(
 
 
 class _RawInputs:
-    """The raw inputs of each request: its tokens, preceded by its initial window."""
+    """Inputs of the convolution for each request: its initial window, followed by its tokens."""
 
     def __init__(self, x: Tensor, windows: Tensor, rows: PrefillBatch) -> None:
         self._x = x if x.shape[0] else x.new_zeros(1, x.shape[1])  # index_select needs at least one token
@@ -75,7 +75,7 @@ class _RawInputs:
         self._row_starts = rows.cu_seqlens[:-1].to(torch.int64)
 
     def at(self, positions: Tensor, owner: Tensor) -> Tensor:
-        """Return inputs [n, conv_dim] of requests `owner` [n] at packed `positions` [n], windows included."""
+        """Return the inputs [n, conv_dim] at packed `positions` [n]; before a request's start, those of its window."""
         tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
         if self._window_len == 0:
             return tokens
@@ -86,15 +86,15 @@ class _RawInputs:
 
 
 def _weigh_and_activate(history: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return SiLU(sum of history[k] * weight[:, k] + bias), the terms added oldest first."""
+    """Return SiLU(sum of history[k] * weight[:, k] + bias), adding the oldest input first."""
     weight = weight.to(history[0].dtype)
     total = history[0] * weight[:, 0]
     for tap in range(1, len(history)):
         total = total + history[tap] * weight[:, tap]
     if bias is not None:
         total = total + bias.to(total.dtype)
-    # torch's CPU silu and sigmoid round differently in the last few elements of a tensor than in the others, so
-    # that a token's bits would depend on how many tokens surround it; exp, sum and quotient do not.
+    # On a CPU, torch's silu and sigmoid round the last few elements of a tensor differently, so a token's result would
+    # depend on the number of tokens; exp, addition and division do not have this problem.
     return total / (1 + torch.exp(-total))
 
 

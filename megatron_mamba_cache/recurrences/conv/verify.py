@@ -1,13 +1,13 @@
-"""Causal convolution of decode and verify steps: a base token and drafts; the window advances in place.
+"""Causal convolution for decode steps: a base token and drafts per request; the window is advanced in place.
 
-A request's window is in the slot of its column 0; the rest of it may be in the draft inputs of its ring. It begins at
-input `accepted` - 1, and after the step at the slot's start:
+A request's window is in the slot in column 0; its last inputs may be in a separate buffer (`DraftInputs`). Before the
+step the window begins at input `accepted` - 1, after it at the start of the slot:
 
     history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
 
-Grid: a program for each request and tile of channels, plus one that clears the outputs past the last request. It reads
-the window before it writes, and its tokens in order. Graph safe: no host sync, one launch, grid fixed by the shapes of
-the arguments.
+Grid: one program per request and tile of channels, and for each tile one that zeroes the outputs after the last
+request. A program reads the window before it writes, and processes its tokens in order. Safe in CUDA graphs: no host
+sync, one launch, and the grid depends only on the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ from .reference import conv_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class ConvVerifyTiling:
-    """How requests are split over programs; every choice computes the same bits.
+    """Tile sizes of the kernel; they do not affect the result.
 
     Args:
-        channels: Of a program, a power of two.
-        num_warps: Of a program.
+        channels: Number of channels per program, a power of two.
+        num_warps: Number of warps per program.
     """
 
     channels: int
@@ -48,7 +48,7 @@ def _conv_verify_kernel(
     y, inputs, weight, bias, windows, drafts, rows, num_rows, num_tokens, columns_stride,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, CHANNELS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Long because of its arguments."""
+    """Convolve the tokens of one request for a tile of channels. Long because it has many arguments."""
     await_then_release(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
     row = tl.program_id(0) // TILES
@@ -81,7 +81,7 @@ def _conv_verify_kernel(
         window = appended(window, old.to(tl.float32))
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
-    tl.debug_barrier()  # a write may overwrite what another thread of this program reads
+    tl.debug_barrier()  # all threads must read the window before any thread overwrites it
     if start < end:
         for k in tl.static_range(1, D_CONV - 1):
             tl.store(stored + (k - 1) * windows.time_stride, window[k], mask=inside)
@@ -90,7 +90,7 @@ def _conv_verify_kernel(
         x = tl.load(inputs.x + at * inputs.token_stride + channel, mask=inside, other=0.0).to(tl.float32)
         out = weigh_and_activate(appended(window, x), taps, offset, D_CONV)
         tl.store(y + at * CONV_DIM + channel, out, mask=inside)
-        # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
+        # Inputs from earlier steps were rounded to the pool's dtype, so round the inputs of this step too.
         kept = x.to(windows.pool.dtype.element_ty)
         time = D_CONV - 2 + token - start
         if drafts is None:
@@ -112,27 +112,27 @@ def conv_verify(
     *,
     drafts: DraftInputs | None = None,
 ) -> Tensor:
-    """Convolve each request's base token and drafts, apply SiLU and advance its window in place.
+    """Convolve the base token and drafts of each request, apply SiLU, and advance the window in place.
 
-    Bit-equal to as many steps of one token each, whatever drafts follow a token. Padding requests and tokens past the
-    last request give zeros and write nothing; window inputs past those that the tokens reach are unchanged.
+    The result is bit-identical to separate steps of one token each. For padding, outputs are zeros and nothing is
+    written. Inputs in a window after those of the new tokens are unchanged.
 
     Args:
         x: [tokens, conv_dim]; any stride between tokens.
-        weight: [conv_dim, d_conv]; the last column weighs the newest input.
+        weight: [conv_dim, d_conv]; the last column applies to the newest input.
         bias: [conv_dim].
-        conv_pool: [slots, window, conv_dim], channels contiguous; window >= d_conv - 2 + rows.max_len, or d_conv - 1 if
-            `drafts` are given.
-        drafts: The rest of the windows, with room for rows.max_len - 1 inputs; None if a slot has all of it.
+        conv_pool: [slots, window, conv_dim], channels contiguous; window is at least d_conv - 2 + rows.max_len, or
+            d_conv - 1 if `drafts` is given.
+        drafts: Buffers for at least rows.max_len - 1 further inputs per window; None: slots hold whole windows.
 
     Returns:
-        [tokens, conv_dim] in x's dtype.
+        [tokens, conv_dim] in the dtype of `x`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `conv_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed at
-    capture.
+    Reference: `conv_verify_ref`, which runs for float64 inputs. CUDA-graph safe: no host sync, one launch, grid fixed
+    at capture.
     """
     check_decode_batch(rows, x.device)
     _check_windows(x, weight, bias, conv_pool, rows, drafts)
@@ -155,7 +155,7 @@ def _check_windows(
     check_draft_inputs(drafts, conv_pool, rows.accepted.shape[0])
     if drafts.inputs.shape[1] < rows.max_len - 1:
         raise ValueError(
-            f"need draft inputs [rings, drafts, conv_dim] of at least {rows.max_len - 1} drafts, "
+            f"need draft inputs [buffers, drafts, conv_dim] for at least {rows.max_len - 1} drafts, "
             f"found {tuple(drafts.inputs.shape)}"
         )
 

@@ -18,7 +18,7 @@ VOCAB_SIZE = 2048 + len(TAGS)
 
 
 class Tag(str):
-    """A tag as the model means it. Other text that spells one is a mention."""
+    """A tag as the model means it; other text that spells one is a mention."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ def tagged_tokenizer(folder: Path, kind: str, template: str = "", others: Sequen
 
 
 def tokens_of(tokenizer: HuggingFaceTokenizer, pieces: Sequence[str]) -> list[int]:
-    """Return the tokens of a reply: a tag's own where it has one, and else tokens of single characters."""
+    """Return the tokens of a reply: a tag's own token if it has one, and otherwise tokens of single characters."""
     found: list[int] = []
     for piece in pieces:
         number = tokenizer.id_of(piece) if isinstance(piece, Tag) else None
@@ -75,7 +75,7 @@ def reply_of_tokens(
     num_at_once: int = 1,
     is_held: bool = False,
 ) -> Reply:
-    """Return a complete reply whose tokens arrived so many at once."""
+    """Return a complete reply whose tokens arrived in groups of a size."""
     ids = syntax.tag_ids(tokenizer)
     reading = ReplyReading(
         ids.keys(),

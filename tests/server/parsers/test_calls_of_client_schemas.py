@@ -1,4 +1,4 @@
-"""Tools whose parameters are as clients write them: calls have arguments of the schema, or the tool is refused."""
+"""Tools with parameters as clients write them: calls have arguments of the schema, or the tool is refused."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def error_and_grammar(family: str, tool: CallableTool, grammars: Grammars) -> tu
 
 
 def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
-    """Check that 3 calls have arguments of a schema, or that it is refused by name; return whether it is held."""
+    """Check that 3 calls have arguments of a schema, or that it is refused by name; return True if it is enforced."""
     refusal, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
     if refusal is not None:
         assert any(reason in refusal for reason in REASONS) and not any(word in refusal for word in LIBRARY_WORDS), (

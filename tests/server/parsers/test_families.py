@@ -415,7 +415,7 @@ def matcher_of(grammar: Grammar) -> Any:
 
 
 def is_of(grammar: Grammar, text: str) -> bool:
-    """Return whether a text is of a grammar."""
+    """Return True if a grammar accepts a text."""
     matcher, tokens = matcher_of(grammar), TOKENIZER.tokenize(text)
     return bool(matcher.validate_tokens([*tokens, END]) == len(tokens) + 1)
 

@@ -41,7 +41,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HuggingFac
 
 
 def written_call(form: str, name: str, arguments: dict[str, Any]) -> Sample:
-    """Return a call as models of a family write it."""
+    """Return a call in a family's format."""
     described = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     match form:
         case "hermes":
@@ -90,7 +90,7 @@ def test_mentioned_tags_stay_text(
 
 
 def samples(calls: str, reasoning: str) -> st.SearchStrategy[Sample]:
-    """Return replies of mentions, tags that may be anywhere, calls and pieces of them."""
+    """Return replies of mentions, tags that may be anywhere, and calls and pieces of them."""
     opening, closing = markers(reasoning)
     tags = st.sampled_from([*map(Tag, TAGS), opening, closing]).map(lambda tag: [tag])
     words = st.sampled_from([*MENTIONED, "a", "é\U0001f600", "\n", " ", "```", "\n```\n", '"', "`", ". ", "\n\n", "{"])
