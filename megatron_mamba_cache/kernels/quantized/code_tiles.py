@@ -156,6 +156,21 @@ def load_words(words, row, begin, LENGTH: tl.constexpr, DEPTH: tl.constexpr, BOX
 
 
 @triton.jit
+def prefetch_words(words, row, begin, LENGTH: tl.constexpr, LINES: tl.constexpr):
+    """Begin to copy the first LINES times 128 bytes of rows, from word `begin` on, from memory to the L2 cache."""
+    line = begin + tl.arange(0, LINES) * 64
+    pointers = words + row.to(tl.int64)[:, None] * LENGTH + tl.minimum(line, LENGTH - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def load_inputs(inputs, begin, element, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
     """Load the inputs [DEPTH, TILE] of the low, or of the high, codes of words."""
     if LENGTH % DEPTH == 0:

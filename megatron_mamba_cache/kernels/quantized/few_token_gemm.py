@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernel_launches import launches_kernel
-from ..overlap import await_inputs, overlapping
+from ..overlap import await_written, let_next_begin, overlapping
 from ..reference import compute_dtype
-from .code_tiles import sum_inputs, sum_nvfp4_inputs
+from .code_tiles import prefetch_words, sum_inputs, sum_nvfp4_inputs
 from .quantized_matrix import RUN, QuantizedMatrix
 
 MOST_TOKENS = 64
@@ -52,16 +52,20 @@ def _few_tokens_kernel(
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
     BOXES: tl.constexpr,
+    LINES_AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply TILE tokens with WIDTH rows of weights over a part of the inputs. Long because of its arguments."""
-    await_inputs(OVERLAPS)
+    let_next_begin(OVERLAPS)
     STEPS: tl.constexpr = (LENGTH + DEPTH - 1) // DEPTH
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     first, column = tile * WIDTH, tile * WIDTH + tl.arange(0, WIDTH)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     begin, end = part * STEPS // PARTS * DEPTH, (part + 1) * STEPS // PARTS * DEPTH
     row, source = tl.minimum(column, ROWS - 1), tl.minimum(token, num_tokens - 1)
+    if OVERLAPS and LINES_AHEAD > 0 and not BOXES:
+        prefetch_words(words, row, begin, LENGTH, LINES_AHEAD)
+    await_written(OVERLAPS)
     if BITS == 4:
         total = sum_nvfp4_inputs(x, words, scales, row, source, x_stride, begin, end, LENGTH, RUN, TILE, WIDTH, DEPTH)
     else:
@@ -103,6 +107,8 @@ class FewTokenTiles:
         words: Of each row of a tile.
         parts: Programs that share the inputs of a tile.
         loads_boxes: True if TMA loads the codes.
+        lines_ahead: Lines of 128 bytes of each row that are prefetched while the previous kernel still runs; a power
+            of 2, or 0. Not with `loads_boxes`.
     """
 
     tokens: int
@@ -112,6 +118,7 @@ class FewTokenTiles:
     num_warps: int = 4
     num_stages: int = 4
     loads_boxes: bool = False
+    lines_ahead: int = 4
 
 
 def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> FewTokenTiles:
@@ -241,6 +248,7 @@ def multiply_few_tokens(
         WIDTH=tiles.outputs,
         DEPTH=tiles.words,
         BOXES=tiles.loads_boxes,
+        LINES_AHEAD=tiles.lines_ahead,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
