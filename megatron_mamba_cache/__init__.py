@@ -1,6 +1,6 @@
 """Prefix caching for hybrid models of recurrent and attention layers on megatron-core.
 
-Megatron is imported when a name that needs it is first used.
+Megatron is imported on first use of a name that needs it.
 """
 
 from typing import TYPE_CHECKING

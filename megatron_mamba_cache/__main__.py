@@ -1,4 +1,4 @@
-"""`python -m megatron_mamba_cache`: the command line."""
+"""Run the command line with `python -m megatron_mamba_cache`."""
 
 import sys
 

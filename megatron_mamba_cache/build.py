@@ -1,4 +1,4 @@
-"""Build an engine that is ready for requests from a model and settings."""
+"""Build an engine from a model and settings."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,10 +30,11 @@ _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
 @torch.no_grad()
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Return a 32-byte digest of every name, shape, dtype and bit of the tensors, in any order.
+    """Return a 32-byte digest of the names, shapes, dtypes and contents of tensors, independent of their order.
 
-    A tensor's bits are summed as 64-bit words, modulo 2**64, each times an odd number derived from its index; twice,
-    with two sequences of numbers. A single differing word always shows; other differences do, except one in 2**126.
+    The contents are summed as 64-bit words modulo 2**64, with each word multiplied by an odd number derived from its
+    index. Two such sums with different multipliers are used. A single differing word always changes the digest; other
+    differences are missed with a probability of 2**-126.
     """
     whole = hashlib.sha256()
     for name, tensor in sorted(named_tensors, key=lambda pair: pair[0]):
@@ -51,7 +52,7 @@ def _sum_of(tensor: Tensor, seed: int) -> int:
 
 
 def _words_of(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield chunks of a tensor as int64 words, with the number of words before each; the last is zero-padded."""
+    """Yield a tensor in chunks of int64 words, each with its offset in words; the last word is zero-padded."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size = _WORDS_AT_ONCE * _WORD_BYTES
     for first in range(0, octets.numel(), size):
@@ -63,14 +64,14 @@ def _words_of(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _scrambled(numbers: Tensor) -> Tensor:
-    """Map each number to an odd one, by multiplications and shifts that spread every bit."""
+    """Hash each number to a pseudorandom odd number."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ _shifted(numbers, shift)) * _signed(factor)
     return (numbers ^ _shifted(numbers, 31)) | 1
 
 
 def _shifted(numbers: Tensor, count: int) -> Tensor:
-    """Shift right without the sign."""
+    """Shift right logically, without extending the sign."""
     return (numbers >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -79,10 +80,10 @@ def _signed(number: int) -> int:
 
 
 class TokenIdTokenizer:
-    """Stands in where no tokenizer is given: text is token ids separated by spaces.
+    """Default tokenizer, whose text consists of token ids separated by spaces.
 
     Args:
-        image_tokens: Ids that are not text but images, video or sound, and their names.
+        image_tokens: Map from ids of image, video and audio tokens to their names.
     """
 
     eod = -1
@@ -91,19 +92,19 @@ class TokenIdTokenizer:
 
     def __init__(self, vocab_size: int, image_tokens: Mapping[int, str] = MappingProxyType({})) -> None:
         self.vocab_size = vocab_size
-        self.image_tokens = dict(image_tokens)  # a coordinator gets a pickled copy
+        self.image_tokens = dict(image_tokens)  # a plain dict, so that it can be pickled for the coordinator
         self.longest_token = len(f"{vocab_size} ")
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Parse token ids; there are no special ones to add."""
+        """Parse token ids; there are no special tokens to add."""
         return [int(word) for word in text.split()]
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:
-        """Print token ids."""
+        """Format token ids as text."""
         return " ".join(str(token) for token in tokens)
 
     def bytes_of(self, token: int) -> bytes:
-        """Print a token id as bytes."""
+        """Format a token id as bytes."""
         return str(token).encode()
 
 
@@ -117,30 +118,29 @@ def build_engine(
     materialize_only_last_token_logits: bool = True,
     scores_prompts: bool = False,
 ) -> MambaCacheEngine:
-    """Build an engine that serves `model` with prefix caching.
+    """Build an engine that serves a model with prefix caching.
 
-    Where tensor- or pipeline-parallel ranks share the model, each of them builds an engine, adds the same requests in
-    the same order and runs the same number of steps; each then has every token. Ranks that share only experts have
-    their own requests, and step together.
+    With tensor or pipeline parallelism, each rank builds an engine, adds the same requests in the same order and runs
+    the same number of steps; each rank then has all tokens. Ranks with only expert parallelism have different requests
+    and step together.
 
     Args:
-        model: A MambaModel built from a spec of `with_mamba_cache`, or this rank's part of one; it is put into eval
-            mode.
-        config: Settings of the cache; None takes the defaults.
-        drafter: Proposes the tokens that a step verifies; None takes `PromptLookupDrafter` where the settings ask for
-            drafts.
-        tokenizer: Has `tokenize`, `detokenize`, `bos` and `eod`; None: requests use token ids.
-        random_seed: Seed of requests without their own.
-        materialize_only_last_token_logits: False computes the logits of every token in every step.
-        scores_prompts: True if requests may ask for prompt log-probs although only the last logits are materialized;
+        model: MambaModel built from a `with_mamba_cache` spec, or this rank's part of it; it is put into eval mode.
+        config: Settings for the cache; None for the defaults.
+        drafter: Drafter that proposes tokens; None for `PromptLookupDrafter` if the settings enable drafts.
+        tokenizer: Object with `tokenize`, `detokenize`, `bos` and `eod`; None if requests use token ids.
+        random_seed: Seed for requests that do not set one.
+        materialize_only_last_token_logits: False to compute the logits for every token in every step.
+        scores_prompts: True to allow requests for prompt log-probs although only the last logits are materialized;
             see `prompt_log_probs`. A step that scores a prompt uses no CUDA graph; other steps are unaffected.
 
     Raises:
-        ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it, on any rank.
-        TypeError: If it is not a MambaModel, or the settings are not a CacheConfig.
+        ValueError: If, on any rank, the model is not a hybrid, lacks the caching modules, or does not match the
+            settings.
+        TypeError: If the model is not a MambaModel, or the settings are not a CacheConfig.
     """
     if not isinstance(config, CacheConfig | None):
-        raise TypeError(f"build_engine needs a CacheConfig or None, found {config!r:.200}")
+        raise TypeError(f"config must be a CacheConfig or None, found {config!r:.200}")
     config, ranks = config or CacheConfig(), ranks_of_process()
     shape = check_served(model, ranks, config.max_sequence_length)
     _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
@@ -174,7 +174,9 @@ def _planner(
         drafter = drafter or PromptLookupDrafter()
         return DraftPlanner(drafter, max_drafts, vocab_size, _policy(config, drafter, time, ranks))
     if drafter is not None:
-        raise ValueError("a drafter is given, but num_speculative_tokens is 0; set --num-speculative-tokens")
+        raise ValueError(
+            "a drafter is given, but num_speculative_tokens is 0; set num_speculative_tokens to at least 1"
+        )
     return NoDrafts()
 
 
@@ -184,7 +186,7 @@ def _policy(config: CacheConfig, drafter: Drafter, time: StepTime, ranks: Ranks)
     if not isinstance(drafter, TakesTime):
         return DraftPolicy(time)
     is_free = drafter.draft_seconds(1, 1) == 0
-    # A drafter that failed on one of several ranks would teach them different things: there it is asked by steps only.
+    # Several ranks draft only in steps, because a drafter that fails on one rank would make their drafts differ.
     shadows = is_free and ranks.num_ranks == 1 and not isinstance(drafter, ReadsHiddenStates)
     return DraftPolicy(time, drafter.draft_seconds, shadows=shadows, is_patient=not is_free)
 
@@ -194,8 +196,8 @@ def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: b
         return
     name, width = type(drafter).__name__, drafter.hidden_size
     if width != hidden_size:
-        raise ValueError(f"{name} reads hidden states of width {width}, but the model's have {hidden_size}")
+        raise ValueError(f"{name} reads hidden states of width {width}, but the model's hidden size is {hidden_size}")
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
     if num_stages > 1:
-        raise ValueError(f"{name} reads hidden states, which only the last of {num_stages} stages has")
+        raise ValueError(f"{name} reads hidden states, which exist only on the last of {num_stages} pipeline stages")

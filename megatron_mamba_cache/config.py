@@ -1,4 +1,4 @@
-"""The settings of the cache: one frozen, validated value, and its command-line arguments."""
+"""Frozen, validated settings for the cache."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ BUDGET = ("cache_gb", *SUMMANDS)
 
 
 class _Rule(NamedTuple):
-    """Allowed values of a setting, as a predicate and in words."""
+    """Allowed values for a setting, as a predicate and as text for errors."""
 
     allows: Callable[[Any], bool]
     text: str
 
 
 def is_encodable(text: object) -> bool:
-    """Return True if `text` is a str that UTF-8 can encode, as block keys require."""
+    """Return whether `text` is a str that UTF-8 can encode, as block keys require."""
     try:
         return isinstance(text, str) and bool(text.encode() or True)
     except UnicodeEncodeError:
@@ -63,44 +63,47 @@ REMOVED: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """Settings of a `MambaCacheContext`; every value is checked on construction.
+    """Settings for a `MambaCacheContext`; every value is checked on construction.
 
-    Sizes are GiB (2**30 bytes) of one rank. docs/settings.md has more about each field, and its flags.
+    Sizes are in GiB (2**30 bytes) per rank. docs/settings.md describes each field and its flags.
 
     Args:
-        block_size_tokens: Tokens in a KV block; a multiple of the recurrences' grain.
-        cache_gb: One memory for KV blocks and for live, draft and cached states, which take room from each other by
-            priority. None: the sum of buffer_size_gb and prefix_caching_mamba_gb, which are None from then on.
-        host_cache_gb: Host memory for prefixes without room on the device, of all processes of the host together.
-        disk_cache_dir: Directory in which prefixes outlive the process; needs host_cache_gb.
-        disk_cache_gb: What each rank may keep there; None: 100.
+        block_size_tokens: Number of tokens per KV block, a multiple of the scan's chunk size.
+        cache_gb: Memory shared by KV blocks and live, draft and cached states. None: the sum of buffer_size_gb and
+            prefix_caching_mamba_gb, which are then set to None.
+        host_cache_gb: Host memory for prefixes that do not fit on the device, for all processes on the host together.
+        disk_cache_dir: Directory for prefixes that outlive the process; needs host_cache_gb.
+        disk_cache_gb: Disk space per rank; None: 100.
         buffer_size_gb, prefix_caching_mamba_gb: Megatron's settings, which add up to cache_gb; None: 4 and 1.
         prefix_caching: True if prompts reuse cached prefixes.
-        boundary_stride: n also caches every n-th block boundary of a prompt, "all" every one.
-        decode_checkpoints: Block boundaries inside a reply that keep a state: the newest ("rolling"), "all" or "none".
-        eviction: "cost" evicts the state expected to save the fewest tokens for its bytes, "lru" the least recently
-            used one.
-        num_speculative_tokens: Most drafts that a step verifies per request, 0 to 8.
-        adaptive_drafts: True if steps have only drafts that are likely to bring more tokens a second.
-        draft_states: "replay" keeps the inputs of a request's newest tokens, "window" a state after each draft; "auto"
-            takes the faster one.
+        boundary_stride: n to also cache a state at every n-th block boundary of a prompt, "all" at every boundary.
+        decode_checkpoints: Block boundaries in a reply at which states are kept: the newest ("rolling"), "all" or
+            "none".
+        eviction: "cost" evicts the state with the fewest expected saved tokens per byte, "lru" the least recently used
+            state.
+        num_speculative_tokens: Maximum number of draft tokens per request and step, between 0 and 8.
+        adaptive_drafts: True to use only drafts that are expected to increase the tokens per second.
+        draft_states: "replay" keeps the inputs of a request's newest tokens, "window" the state after each draft;
+            "auto" selects the faster method.
         align_prefill_chunks: True to end a prefill chunk on the last block boundary inside the step's token budget.
-        max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; the block tables of
-            max_requests requests must have fewer than 2**28 entries.
-        max_prompt_tokens_beside_decode: Most prompt tokens of a step in which requests decode; None: all that fit.
-        ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
-        cached_state_dtype: How cached states are stored: as live ones ("live"), or quantized to 8 bits ("int8").
-        attention_backend: Library that computes attention; "auto" takes the first that supports the model.
-        num_cuda_graphs: How many row counts, up to max_requests, have decode steps captured as CUDA graphs.
-        cuda_graph_prefill_tokens: Most prompt tokens of a captured step; None: 4096, or more for a small model.
-        run_ahead: True to launch a captured step before the tokens of the step before are read.
+        max_requests, max_tokens, max_sequence_length: Maximum number of running requests, tokens per step, and tokens
+            per request; the block tables for max_requests requests must have fewer than 2**28 entries.
+        max_prompt_tokens_beside_decode: Maximum number of prompt tokens in a step with decode requests; None: no limit.
+        ssm_state_dtype, conv_state_dtype: "model" (same dtype as the parameters), "fp32" or "bf16".
+        cached_state_dtype: Format of cached states: same as live states ("live"), or quantized to 8 bits ("int8").
+        attention_backend: Library that computes attention; "auto" selects the first library that supports the model.
+        num_cuda_graphs: Number of decode batch sizes, up to max_requests, that are captured as CUDA graphs.
+        cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096, or more for a small
+            model.
+        run_ahead: True to launch a captured step before the tokens from the previous step are read.
         resident_pools: True if a suspended engine keeps its device memory and CUDA graphs.
-        rank_digest_steps: Steps between comparisons of all ranks' decisions, which raise if they differ; 0: never.
-        weights_version: Part of every block key; states of other weights are never found.
+        rank_digest_steps: Number of steps between comparisons of the ranks' decisions; a difference raises. 0: never
+            compare.
+        weights_version: Part of every block key, so that states computed by other weights are never reused.
 
     Raises:
-        ValueError: Naming the setting, the value and what is allowed.
-        TypeError: Naming a setting of earlier releases, and what replaces it.
+        ValueError: Naming the setting, the value and the allowed values.
+        TypeError: Naming a removed setting and its replacement.
     """
 
     block_size_tokens: int = 256
@@ -160,7 +163,7 @@ class CacheConfig:
 
     def __new__(cls, *_: object, **settings: object) -> "CacheConfig":
         for name in settings.keys() & REMOVED.keys():
-            raise TypeError(f"{name} is not a setting anymore: {REMOVED[name]}; leave it out")
+            raise TypeError(f"{name} is no longer a setting: {REMOVED[name]}; leave it out")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -177,11 +180,11 @@ class CacheConfig:
             )
 
     def resolved(self, *, prefers_replay: bool = False, most_launched: int = 0) -> "CacheConfig":
-        """Return the settings with "auto" draft states and the graphs' tokens decided.
+        """Return the settings with "auto" draft states and the default for graph tokens resolved.
 
         Args:
-            prefers_replay: True if "auto" stands for "replay", where the block size allows that.
-            most_launched: Prompt tokens up to which the host takes longer to launch a step than a GPU to compute it.
+            prefers_replay: True if "auto" means "replay" where the block size allows it.
+            most_launched: Number of prompt tokens up to which launching a step takes longer than computing it.
         """
         usual = max(_USUAL_GRAPH_TOKENS, min(most_launched, self.max_tokens, _MOST_USUAL_GRAPH_TOKENS))
         tokens = usual if self.cuda_graph_prefill_tokens is None else self.cuda_graph_prefill_tokens
@@ -192,53 +195,53 @@ class CacheConfig:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes for KV blocks and states."""
+        """Budget for KV blocks and states in bytes."""
         assert self.cache_gb is not None
         return int(self.cache_gb * 2**30)
 
     @property
     def replays(self) -> bool:
-        """True when states are replayed; `resolved` says what "auto" stands for."""
+        """True if states are replayed; call it only after `resolved`."""
         assert self.draft_states != "auto"
         return self.draft_states == "replay"
 
     @property
     def fold_len(self) -> int:
-        """Tokens after which a replayed state is written, a divisor of the block size; 0 if none is replayed."""
+        """Number of tokens after which replayed inputs are applied to the state; 0 without replay."""
         return math.gcd(self.block_size_tokens, _LONGEST_FOLD) if self.replays else 0
 
     @property
     def most_graph_tokens(self) -> int:
-        """The most prompt tokens of a captured step; `resolved` says what None stands for."""
+        """Maximum number of prompt tokens in a captured step; call it only after `resolved`."""
         assert self.cuda_graph_prefill_tokens is not None
         return self.cuda_graph_prefill_tokens
 
     @property
     def quantizes_states(self) -> bool:
-        """True when cached states are quantized, so that live states have slots of their own."""
+        """True if cached states are quantized, so that live states need separate slots."""
         return self.cached_state_dtype != "live" and self.prefix_caching
 
     @property
     def num_draft_slots(self) -> int:
-        """Maximum slots for the drafts of a request."""
+        """Maximum number of slots for the drafts of a request."""
         return 0 if self.replays else self.num_speculative_tokens
 
     @property
     def num_running_slots(self) -> int:
-        """Live and draft slots of all requests."""
+        """Number of live and draft slots for all requests."""
         return self.max_requests * (1 + self.num_draft_slots)
 
     @property
     def num_request_slots(self) -> int:
-        """Slots of the cache budget that one request needs: one to cache, and those that it runs with."""
+        """Number of slots in the cache budget that one request needs: one cached state and its running slots."""
         return 1 if self.quantizes_states else 2 + self.num_draft_slots
 
     def _check_memory(self) -> None:
         for name in SUMMANDS if self.cache_gb is not None else ():
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"cache_gb is {self.cache_gb!r} and {name} is {getattr(self, name)!r}, which adds up to the same "
-                    f"budget: leave {name} out"
+                    f"cache_gb is {self.cache_gb!r} and {name} is {getattr(self, name)!r}, but cache_gb already "
+                    f"includes {name}: leave {name} out"
                 )
         if self.cache_gb is None:
             given = {name: getattr(self, name) for name in SUMMANDS}
@@ -271,7 +274,7 @@ class CacheConfig:
 
 
 def _rule_of(rule: Any) -> _Rule:
-    """Return a rule of `CacheConfig.RULES` as predicate and words."""
+    """Return an entry of `CacheConfig.RULES` as a rule."""
     if isinstance(rule, _Rule):
         return rule
     if isinstance(rule, range):

@@ -1,30 +1,30 @@
-"""The errors that this package defines."""
+"""Exceptions that this package defines."""
 
 import math
 
 
 class CacheError(Exception):
-    """Base of the package's own errors."""
+    """Base class for the exceptions in this package."""
 
 
 class CacheCapacityError(CacheError):
-    """There is not enough room for an allocation; the message names the setting to raise."""
+    """Raised if an allocation does not fit; the message names the setting to increase."""
 
 
 class CacheIntegrityError(CacheError):
-    """An invariant of the cache does not hold; the message gives the equation that failed."""
+    """Raised if an invariant of the cache is violated; the message contains the failed equation."""
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be enforced on a reply; the message says why."""
+    """Raised if a grammar cannot be enforced on a reply; the message contains the reason."""
 
 
 class HostBudgetError(ValueError):
-    """The host does not have the memory that prefixes may take.
+    """Raised if the host has less memory than the settings reserve for prefixes.
 
     Args:
-        found_gb: GiB that the settings say.
-        free_bytes: What the host could give.
+        found_gb: Configured size in GiB.
+        free_bytes: Available host memory in bytes.
     """
 
     def __init__(self, found_gb: float, free_bytes: int) -> None:
@@ -35,14 +35,15 @@ class HostBudgetError(ValueError):
 
 
 class CacheBudgetError(ValueError):
-    """One budget for KV blocks and states cannot hold a request of the longest sequence.
+    """Raised if the budget for KV blocks and states cannot hold a request of maximum length.
 
     Args:
-        found_gb, least_gb: GiB of the budget, and the least that is enough.
-        max_sequence_length: Tokens of that request.
-        share: This model's share of the budget; a draft model has the rest.
-        num_live: Requests whose live states are always allocated; 0: only those that run.
-        is_draft: True if it is about a draft model, which drafts for texts as long as its part has room for.
+        found_gb, least_gb: Configured budget and minimum sufficient budget in GiB.
+        max_sequence_length: Maximum number of tokens per request.
+        share: This model's fraction of the budget; a draft model gets the rest.
+        num_live: Number of requests whose live states are always allocated; 0 if only running requests have live
+            states.
+        is_draft: True for a draft model, which can draft only for texts that fit in its part of the budget.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class CacheBudgetError(ValueError):
         )
 
     def of_whole(self, share: float, *, is_draft: bool = False) -> "CacheBudgetError":
-        """Return the error about the whole budget, of which this model has a share."""
+        """Return the same error in terms of the whole budget, of which this model has a fraction."""
         found_gb, least_gb = self.found_gb / share, self.least_gb / share
         length, num_live = self.max_sequence_length, self.num_live
         return CacheBudgetError(found_gb, least_gb, length, share, num_live, is_draft=is_draft)

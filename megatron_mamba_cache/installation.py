@@ -1,4 +1,4 @@
-"""The requirements of this installation, from its own metadata, and the check that they are met."""
+"""Check that the requirements in this package's metadata are installed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """A requirement that is not met.
+    """Requirement that is missing or has a wrong version.
 
     Args:
-        found: The installed version; None: the distribution is missing.
+        found: Installed version; None if the distribution is missing.
     """
 
     requirement: str
@@ -39,28 +39,28 @@ class Unmet:
 
 
 class MissingExtraError(ModuleNotFoundError):
-    """A needed extra is not installed; the message says how to install it."""
+    """Raised if a required extra is not installed; the message contains the install command."""
 
 
 def unmet_requirements(extra: str = "") -> list[Unmet]:
-    """Return the requirements of an extra, or of the base install, that are missing or have a wrong version.
+    """Return the requirements for an extra (or the base install) that are missing or have a wrong version.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: If the package is imported without being installed.
+        importlib.metadata.PackageNotFoundError: If this package is not installed.
     """
     return [Unmet(str(one), installed_version(one.name)) for one in _requirements(extra) if not _is_met(one)]
 
 
 def require_extra(extra: str, purpose: str) -> None:
-    """Check that every distribution of an extra is installed, whatever its version.
+    """Check that every distribution in an extra is installed, with any version.
 
     Raises:
-        MissingExtraError: Naming what is missing, what it is needed for, and the command that installs it.
+        MissingExtraError: Naming the missing distributions, the purpose and the install command.
     """
     try:
         missing = [unmet.requirement for unmet in unmet_requirements(extra) if unmet.found is None]
     except PackageNotFoundError:
-        return  # imported without being installed: the imports themselves will fail
+        return  # this package is not installed, so later imports report what is missing
     if missing:
         raise MissingExtraError(
             f"{purpose} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
@@ -74,7 +74,7 @@ def install_command(extra: str) -> str:
 
 
 def _requirements(extra: str) -> Iterator["Requirement"]:
-    """Yield the requirements that an extra adds to the base install; those of the base install for ""."""
+    """Yield the requirements that an extra adds; for "", the requirements of the base install."""
     from packaging.requirements import Requirement
 
     for text in requires(DISTRIBUTION) or []:

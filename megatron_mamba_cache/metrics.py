@@ -1,4 +1,4 @@
-"""Metrics of the cache: counters that only grow, and a snapshot of the memory in use."""
+"""Metrics for the cache: monotonic counters, and a snapshot of the memory in use."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,62 +9,62 @@ from typing import Any
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counts since the start; token counts are of prompt tokens unless they say otherwise."""
+    """Counters since the start; names with `tokens` count prompt tokens unless noted otherwise."""
 
     requests_admitted: int = 0
-    prompt_tokens_matched: int = 0  # KV known, state or not
-    prompt_tokens_skipped: int = 0  # not computed, because a state was restored
-    prefill_tokens_computed: int = 0  # including re-prefill after an eviction
+    prompt_tokens_matched: int = 0  # prompt tokens with cached KV, with or without a state
+    prompt_tokens_skipped: int = 0  # prompt tokens not processed because a state was restored
+    prefill_tokens_computed: int = 0  # includes prefills repeated after an eviction
     decode_tokens_computed: int = 0  # including drafts
-    decode_rows: int = 0  # summed over all decode steps
+    decode_rows: int = 0  # number of decode requests, summed over steps
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # drafts that were kept
-    drafting_failures: int = 0  # steps that ran without drafts because the drafter raised
-    drafts_at: list[int] = field(default_factory=list)  # draft tokens by position after the base token
-    accepted_at: list[int] = field(default_factory=list)  # accepted ones likewise
-    requests_without_hit: dict[str, int] = field(default_factory=dict)  # by reason, at first admissions
+    accepted_tokens: int = 0  # number of drafts that were kept
+    drafting_failures: int = 0  # number of steps without drafts because the drafter raised
+    drafts_at: list[int] = field(default_factory=list)  # number of drafts by position after the base token
+    accepted_at: list[int] = field(default_factory=list)  # number of accepted drafts by position
+    requests_without_hit: dict[str, int] = field(default_factory=dict)  # first admissions without a hit, by reason
     states_reserved: int = 0
     states_published: int = 0
     decode_states_published: int = 0
     states_restored: int = 0
     states_skipped_no_room: int = 0
-    admissions_deferred: int = 0  # steps a request waited for a prefix that another request was computing
+    admissions_deferred: int = 0  # number of times a request waited a step for another request's prefix
     requests_paused: int = 0
     requests_evicted: int = 0
-    prompt_tokens_from_host: int = 0  # of those skipped: they came back from the host for the request
+    prompt_tokens_from_host: int = 0  # skipped tokens that were restored from host memory
     states_written_to_host: int = 0
     states_restored_from_host: int = 0
     states_not_written_no_room: int = 0
-    host_writes_failed: int = 0  # or no longer of use when they ended
-    host_restores_failed: int = 0  # likewise
-    prompt_tokens_from_disk: int = 0  # likewise from the disk
+    host_writes_failed: int = 0  # writes that failed or were obsolete on completion
+    host_restores_failed: int = 0  # restores that failed or were obsolete on completion
+    prompt_tokens_from_disk: int = 0  # skipped tokens that were restored from disk
     states_written_to_disk: int = 0
     states_read_from_disk: int = 0
     disk_writes_failed: int = 0
     disk_reads_failed: int = 0
-    states_evicted: int = 0  # from memory dropped by a suspend; a snapshot adds those from current memory
-    kv_blocks_evicted: int = 0  # likewise
+    states_evicted: int = 0  # in memory freed by suspends; a snapshot adds those in current memory
+    kv_blocks_evicted: int = 0  # same convention as `states_evicted`
     steps: int = 0
-    graph_steps: int = 0  # of them, those that replayed a CUDA graph
+    graph_steps: int = 0  # number of steps that replayed a CUDA graph
     steps_aborted: int = 0
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the drafts that were accepted; 0 if nothing was drafted."""
+        """Fraction of the drafts that were accepted; 0 without drafts."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def acceptance_at(self) -> list[float]:
-        """Acceptance rate at each position after the base token; a draft is accepted only if all before it are."""
+        """Acceptance rate at each position after the base token; a draft is accepted only if all earlier drafts are."""
         return [accepted / drafts for drafts, accepted in zip(self.drafts_at, self.accepted_at, strict=True)]
 
     @property
     def tokens_per_decode_row(self) -> float:
-        """Average tokens that a decode step kept per request; 1 without drafts, 0 if nothing decoded."""
+        """Average number of kept tokens per request and decode step; 1 without drafts, 0 without decode steps."""
         return (self.decode_rows + self.accepted_tokens) / self.decode_rows if self.decode_rows else 0.0
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a decode step of one request."""
+        """Count the drafts for one request in a decode step."""
         self.decode_rows += 1
         self.draft_tokens += num_drafts
         self.accepted_tokens += num_accepted
@@ -76,43 +76,43 @@ class CacheCounters:
             self.accepted_at[index] += index < num_accepted
 
     def count_without_hit(self, reason: str | None) -> None:
-        """Count a request that skipped none of its prompt; None counts nothing."""
+        """Count a request that skipped no prompt tokens, by reason; do nothing if `reason` is None."""
         if reason is not None:
             self.requests_without_hit[reason] = self.requests_without_hit.get(reason, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """A snapshot of the cache: the counters so far and the use of every slot and block."""
+    """Snapshot of the counters and of the use of all slots and blocks."""
 
     counters: CacheCounters
     state_slots: dict[str, int] = field(default_factory=dict)  # by owner
     kv_blocks: dict[str, int] = field(default_factory=dict)  # by kind
-    cache_bytes: dict[str, int] = field(default_factory=dict)  # of this rank's memory for both, by use
-    host_bytes: dict[str, int] = field(default_factory=dict)  # of this rank's part of the host tier, by use
-    disk_bytes: dict[str, int] = field(default_factory=dict)  # of this rank's part of the disk tier, by use
-    tier_copies: dict[str, int] = field(default_factory=dict)  # under way, by the tier that they bring something to
-    num_compiled_kernels: int = 0  # by Triton in this process, for any purpose; those from its disk cache count
+    cache_bytes: dict[str, int] = field(default_factory=dict)  # bytes in this rank's KV and state memory, by use
+    host_bytes: dict[str, int] = field(default_factory=dict)  # bytes in this rank's part of the host tier, by use
+    disk_bytes: dict[str, int] = field(default_factory=dict)  # bytes in this rank's part of the disk tier, by use
+    tier_copies: dict[str, int] = field(default_factory=dict)  # number of copies in flight, by destination tier
+    num_compiled_kernels: int = 0  # includes kernels loaded from Triton's disk cache
     compile_seconds: float = 0.0  # time spent on them
-    num_graphs: int = 0  # step shapes captured as CUDA graphs
+    num_graphs: int = 0  # number of captured step shapes
     capture_seconds: float = 0.0  # time spent on them
-    graph_bytes: int = 0  # device memory that they hold
+    graph_bytes: int = 0  # device memory for CUDA graphs
 
     @staticmethod
     def summed(snapshots: Sequence["CacheSnapshot"]) -> "CacheSnapshot":
-        """Return the sum of several models' snapshots."""
+        """Return the sum of snapshots for several models."""
         each = [one.as_dict() for one in snapshots]
         return CacheSnapshot.of_dict({name: _sum([values[name] for values in each]) for name in each[0]})
 
     @staticmethod
     def of_dict(values: dict[str, Any]) -> "CacheSnapshot":
-        """Return the snapshot that `as_dict` returned as a dict."""
+        """Create a snapshot from the result of `as_dict`."""
         names = {entry.name for entry in fields(CacheCounters)}
         counters = {name: value for name, value in values.items() if name in names}
         return CacheSnapshot(CacheCounters(**counters), **{n: v for n, v in values.items() if n not in names})
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain JSON types."""
+        """Return the snapshot as a dict of JSON types."""
         values = asdict(self)
         counters: dict[str, object] = values.pop("counters")
         return counters | values

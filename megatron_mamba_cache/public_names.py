@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used."""
+"""Import the public names of a package lazily, on first use."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from importlib import import_module
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`; `homes` has the module of each name, relative to the package."""
+    """Return `__getattr__` and `__dir__` for a package; `homes` maps each name to its relative module."""
 
     def __getattr__(name: str) -> object:
         if name not in homes:

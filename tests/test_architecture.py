@@ -433,7 +433,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_package_has_no_violation(check: Check) -> None:
+def test_package_follows_the_architecture_rules(check: Check) -> None:
     package = read_package(PACKAGE_ROOT)
     assert ("errors",) in package.modules
     assert list(check(package)) == []
@@ -596,28 +596,28 @@ def all_violations(package: Package) -> list[str]:
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_planted_violation_is_the_only_one_found(planted: str, tmp_path: Path) -> None:
+def test_planted_architecture_violation_is_the_only_one_found(planted: str, tmp_path: Path) -> None:
     files, message = PLANTED[planted]
     violations = all_violations(write_package(tmp_path, SOUND | files))
     assert len(violations) == 1 and message in violations[0]
 
 
-def test_sound_package_passes(tmp_path: Path) -> None:
+def test_package_without_violations_passes(tmp_path: Path) -> None:
     facade = {"__init__": "from pkg.mcore.context import C", "policy/__init__": "", "policy/metadata": ""}
     assert all_violations(write_package(tmp_path, SOUND | facade)) == []
 
 
-def test_record_and_its_namesakes_set_their_own_fields(tmp_path: Path) -> None:
+def test_assignments_to_own_fields_pass_for_classes_of_the_same_name(tmp_path: Path) -> None:
     methods = "    def f(self):\n        self.computed = 1\n        self.blocks.append(1)\n"
     sources = {"policy/align": RECORD["policy/align"] + methods, "step/run": f"class R:\n{methods}"}
     assert all_violations(write_package(tmp_path, SOUND | sources)) == []
 
 
-def test_long_function_with_a_reason_passes(tmp_path: Path) -> None:
+def test_long_function_passes_when_a_reason_is_listed(tmp_path: Path) -> None:
     source = f'def grow():\n    """Grow.\n\n    Long because it is one kernel.\n    """\n{LONG_BODY}'
     assert all_violations(write_package(tmp_path, SOUND | {"recurrences/pool": source})) == []
 
 
-def test_long_module_of_one_class_passes(tmp_path: Path) -> None:
+def test_long_module_with_a_single_class_passes(tmp_path: Path) -> None:
     one_class = {"recurrences/pool": "class A:\n" + "    x = 1\n" * 400}
     assert all_violations(write_package(tmp_path, SOUND | one_class)) == []

@@ -67,7 +67,9 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("cached_state_dtype", None, "one of ('live', 'int8')"),
     ],
 )
-def test_bad_setting_is_named_with_its_value_and_the_allowed_ones(name: str, value: object, allowed: str) -> None:
+def test_error_names_the_invalid_setting_its_value_and_the_allowed_values(
+    name: str, value: object, allowed: str
+) -> None:
     with pytest.raises(ValueError) as error:
         CacheConfig(**{name: value})  # type: ignore[arg-type]
     message = str(error.value)
@@ -98,18 +100,18 @@ def test_bad_setting_is_named_with_its_value_and_the_allowed_ones(name: str, val
         {"prefix_caching": False, "cached_state_dtype": "int8"},
     ],
 )
-def test_settings_at_their_limits_are_kept(settings: dict[str, object]) -> None:
+def test_settings_at_their_limits_are_accepted(settings: dict[str, object]) -> None:
     config = CacheConfig(**settings)  # type: ignore[arg-type]
     assert {name: getattr(config, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8])
-def test_drafts_of_a_step_fit_in_a_block(block_size: int) -> None:
+def test_drafts_that_exceed_a_block_are_refused(block_size: int) -> None:
     with pytest.raises(ValueError, match=f"num_speculative_tokens is 8.*below block_size_tokens={block_size}$"):
         CacheConfig(num_speculative_tokens=8, block_size_tokens=block_size)
 
 
-def test_states_are_quantized_only_if_cached() -> None:
+def test_states_are_quantized_only_with_prefix_caching() -> None:
     config = CacheConfig(cached_state_dtype="int8", num_speculative_tokens=3, max_requests=5)
     window, replay = config.resolved(), dataclasses.replace(config, draft_states="replay").resolved()
     assert window.quantizes_states and replay.quantizes_states
@@ -124,7 +126,7 @@ def test_states_are_quantized_only_if_cached() -> None:
     [("ring_len", "block_size_tokens"), ("chunked_prefill", "max_tokens"), ("paused_buffer_size_gb", "a quarter")],
 )
 def test_removed_setting_names_its_replacement(name: str, replacement: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is not a setting anymore: .*{replacement}"):
+    with pytest.raises(TypeError, match=f"{name} is no longer a setting: .*{replacement}"):
         CacheConfig(**{name: 1})  # type: ignore[arg-type]
 
 
@@ -133,7 +135,7 @@ def test_settings_cannot_be_changed() -> None:
         CacheConfig().max_requests = 5  # type: ignore[misc]
 
 
-def test_changed_copy_is_checked_again() -> None:
+def test_changed_copy_of_the_settings_is_validated() -> None:
     with pytest.raises(ValueError, match="buffer_size_gb is -1"):
         dataclasses.replace(CacheConfig(), buffer_size_gb=-1.0)
 
@@ -142,7 +144,7 @@ def test_no_flags_mean_the_defaults() -> None:
     assert parsed() == CacheConfig()
 
 
-def test_flags_set_what_they_name() -> None:
+def test_each_flag_sets_the_setting_that_it_names() -> None:
     config = parsed(
         "--inference-dynamic-batching-block-size=64",
         "--inference-dynamic-batching-buffer-size-gb=0.5",
@@ -163,7 +165,7 @@ def test_flags_set_what_they_name() -> None:
     )
 
 
-def test_settings_are_the_defaults_of_flags() -> None:
+def test_given_settings_are_the_defaults_for_flags() -> None:
     config = parsed("--inference-dynamic-batching-block-size=64", max_requests=3, buffer_size_gb=2.0)
     assert config == CacheConfig(block_size_tokens=64, max_requests=3, buffer_size_gb=2.0)
 
@@ -178,25 +180,25 @@ def test_flag_of_zero_counts_as_given() -> None:
     assert parsed("--num-speculative-tokens=0", num_speculative_tokens=4).num_speculative_tokens == 0
 
 
-def test_flags_are_checked_as_settings_are() -> None:
+def test_flags_are_validated_like_settings() -> None:
     with pytest.raises(ValueError, match="block_size_tokens is 0"):
         parsed("--inference-dynamic-batching-block-size=0")
 
 
 @pytest.mark.parametrize("name", ["buffer_size_gb", "prefix_caching_mamba_gb"])
-def test_budget_and_its_summands_are_mutually_exclusive(name: str) -> None:
-    with pytest.raises(ValueError, match=f"cache_gb is 2.0 and {name} is 1.0, which adds up"):
+def test_cache_gb_and_megatrons_two_sizes_are_mutually_exclusive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"cache_gb is 2.0 and {name} is 1.0, but cache_gb already includes"):
         CacheConfig(cache_gb=2.0, **{name: 1.0})  # type: ignore[arg-type]
 
 
-def test_megatrons_two_settings_add_up_to_one_budget() -> None:
+def test_megatrons_two_sizes_add_up_to_cache_gb() -> None:
     assert CacheConfig() == CacheConfig(cache_gb=5.0)
     assert parsed("--kv-gb=2") == CacheConfig(cache_gb=3.0) and parsed("--state-gb=0") == CacheConfig(cache_gb=4.0)
     assert parsed("--kv-gb=2", "--state-gb=1.5") == parsed("--cache-gb=3.5", cache_gb=7.0)
     assert parsed("--state-gb=2", cache_gb=7.0).cache_gb == 6.0
 
 
-def test_budget_flag_replaces_a_default_budget() -> None:
+def test_cache_gb_flag_replaces_the_default() -> None:
     config = parsed("--cache-gb=2", buffer_size_gb=1.0, prefix_caching_mamba_gb=1.0)
     assert (config.cache_gb, config.buffer_size_gb, config.prefix_caching_mamba_gb) == (2.0, None, None)
     with pytest.raises(ValueError, match="leave buffer_size_gb out"):
@@ -216,7 +218,7 @@ def test_unusable_draft_states_are_refused(settings: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize(("block", "fold_len"), [(256, 16), (16, 16), (24, 8), (4, 4)])
-def test_states_are_folded_as_rarely_as_a_block_allows(block: int, fold_len: int) -> None:
+def test_replay_length_is_the_longest_that_divides_the_block_size(block: int, fold_len: int) -> None:
     config = CacheConfig(block_size_tokens=block, draft_states="replay", num_speculative_tokens=3).resolved()
     assert (config.fold_len, config.replays, config.num_draft_slots) == (fold_len, True, 0)
     either = dataclasses.replace(config, draft_states="auto")
@@ -232,5 +234,5 @@ def test_requested_draft_states_do_not_depend_on_speed() -> None:
     assert not odd.resolved(prefers_replay=True).replays  # no ring divides the block
 
 
-def test_draft_states_have_a_flag() -> None:
+def test_draft_states_setting_has_a_flag() -> None:
     assert parsed("--draft-states", "replay").draft_states == "replay"

@@ -64,17 +64,17 @@ def test_public_name_is_found_in_its_module(name: str) -> None:
     assert value.__doc__
 
 
-def test_star_import_brings_only_public_names() -> None:
+def test_star_import_imports_only_public_names() -> None:
     names: dict[str, object] = {}
     exec("from megatron_mamba_cache import *", names)
     assert names.keys() - {"__builtins__"} == PUBLIC_NAMES
 
 
-def test_dir_lists_names_before_import() -> None:
+def test_dir_lists_lazy_names_before_their_import() -> None:
     assert set(dir(megatron_mamba_cache)) >= PUBLIC_NAMES
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'MambaCache'"):
         megatron_mamba_cache.MambaCache  # noqa: B018
 
@@ -85,7 +85,7 @@ def test_importing_the_package_imports_neither_megatron_nor_torch() -> None:
     assert not imported & {"megatron", "torch", "triton"}
 
 
-def test_light_names_do_not_import_megatron() -> None:
+def test_names_that_do_not_need_megatron_do_not_import_it() -> None:
     assert "megatron" not in modules_after(f"from megatron_mamba_cache import {', '.join(NEED_NO_MEGATRON)}")
 
 
@@ -93,7 +93,7 @@ def test_settings_and_plans_need_no_torch() -> None:
     assert "torch" not in modules_after("from megatron_mamba_cache import CacheConfig, plan_align_copy")
 
 
-def test_names_of_the_engine_import_megatron_when_used() -> None:
+def test_engine_names_import_megatron_on_first_use() -> None:
     assert "megatron" in modules_after("from megatron_mamba_cache import build_engine")
 
 

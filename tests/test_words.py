@@ -266,7 +266,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_planted_word_is_found(planted: str, tmp_path: Path) -> None:
+def test_planted_forbidden_word_is_found(planted: str, tmp_path: Path) -> None:
     source, instead = PLANTED[planted]
     (tmp_path / "module.py").write_text(source, encoding="utf-8")
     found = list(violations(tmp_path / "module.py", frozenset({"prompt_len"})))

@@ -151,9 +151,7 @@ def check_engine_arguments(arguments: Namespace) -> None:
     if arguments.drafter == "draft-model" and arguments.draft_hf_model is None:
         raise UsageError("--drafter draft-model needs a draft model; give its directory with --draft-hf-model")
     if arguments.drafter != "draft-model" and arguments.draft_hf_model is not None:
-        raise UsageError(
-            f"--draft-hf-model {arguments.draft_hf_model}: used only with --drafter draft-model; add that flag"
-        )
+        raise UsageError(f"--draft-hf-model {arguments.draft_hf_model}: used only with --drafter draft-model; add it")
 
 
 def _check_range(arguments: Namespace, name: str, low: float, high: float, allowed: str) -> None:

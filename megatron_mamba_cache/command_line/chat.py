@@ -26,9 +26,7 @@ def chat(arguments: Namespace) -> int:
     """Run the chat command until the input ends and return its exit status; raise `UsageError` for a bad flag."""
     starts_own = arguments.url is None and bool(arguments.hf_model or arguments.load)
     if arguments.url is not None and arguments.load is not None:
-        raise UsageError(
-            "--load cannot be used with --url, because the running server has loaded its model; leave out one of them"
-        )
+        raise UsageError("--load cannot be used with --url, whose server has its own model; leave out one of them")
     server = own_server(arguments) if starts_own else nullcontext(arguments.url or DEFAULT_URL)
     try:
         with server as url:

@@ -68,11 +68,11 @@ class ChatClient:
             try:
                 models = [str(model["id"]) for model in json.load(reply)["data"]]
             except (OSError, HTTPException) as error:
-                raise ChatError(f"{self.url}: the connection broke: {error}") from error
+                raise ChatError(f"{self.url}: the connection was lost: {error}") from error
             except _UNREADABLE as error:
                 raise ChatError(f"{self.url} does not list models as OpenAI's API does") from error
         if not models:
-            raise ChatError(f"{self.url} lists no model; name one with --model")
+            raise ChatError(f"{self.url} lists no models; give a model name with --model")
         return models[0]
 
     def stream(
@@ -92,7 +92,7 @@ class ChatClient:
                         turn.first_token_s = time.perf_counter() - start
                     yield text
             except (OSError, HTTPException) as error:
-                raise ChatError(f"{self.url}: the connection broke: {error}") from error
+                raise ChatError(f"{self.url}: the connection was lost: {error}") from error
             except _UNREADABLE as error:
                 raise ChatError(f"{self.url} does not reply as OpenAI's API does") from error
             finally:

@@ -32,7 +32,9 @@ class Launch:
             return Launch(*(int(environment[name]) for name in names))
         except ValueError as error:
             found = ", ".join(f"{name}={environment[name]}" for name in names)
-            raise UsageError(f"{found} in the environment must be numbers; unset them or use torchrun") from error
+            raise UsageError(
+                f"the environment variables {found} must be integers; unset them or start with torchrun"
+            ) from error
 
     @property
     def is_first(self) -> bool:

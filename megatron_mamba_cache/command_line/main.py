@@ -48,7 +48,7 @@ def serve(arguments: Namespace) -> int:
     listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
     with quiet_libraries(arguments.log_level):
         device = select_device(arguments.device)
-        # These import torch, which fixes the device.
+        # These imports load torch, so the device must be selected before them.
         hide_stacks_of_signals()
         from .processes import joined_processes
         from .serving import Serving
@@ -95,16 +95,14 @@ def generate(arguments: Namespace) -> int:
         print("note: --top-k 1 is greedy, so --temperature and --top-p change nothing; try --top-k 0", file=sys.stderr)
     with quiet_libraries(arguments.log_level):
         device = select_device(arguments.device)
-        # These import torch, which fixes the device.
+        # These imports load torch, so the device must be selected before them.
         hide_stacks_of_signals()
         from .generation import Generation
         from .processes import joined_processes
 
         with joined_processes(launch, arguments, device) as replicas:
             generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
-            if (
-                directory is not None and not generation.reads_text
-            ):  # a hub model, which could not be checked before its download
+            if directory is not None and not generation.reads_text:  # a hub model, downloaded after the first check
                 require_token_ids(lines, arguments.prompts, directory.path)
             return generation.run(lines) if has_file else generation.run_and_compare(lines)
 

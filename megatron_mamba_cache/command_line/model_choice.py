@@ -95,7 +95,9 @@ def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path
     if line is None:
         return
     if file is None:
-        raise UsageError(f'{directory} has no tokenizer: name a file of "prompt_tokens" lines with --prompts')
+        raise UsageError(
+            f'{directory} has no tokenizer, so prompts must be token ids; give a file with "prompt_tokens" as --prompts'
+        )
     raise UsageError(
         f'--prompts {file}, line {line.request_id + 1} (request_id {line.request_id}): "prompt" is text, and '
         f'{directory} has no tokenizer; give "prompt_tokens"'

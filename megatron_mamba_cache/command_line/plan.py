@@ -85,7 +85,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
             "--cached-state-dtype needs --model; without it, give the bytes of a cached state as --state-bytes"
         )
     if missing:
-        raise UsageError(f"{missing[0]} is missing: give --model DIR, or both {' and '.join(given)}")
+        raise UsageError(f"{missing[0]} is missing; give --model DIR, or both {' and '.join(given)}")
     for flag, value in given.items():
         if not 1 <= value < 2**40:
             raise UsageError(f"{flag} is {value}; it must be a number of bytes between 1 and {2**40 - 1}")

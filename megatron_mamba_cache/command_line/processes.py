@@ -80,9 +80,7 @@ class SeveralProcesses(Replicas):
 
     @override
     def any_continues(self, has_requests: bool) -> bool:
-        return bool(
-            self._peers.greatest([has_requests])[0]
-        )  # reduced on the host, because the device may be busy with an overlapped step
+        return bool(self._peers.greatest([has_requests])[0])  # on the host, because the device may be busy
 
     @override
     def gather(self, result: RunResult) -> RunResult:

@@ -31,11 +31,9 @@ def read_prompts(path: str) -> list[PromptLine]:
         raise UsageError(f"--prompts {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    lines = text.rstrip().split(
-        "\n"
-    )  # splitlines() would also split at other separators, which JSON strings may contain
+    lines = text.rstrip().split("\n")  # splitlines() would also split at separators inside JSON strings
     if lines == [""]:
-        raise UsageError(f"--prompts {path}: the file is empty; at least one line is needed")
+        raise UsageError(f"--prompts {path}: the file is empty; add at least one line")
     parsed = []
     for request_id, line in enumerate(lines):
         try:
@@ -52,10 +50,10 @@ def parse_line(request_id: int, line: str) -> PromptLine:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise UsageError(f"a JSON object is needed, found {_kind(found)}")
+        raise UsageError(f"need a JSON object, found {_kind(found)}")
     unknown = sorted(set(found) - _KEYS)
     if unknown:
-        raise UsageError(f"unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
+        raise UsageError(f"unknown key {unknown[0]!r}; known keys are {', '.join(sorted(_KEYS))}")
     return PromptLine(
         request_id=request_id, prompt=_prompt_of(found), num_tokens=_num_tokens_of(found), session=_session_of(found)
     )
@@ -64,7 +62,7 @@ def parse_line(request_id: int, line: str) -> PromptLine:
 def _prompt_of(found: dict[str, object]) -> str | tuple[int, ...]:
     if ("prompt" in found) == ("prompt_tokens" in found):
         both = "both" if "prompt" in found else "neither"
-        raise UsageError(f'exactly one of "prompt" and "prompt_tokens" is needed, found {both}')
+        raise UsageError(f'need exactly one of "prompt" and "prompt_tokens", found {both}')
     if "prompt_tokens" in found:
         tokens = found["prompt_tokens"]
         if not isinstance(tokens, list):
@@ -79,7 +77,7 @@ def _prompt_of(found: dict[str, object]) -> str | tuple[int, ...]:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f'"prompt" contains half of a surrogate pair at character {error.start}') from error
+        raise UsageError(f'"prompt" contains an unpaired surrogate at character {error.start}') from error
     return prompt
 
 

@@ -185,9 +185,9 @@ def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
     key_file, insecure = arguments.coordinator_key_file, arguments.insecure_coordinator
     if launch.is_on_several_machines and key_file is None and not insecure:
         raise UsageError(
-            f"{launch.num_processes} processes on several hosts need --coordinator-key-file FILE, the same on each "
-            "(made with: (umask 077; openssl rand -hex 32 > FILE)), or --insecure-coordinator on a network that you "
-            "trust"
+            f"{launch.num_processes} processes on several hosts need --coordinator-key-file FILE with the same key on "
+            "each (create it with: (umask 077; openssl rand -hex 32 > FILE)), or --insecure-coordinator on a trusted "
+            "network"
         )
     try:
         settings = RoutingSettings(key_file=key_file, insecure=insecure)

@@ -12,7 +12,7 @@ from ..mcore.specs import check_layer_pattern
 from .checkpoints.checkpoint_config import CheckpointConfig
 
 ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
-"""Names of activations in a checkpoint's configuration."""
+"""Activation name in a checkpoint's configuration → function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +233,12 @@ def checked_choice(config: CheckpointConfig, experts: ExpertsSizes, fields: Choi
     all_experts = config.shown(fields.num_experts, experts.num_experts)
     all_groups = config.shown(fields.num_groups, num_groups)
     if experts.num_experts % num_groups:
-        raise config.error(f"{all_groups} is not supported, only divisors of {all_experts}")
+        raise config.error(f"{all_groups} is not supported; it must divide {all_experts}")
     chosen_groups = config.shown(fields.top_groups, experts.top_groups)
     if experts.top_groups > num_groups:
-        raise config.error(f"{chosen_groups} is not supported, only up to {all_groups}")
+        raise config.error(f"{chosen_groups} is not supported; it must be at most {all_groups}")
     in_reach = experts.top_groups * (experts.num_experts // num_groups)
     if experts.top_k > in_reach:
-        limit = all_experts if num_groups == 1 else f"the {in_reach} experts of {chosen_groups}"
-        raise config.error(f"{config.shown(fields.top_k, experts.top_k)} is not supported, only up to {limit}")
+        limit = all_experts if num_groups == 1 else f"{in_reach}, the number of experts that {chosen_groups} leaves"
+        raise config.error(f"{config.shown(fields.top_k, experts.top_k)} is not supported; it must be at most {limit}")
     return experts

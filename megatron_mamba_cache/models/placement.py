@@ -66,7 +66,9 @@ class GroupedSplit:
         if size <= self.num_groups:
             return Split(0).local(tensor, rank, size)
         if len(tensor) % self.num_groups or size % self.num_groups:
-            raise ValueError(f"{len(tensor)} rows of {self.num_groups} KV heads are not divisible by {size} ranks")
+            raise ValueError(
+                f"{len(tensor)} rows in groups of {self.num_groups} KV heads are not divisible by {size} ranks"
+            )
         num_sharing = size // self.num_groups
         group = tensor.chunk(self.num_groups)[rank // num_sharing]
         *parts, rest = group.split((*self.divided, len(group) - sum(self.divided)))

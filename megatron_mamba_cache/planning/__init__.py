@@ -1,1 +1,1 @@
-"""Savings of a cache on a recorded load, by replaying it through the policy code."""
+"""Estimate the savings of a cache by replaying a recorded workload through the policy code."""

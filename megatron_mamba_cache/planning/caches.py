@@ -1,4 +1,4 @@
-"""Caches of an engine with default settings, without device memory."""
+"""Caches with an engine's default settings, but without device memory."""
 
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ _DEFAULTS = CacheConfig()
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Bytes that a model caches, over all ranks.
+    """Sizes of cached data for a model, over all ranks.
 
     Args:
-        kv_bytes_per_token: Keys and values of all attention layers.
-        state_bytes: The state of all recurrent layers at one position.
+        kv_bytes_per_token: Bytes per token for keys and values in all attention layers.
+        state_bytes: Bytes for the state of all recurrent layers at one position.
     """
 
     kv_bytes_per_token: int
@@ -34,23 +34,23 @@ class CacheSizes:
 
     @property
     def unit(self) -> UnitBytes:
-        """Bytes of a state and of a block."""
+        """Sizes of a state and a block in bytes."""
         return UnitBytes(self.state_bytes, self.kv_bytes_per_token * self.block_size, token_row=1)
 
     @property
     def state_len(self) -> float:
-        """Tokens whose KV takes as many bytes as a state."""
+        """Number of tokens whose KV has the same size as a state."""
         return self.state_bytes / self.kv_bytes_per_token
 
     def space(self, cache_gb: float) -> SlabSpace:
-        """Return the space of a budget."""
+        """Return the cache space for a budget in GiB."""
         slab = SlabShape.fitting([self.unit])
         return SlabSpace(slab.slabs_in(int(cache_gb * 2**30), self.unit), slab.blocks_per_slab, slab.slots_per_slab)
 
 
 @dataclass(frozen=True, slots=True)
 class TieredCache:
-    """A cache and its host tier."""
+    """Cache with a host tier."""
 
     cache: PrefixCache
     tier: HostTier
@@ -59,14 +59,14 @@ class TieredCache:
 def empty_cache(
     space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.eviction, max_requests: int = 1
 ) -> PrefixCache:
-    """Return a cache without tiers below it."""
+    """Return an empty cache without host and disk tiers."""
     return _cache(_pools(space, sizes, eviction), sizes, CacheCounters(), max_requests)
 
 
 def tiered_cache(
     device: CacheSpace, host: CacheSpace, sizes: CacheSizes, copies: Copies, times: CopyTimes, max_requests: int = 1
 ) -> TieredCache:
-    """Return a cache with a host tier."""
+    """Return an empty cache with a host tier."""
     pools, counters = _pools(device, sizes), CacheCounters()
     below = _pools(host, sizes)
     tier = HostTier(pools, below, copies, list, counters, block_size=sizes.block_size, measure=lambda: times)

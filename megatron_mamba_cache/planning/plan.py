@@ -1,4 +1,4 @@
-"""Tokens that caches of several sizes would skip of a recorded load."""
+"""Predict how many prompt tokens of a recorded workload caches of several sizes would skip."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ _Content = tuple[ContentId, ...] | tuple[ContentId, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockText:
-    """A request's text in KV blocks.
+    """Block keys and lengths of a request's text.
 
     Args:
-        keys: Of its complete blocks, prompt and reply.
-        prompt_len, length: Tokens of the prompt, and with the reply.
+        keys: Keys of the complete blocks in prompt and reply.
+        prompt_len, length: Number of tokens in the prompt, and in prompt and reply together.
     """
 
     keys: Sequence[BlockKey]
@@ -39,16 +39,16 @@ class BlockText:
 
 
 def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
-    """Return the text of each request of a load, in order.
+    """Return the text of each request in a recorded workload, in order.
 
-    A reply is known from the next prompt that continues it; other replies share no text.
+    A reply's text is taken from the next prompt that continues it; all other replies are unique.
 
     Raises:
-        ValueError: If blocks and hashes do not fit each other.
+        ValueError: If neither the block size nor the number of tokens per hash divides the other.
     """
     size = load.tokens_per_id
     if block_size % size and size % block_size:
-        raise ValueError(f"blocks of {block_size} tokens and hashes of {size} do not fit: one must divide the other")
+        raise ValueError(f"block size {block_size} and {size} tokens per hash do not match: one must divide the other")
     known: dict[tuple[BlockKey, _Content], BlockKey] = {}
     numbers = count(1)
 
@@ -66,11 +66,13 @@ def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
         return keys
 
     prompts = [prompt_keys(request) for request in load.requests]
-    following: dict[tuple[BlockKey, _Content], int] = {}  # the next request whose prompt goes on after a block and more
+    following: dict[
+        tuple[BlockKey, _Content], int
+    ] = {}  # next request whose prompt continues after a block and further tokens
     texts: list[BlockText] = []
     for index in reversed(range(len(prompts))):
         request, keys = load.requests[index], prompts[index]
-        # A whole run of tokens may follow the last block; a prompt that differs there is no continuation.
+        # A prompt that differs in the tokens after the last block is not a continuation.
         rest = request.content[len(keys) * block_size // size : request.prompt_len // size]
         after = following.get((keys[-1], rest)) if keys else None
         reply = [] if after is None else prompts[after][len(keys) :]
@@ -93,7 +95,7 @@ def _content(ids: tuple[ContentId, ...], block: int, block_size: int, size: int)
 
 
 class RecordedKeys:
-    """Block keys of a recorded text, with the interface of `BlockKeyChain`."""
+    """Block keys for a recorded text, with the interface of `BlockKeyChain`."""
 
     def __init__(self, text: BlockText, block_size: int) -> None:
         self._text = text
@@ -111,25 +113,25 @@ _ANY_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class ReplayedLoad:
-    """Prompt tokens of a load, and those that a cache skipped."""
+    """Numbers of prompt tokens in a workload and of tokens that a cache skipped."""
 
     prompt_tokens: int
     skipped_tokens: int
 
     @property
     def share(self) -> float:
-        """Share of the prompt tokens that were skipped."""
+        """Fraction of the prompt tokens that were skipped."""
         return self.skipped_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def replay(
     texts: Iterable[BlockText], cache: PrefixCache, max_tokens: int, make_copies: Callable[[], object] = lambda: None
 ) -> ReplayedLoad:
-    """Replay requests one after another; one that does not fit counts as computed.
+    """Replay requests one after another; a request that does not fit skips no tokens.
 
     Args:
-        max_tokens: Prompt tokens of a step.
-        make_copies: Called between steps, to make the ordered copies between tiers.
+        max_tokens: Maximum number of prompt tokens per step.
+        make_copies: Function called between steps that makes the ordered copies between tiers.
     """
     prompt_tokens = skipped_tokens = 0
     for number, text in enumerate(texts):
@@ -139,7 +141,7 @@ def replay(
 
 
 def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, make_copies: Callable[[], object]) -> int:
-    """Replay one request; return the prompt tokens that the cache skipped."""
+    """Replay one request; return the number of prompt tokens that the cache skipped."""
     prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # takes no memory
     spec = RequestSpec(number, prompt, text.length, SamplingSettings())
     candidate = Candidate(spec, chain=RecordedKeys(text, cache.block_size), epoch=cache.epoch)
@@ -160,7 +162,7 @@ def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, ma
 
 
 def _prefill(request: RunningRequest, cache: PrefixCache, max_tokens: int) -> Iterator[None]:
-    """Compute the prompt, and yield after each step."""
+    """Prefill the prompt and yield after each step."""
     while True:
         cache.publish(request, request.scheduled)
         cache.advance(request, request.scheduled)
@@ -194,11 +196,11 @@ _MAX_TOKENS = CacheConfig().max_tokens
 
 @dataclass(frozen=True, slots=True)
 class PlannedCache:
-    """Savings of a cache of one size.
+    """Predicted savings of a cache with one size.
 
     Args:
-        cache_gb: Its budget, GiB.
-        host_cache_gb: That of the host's memory below it, GiB; 0: there is none.
+        cache_gb: Budget of the cache in GiB.
+        host_cache_gb: Budget of the host tier in GiB; 0 without a host tier.
     """
 
     cache_gb: float
@@ -208,7 +210,7 @@ class PlannedCache:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Savings of an unlimited cache and of caches of several sizes."""
+    """Predicted savings of an unlimited cache and of caches with several sizes."""
 
     unlimited: ReplayedLoad
     caches: tuple[PlannedCache, ...]
@@ -217,7 +219,7 @@ class Plan:
 def plan(
     load: RecordedLoad, sizes: CacheSizes, budgets_gb: Sequence[float], host_budgets_gb: Sequence[float] = (0.0,)
 ) -> Plan:
-    """Replay a load with each device size and each host size; raise `ValueError` if its hashes do not fit blocks."""
+    """Replay a workload with each combination of device and host size; raise like `block_texts`."""
     texts = block_texts(load, sizes.block_size)
     unlimited = replay(texts, empty_cache(unlimited_space(texts, sizes.block_size), sizes), _MAX_TOKENS)
     planned = [
@@ -228,7 +230,7 @@ def plan(
 
 
 def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: int = 1) -> SlabSpace:
-    """Return a space in which nothing is ever evicted while at most `max_requests` requests run."""
+    """Return a space that is large enough to avoid evictions with at most `max_requests` running requests."""
     longest = max(text.length for text in texts) // block_size + 2
     num_blocks = len({key for text in texts for key in text.keys}) + max_requests * longest
     return SlabSpace(2 * num_blocks, 1, 1)
@@ -237,14 +239,14 @@ def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: i
 def _replayed(texts: Sequence[BlockText], sizes: CacheSizes, budget: float, host_budget: float) -> ReplayedLoad:
     if not host_budget:
         return replay(texts, empty_cache(sizes.space(budget), sizes), _MAX_TOKENS)
-    # The load does not record the times of copying and computing, so a restore always pays.
+    # The workload has no copy or compute times, so assume that a restore is always faster than prefill.
     free_copies = CopyTimes(block=0, state=0, token=1)
     tiered = tiered_cache(sizes.space(budget), sizes.space(host_budget), sizes, CopiesAtOnce(), free_copies)
     return replay(texts, tiered.cache, _MAX_TOKENS, tiered.tier.drain)
 
 
 class CopiesAtOnce:
-    """`Copies` that take no time."""
+    """Implementation of `Copies` in which every copy completes immediately."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
         """Do nothing."""

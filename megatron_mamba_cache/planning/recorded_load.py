@@ -1,14 +1,14 @@
-"""Recorded loads: times, lengths and shared prefixes of requests, without texts.
+"""Recorded workloads: arrival times, lengths and shared prefixes of requests, without texts.
 
-Two formats are read, one JSON object a line, gzipped or not. In both, a hash stands for the content of one run of
-tokens, and equal hashes for equal content.
+Two formats are supported, each with one JSON object per line, optionally gzipped. In both formats, each hash represents
+a run of tokens, and equal hashes mean equal tokens.
 
-- Sessions of an agent, a line each: `block_size` (tokens a hash) and `requests`, each with `t` (seconds from the
-  session's start), `in`, `out` (tokens) and `hash_ids`, local to the session. An entry with `requests` of its own is a
-  sub-agent, whose times count from its own `t`.
-- Mooncake's traces, a request a line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512 tokens each,
-  shared by all requests. `serve --record-load` writes two more fields: `block_size`, the tokens of a hash if they are
-  not 512, and `session`, a number for the conversation that the request continues.
+- Agent sessions, one per line: `block_size` (tokens per hash) and `requests`, each with `t` (seconds since the start of
+the session), `in` and `out` (numbers of tokens) and `hash_ids`, local to the session. An entry
+  that contains `requests` is a sub-agent, whose times are relative to its own `t`.
+- Mooncake traces, one request per line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` for 512 tokens
+each, shared by all requests. `serve --record-load` writes two more fields: `block_size`, the number of
+  tokens per hash if it is not 512, and `session`, the number of the conversation that the request continues.
 """
 
 import gzip
@@ -30,13 +30,13 @@ ContentId = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request of a recorded load.
+    """Request in a recorded workload.
 
     Args:
-        arrival_s: From the start of the load.
-        session: Number of its session; every request is one of its own where none is recorded.
-        content: What each run of prompt tokens contains, the last one perhaps incomplete.
-        agent: Which of the session's agents sent it: 0 for its own, another number for each sub-agent.
+        arrival_s: Arrival time in seconds since the start of the workload.
+        session: Number of the session; if sessions are not recorded, every request is a separate session.
+        content: Content id for each run of prompt tokens; the last run may be incomplete.
+        agent: Number of the agent that sent the request: 0 for the session's main agent, other numbers for sub-agents.
     """
 
     arrival_s: float
@@ -49,27 +49,27 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecordedLoad:
-    """Requests in order of arrival; each content id stands for `tokens_per_id` tokens."""
+    """Recorded requests in order of arrival; each content id represents `tokens_per_id` tokens."""
 
     tokens_per_id: int
     requests: tuple[RecordedRequest, ...]
 
 
 def read_load(path: Path, most_sessions: int | None = None, skip_sessions: int = 0) -> RecordedLoad:
-    """Read a recorded load.
+    """Read a recorded workload from a file.
 
     Args:
-        most_sessions, skip_sessions: Which lines are read; None: all.
+        most_sessions, skip_sessions: Maximum number of lines to read (None: all), after skipping the first lines.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: Naming the line that is in neither format.
+        ValueError: If a line is in neither format; the message names the line.
     """
     with _opened(path) as file:
         lines = [line for line in file if line.strip()]
     lines = lines[skip_sessions:][:most_sessions]
     if not lines:
-        raise ValueError(f"{path} holds no requests")
+        raise ValueError(f"{path} contains no requests")
     requests: list[RecordedRequest] = []
     sizes = set()
     for number, line in enumerate(lines):
@@ -81,14 +81,14 @@ def read_load(path: Path, most_sessions: int | None = None, skip_sessions: int =
         requests += found
         sizes.add(size)
     if len(sizes) > 1:
-        raise ValueError(f"{path} mixes hashes of {sorted(sizes)} tokens; put each size into a separate file")
+        raise ValueError(f"{path} mixes hashes for {sorted(sizes)} tokens; put each size into a separate file")
     if not requests:
-        raise ValueError(f"{path} holds sessions without requests only")
+        raise ValueError(f"{path} contains only sessions without requests")
     return RecordedLoad(sizes.pop(), tuple(sorted(requests, key=lambda request: request.arrival_s)))
 
 
 def _opened(path: Path) -> Any:
-    encoding = "utf-8-sig"  # some editors begin a file with a mark
+    encoding = "utf-8-sig"  # some editors write a byte-order mark
     return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)
 
 
@@ -99,7 +99,7 @@ def _reason(error: Exception) -> str:
 
 
 def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[RecordedRequest]]:
-    """Return the tokens of a hash and the requests of one line."""
+    """Return the number of tokens per hash, and the requests, in one line."""
     if not isinstance(entry, Mapping):
         raise TypeError(f"need a JSON object, found {type(entry).__name__}")
     if "requests" in entry:
@@ -118,7 +118,7 @@ def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[Rec
 
 
 def _of_agents(requests: Any, start_s: float, agents: Iterator[int]) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
-    """Yield the requests of an agent and its sub-agents, each with agent and arrival."""
+    """Yield the requests of an agent and its sub-agents, each with its agent number and arrival time."""
     agent = next(agents)
     if not isinstance(requests, list) or not all(isinstance(request, Mapping) for request in requests):
         raise TypeError("requests must be a list of JSON objects")
@@ -136,21 +136,23 @@ def _request(
     prompt_len, reply_len = _count(entry, lengths[0], 1), _count(entry, lengths[1], 0)
     hashes = entry["hash_ids"]
     if not isinstance(hashes, list) or not all(type(content) is int for content in hashes):
-        raise TypeError("hash_ids must be a list of whole numbers")
+        raise TypeError("hash_ids must be a list of integers")
     if len(hashes) < prompt_len // size:
-        raise ValueError(f"{prompt_len} prompt tokens have {prompt_len // size} runs of {size}, found {len(hashes)}")
+        raise ValueError(
+            f"{prompt_len} prompt tokens need {prompt_len // size} hashes for {size} tokens each, found {len(hashes)}"
+        )
     return RecordedRequest(arrival_s, session, prompt_len, reply_len, tuple((names, content) for content in hashes))
 
 
 def _count(entry: Mapping[str, Any], name: str, least: int, limit: int = _MOST_TOKENS) -> int:
     value = entry[name]
     if type(value) is not int or not least <= value < limit:
-        raise ValueError(f"{name} must be a whole number from {least} to below {limit}, found {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {least} and below {limit}, found {value!r}")
     return value
 
 
 def _number(entry: Mapping[str, Any], name: str) -> float:
     value = entry[name]
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be a time, 0 or more, found {value!r}")
+        raise ValueError(f"{name} must be a time of at least 0, found {value!r}")
     return float(value)

@@ -1,1 +1,1 @@
-"""The ranks that hold one model together: what they agree on, and how differing decisions are found. No megatron."""
+"""Ranks that hold one model: shared settings, and detection of differing decisions. Does not import Megatron."""

@@ -1,4 +1,4 @@
-"""Agreement of one model's ranks: settings and capacities at start, later the weights' version."""
+"""Agree on settings, capacities and the weights' version across the ranks of a model."""
 
 import logging
 import math
@@ -28,16 +28,16 @@ _ANY_NUMBER = 2**62
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """Sizes of the pools, the same on all ranks of a model.
+    """Sizes of the pools, which are equal on all ranks of a model.
 
     Args:
-        num_slots: Slots of the state pool, or of cached states where live ones have slots of their own; numbers are
-            below this.
-        num_blocks: KV blocks, the dummy included; numbers are below this.
-        num_paused_blocks: KV blocks that paused requests may keep.
-        state_len: Tokens whose KV takes as many bytes as a cached state, over all ranks.
-        slab: How the memory is cut.
-        num_host_slabs: Slabs of each rank in the host's memory; 0 without a tier there.
+        num_slots: Number of slots in the state pool, or only for cached states if live states have separate slots. Slot
+            ids are less than this.
+        num_blocks: Number of KV blocks, including the dummy block. Block ids are less than this.
+        num_paused_blocks: Number of KV blocks that paused requests may keep.
+        state_len: Number of tokens whose KV has the same size as a cached state, over all ranks.
+        slab: Layout of a slab of memory.
+        num_host_slabs: Number of slabs per rank in host memory; 0 without a host tier.
     """
 
     num_slots: int
@@ -49,19 +49,19 @@ class CacheCapacity:
 
     @property
     def num_slabs(self) -> int:
-        """Slabs of the memory that KV blocks and states share."""
+        """Number of slabs in the memory that KV blocks and states share."""
         return self.num_slots // self.slab.slots_per_slab
 
     def space(self) -> SlabSpace:
-        """Return the bookkeeping of that memory, all of it unused."""
+        """Return the bookkeeping for this memory, with everything unused."""
         return SlabSpace(self.num_slabs, self.slab.blocks_per_slab, self.slab.slots_per_slab)
 
     @staticmethod
     def of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> "CacheCapacity":
-        """Return the least capacity that the settings give on any rank; all ranks call it.
+        """Return the smallest capacity that the settings give on any rank; all ranks call it.
 
         Raises:
-            ValueError: If the settings give too little on a rank.
+            ValueError: If the settings give too little memory on a rank.
         """
         units = ranks.gather(shape.unit_bytes(config))
         block_bytes = sum(unit.block for unit in units)
@@ -78,12 +78,12 @@ class CacheCapacity:
 
 
 def resolved_settings(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> CacheConfig:
-    """Return the settings with what the parts of the model decide; all ranks call it. Raises as `agreed_settings`."""
+    """Return the settings with model-dependent defaults filled in; all ranks call it. Raise like `agreed_settings`."""
     return agreed_settings(shape.resolved(config, ranks.gather), ranks)
 
 
 def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
-    """Return the settings with the least `max_requests` of all ranks; each rank keeps its own memory sizes.
+    """Return the settings with the smallest `max_requests` of all ranks; memory sizes may differ between ranks.
 
     Raises:
         ValueError: If ranks differ in any other setting; the message names it.
@@ -92,15 +92,17 @@ def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
     for name in (field.name for field in fields(CacheConfig) if field.name not in (*_OF_EACH_RANK, *_LEAST_OF_ALL)):
         values = [getattr(settings, name) for settings in found]
         if any(value != values[0] for value in values):
-            raise ValueError(f"{name} differs between the ranks of the model: {values}; give all of them the same")
+            raise ValueError(
+                f"{name} differs between the ranks of the model: {values}; use the same value on all ranks"
+            )
     return replace(config, max_requests=min(settings.max_requests for settings in found))
 
 
 def settings_of_peers(config: CacheConfig, peers: ExpertPeers) -> CacheConfig:
-    """Return the settings with which ranks that share experts compute the same shapes: the least `max_requests` of all.
+    """Return the settings with the smallest `max_requests` of all expert-parallel ranks, for equal step shapes.
 
     Raises:
-        ValueError: On all ranks, if they differ in another setting that shapes depend on.
+        ValueError: On all ranks, if another setting that affects shapes differs between them.
     """
     if peers.num_ranks == 1:
         return config
@@ -109,25 +111,27 @@ def settings_of_peers(config: CacheConfig, peers: ExpertPeers) -> CacheConfig:
     most, least, max_requests = found[: len(mine)], [-value for value in found[len(mine) : -1]], -found[-1]
     for name, low, high in zip(_OF_SHAPES, least, most, strict=True):
         if low != high:
-            raise ValueError(f"{name} is {low} to {high} on the ranks that share experts; give all of them the same")
+            raise ValueError(
+                f"{name} is between {low} and {high} on the expert-parallel ranks; use the same value on all ranks"
+            )
     return replace(config, max_requests=max_requests)
 
 
 def agreed_version(weights_version: str | None, present: str, ranks: Ranks) -> str:
-    """Return the version of the weights on all ranks; all of them call it.
+    """Return the version of the weights after checking that it is equal on all ranks; all ranks call it.
 
     Args:
-        weights_version: Version given to this rank; None keeps the present one.
+        weights_version: Version given on this rank; None keeps the current version.
 
     Raises:
-        ValueError: On all ranks, if their versions differ or one of them is not Unicode text.
+        ValueError: On all ranks, if the versions differ or a version is not Unicode text.
     """
     version = present if weights_version is None else weights_version
     versions = ranks.gather(on_all_ranks(ranks, lambda: _checked_version(version)))
     if any(other != version for other in versions):
         raise ValueError(
             f"weights_version differs between the ranks of the model: {versions}; load the same weights on all of them "
-            "and give each the same version"
+            "and give the same version on each"
         )
     return version
 
@@ -148,10 +152,10 @@ def _warn_of_loss(share: float) -> None:
 
 
 def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, least_bytes: int) -> int:
-    """Return how many slabs a rank's budget buys.
+    """Return the number of slabs that fit in a rank's budget.
 
     Args:
-        least_bytes: The budget that is enough on all ranks.
+        least_bytes: Minimum budget that suffices on all ranks.
     """
     unit = shape.unit_bytes(config)
     for_slabs = config.budget_bytes - shape.buffers_bytes(config) - shape.running_bytes(config)
@@ -163,15 +167,15 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, le
 
 
 def _least_bytes(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
-    """Return a rank's least budget, whatever `max_requests` was asked for: one request of the longest sequence runs."""
+    """Return the minimum budget for a rank, in bytes, with which one request of maximum length can run."""
     longest = shape.longest_bytes(config, slab)
     if not shape.limits_requests(config):
         return longest + shape.buffers_bytes(config) + shape.running_bytes(config)
-    return longest + shape.request_buffer_bytes(config)  # more buffers leave it its room
+    return longest + shape.request_buffer_bytes(config)  # request buffers do not reduce its room
 
 
 def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
-    """Return how many slabs a rank's part of the host's memory holds."""
+    """Return the number of slabs in a rank's part of the host memory."""
     if config.host_cache_gb is None:
         return 0
     total, num_processes, free = int(config.host_cache_gb * 2**30), processes_of_host(), available_bytes()
@@ -185,14 +189,14 @@ def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShap
         least_gb = math.ceil(_LEAST_HOST_SLABS * slab_bytes * num_processes / 2**30 * 1e6) / 1e6
         shared = f" for {num_processes} processes of this host" if num_processes > 1 else ""
         raise ValueError(
-            f"host_cache_gb is {config.host_cache_gb:g} GiB{shared}, which holds no "
-            f"state with the KV before it: set --host-cache-gb to {least_gb:f} or more, or leave it out"
+            f"host_cache_gb is {config.host_cache_gb:g} GiB{shared}, too small for a "
+            f"state and the KV before it: set --host-cache-gb to {least_gb:f} or more, or leave it out"
         )
     return num_slabs
 
 
 def known_to_any(found: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
-    """Return what any rank of a model knows of requests, the same on all; collective."""
+    """Merge the facts about requests from all ranks; all ranks call it and get the same result."""
     if ranks.all_hold(not found):
         return {}
     known: dict[int, str] = {}

@@ -1,9 +1,9 @@
 """Check every few steps that all ranks of a model made the same decisions.
 
-Decisions are read from the requests once a step is planned and once it is finished, so the check costs nothing where it
-is switched off. Ranks are compared before the forward, whose collectives would not match, and in steps with nothing to
-compute: a rank may lack all that the others have. A rank that does not step at all, because it was given no request, is
-not detected: the others wait for it until the process group's timeout.
+Decisions are read from the requests after a step is planned and after it is finished, so the check costs nothing when
+it is disabled. Ranks are compared before the forward pass, because collectives would not match if decisions differ.
+They are also compared in steps with nothing to compute, because another rank may have requests. A rank that never
+steps, because it was given no request, is not detected: the other ranks wait for it until the process group's timeout.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _NUM_PIECES = 4
 
 
 class DecisionKind(Enum):
-    """The kinds of decisions, and the facts of each."""
+    """Kinds of decisions; each has the names of its facts."""
 
     ADMIT = "admission (checksum of the prompt, tokens skipped, live slot, state restored from, KV blocks)"
     GROW = "new KV blocks"
@@ -43,7 +43,7 @@ class DecisionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision about a request, or about the pools (request -1), and its facts."""
+    """Decision about a request, or about the pools (request id -1), with its facts."""
 
     step: int
     kind: DecisionKind
@@ -57,14 +57,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RecentDecisions:
-    """The newest decisions of a rank; `first` counts those before them."""
+    """Newest decisions on a rank; `first` is the number of earlier decisions."""
 
     first: int
     decisions: tuple[Decision, ...]
 
 
 class DecisionLog:
-    """A running hash of all decisions, and the newest of them."""
+    """Running hash of all decisions, and a list of the newest decisions."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -81,17 +81,17 @@ class DecisionLog:
         self.num_noted += 1
 
     def fingerprint(self) -> list[int]:
-        """Return the hash of all decisions so far, as integers from 0 to 2**62 - 1."""
+        """Return the hash of all decisions so far, as integers between 0 and 2**62 - 1."""
         whole = int.from_bytes(self._hash.digest(), "big")
         return [whole >> (_PIECE_BITS * piece) & (2**_PIECE_BITS - 1) for piece in range(_NUM_PIECES)]
 
     def recent(self) -> RecentDecisions:
-        """Return the newest decisions."""
+        """Return the newest decisions on this rank."""
         return RecentDecisions(self.num_noted - len(self._recent), tuple(self._recent))
 
 
 def first_difference(ranks: Sequence[RecentDecisions]) -> str:
-    """Describe the first decision that differs between ranks with different hashes, and what each of them decided."""
+    """Describe the first decision that differs between ranks, with each rank's version of it."""
     first = max(recent.first for recent in ranks)
     end = max(recent.first + len(recent.decisions) for recent in ranks)
     for number in range(first, end):
@@ -108,7 +108,7 @@ def _at(recent: RecentDecisions, number: int) -> Decision | None:
 
 
 class NoDigest:
-    """Compares nothing."""
+    """Null object for a disabled digest."""
 
     def note_plan(self, *_: object) -> None:
         """Do nothing."""
@@ -118,7 +118,7 @@ class NoDigest:
 
 @dataclass(slots=True)
 class _NotedRequest:
-    """Progress of a request in the digest: what has been noted of it."""
+    """Facts about a request that are already in the digest."""
 
     request: RunningRequest
     num_blocks: int
@@ -127,10 +127,10 @@ class _NotedRequest:
 
 
 class RankDigest:
-    """Keeps a rank's decisions and compares them with the others'.
+    """Digest of a rank's decisions, which is compared with those of other ranks.
 
     Args:
-        every: Steps between two comparisons.
+        every: Number of steps between two comparisons.
     """
 
     def __init__(self, ranks: Ranks, every: int) -> None:
@@ -141,10 +141,11 @@ class RankDigest:
         self.log = DecisionLog()
 
     def note_plan(self, requests: RunningRequests, step_requests: Sequence[RunningRequest]) -> None:
-        """Note what a step that is laid out will compute, and compare if it is time.
+        """Record the plan of a step; compare digests if a comparison is due.
 
         Raises:
-            CacheIntegrityError: On all ranks, if they have decided differently; it names the first such decision.
+            CacheIntegrityError: On all ranks, if their decisions differ; the message names the first differing
+                decision.
         """
         self.log.step += 1
         self._noted = {request.request_id: self._noted_of(request) for request in requests}
@@ -154,14 +155,14 @@ class RankDigest:
         self._compare_if_due()
 
     def note_idle_step(self) -> None:
-        """Count a step that has nothing to compute here, and compare if it is time; raises as `note_plan`."""
+        """Count a step without work on this rank; compare digests if due. Raise like `note_plan`."""
         self.log.step += 1
         self._compare_if_due()
 
     def note_outcome(
         self, requests: RunningRequests, step_requests: Sequence[RunningRequest], kept: StepTokens
     ) -> None:
-        """Note what happened to the requests of a step that has landed."""
+        """Record the outcome of a finished step for each of its requests."""
         note, staying, ended = self.log.note, set(map(id, requests)), set(kept.ended)
         for index, (request, tokens) in enumerate(zip(step_requests, kept.tokens, strict=True)):
             note(DecisionKind.KEEP, request.request_id, int(index in ended), *tokens)
@@ -175,7 +176,7 @@ class RankDigest:
 
     def _noted_of(self, request: RunningRequest) -> "_NotedRequest":
         noted = self._noted.get(request.request_id)
-        if noted is None or noted.request is not request:  # new, or admitted once more
+        if noted is None or noted.request is not request:  # a new request, or a request that was admitted again
             source = -1 if request.source_slot is None else request.source_slot
             start = crc32(request.spec.prompt.tobytes()), request.computed, request.cursor.live_slot, source
             self.log.note(DecisionKind.ADMIT, request.request_id, *start, *request.block_ids)
@@ -215,7 +216,7 @@ class RankDigest:
         if self.log.step % self._every:
             return
         mine = self.log.fingerprint()
-        # The least values of a number and of its negative are opposites only if all ranks have the same number.
+        # min(x) == -min(-x) over the ranks only if all ranks have the same x.
         least = self._ranks.least([*mine, *(-piece for piece in mine)])
         lowest, highest = least[: len(mine)], [-piece for piece in least[len(mine) :]]
         if lowest != highest:
@@ -229,5 +230,5 @@ Digest = NoDigest | RankDigest
 
 
 def digest_of(ranks: Ranks, every: int) -> Digest:
-    """Return the digest that compares after every so many steps; 0 compares nothing."""
+    """Return a digest that compares ranks every `every` steps, or never if `every` is 0."""
     return RankDigest(ranks, every) if every else NoDigest()

@@ -1,8 +1,7 @@
-"""The ranks that hold one model together, tensor parallel times pipeline parallel, and those that share its experts.
+"""Exchanges between the tensor- and pipeline-parallel ranks of a model, and between expert-parallel ranks.
 
-Each rank reaches every decision by itself, so ranks exchange little: what memory allows, once; the sampled tokens, once
-a step; and whether drafting failed, where there are drafts. Every method is collective: all ranks call it, in the same
-order.
+Each rank makes every decision itself, so ranks exchange only their memory sizes (once), the sampled tokens (once per
+step), and drafting failures. Every method is collective: all ranks call it in the same order.
 """
 
 import builtins
@@ -20,7 +19,7 @@ _MOST_CAUSES = 8
 
 
 class _Content(NamedTuple):
-    """The parts that an error is rebuilt from: the arguments of its builtin base class, and its attributes."""
+    """Data from which an error is rebuilt: the arguments of its builtin base class, and its attributes."""
 
     args: tuple[Any, ...]
     attributes: dict[str, Any]
@@ -28,13 +27,13 @@ class _Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaisedError:
-    """An error that one rank raised.
+    """Serializable description of an error that one rank raised.
 
     Args:
-        module, name: Of its type.
-        message: Its text.
-        content: Pickled, see `_Content`; None where the other ranks cannot rebuild the error.
-        cause: The error that it was raised from.
+        module, name: Module and name of the error's type.
+        message: Text of the error.
+        content: Pickled `_Content`; None if other ranks cannot rebuild the error.
+        cause: Error that caused it.
     """
 
     module: str
@@ -45,7 +44,7 @@ class RaisedError:
 
     @staticmethod
     def of(error: BaseException, most_causes: int = _MOST_CAUSES) -> "RaisedError":
-        """Return an error as plain values, which can be pickled whatever the error holds."""
+        """Describe an error by plain values, which can be pickled even if the error cannot."""
         kind, message = type(error), _text_of(error)
         cause = None
         if error.__cause__ is not None and most_causes:
@@ -53,9 +52,9 @@ class RaisedError:
         return RaisedError(kind.__module__, kind.__qualname__, message, _content_of(error, message), cause)
 
     def rebuilt(self) -> Exception | None:
-        """Return an equal error of the same type, made without its constructor; None if this rank cannot make it."""
+        """Rebuild the error without calling its constructor; return None if that is impossible on this rank."""
         error = None
-        with suppress(Exception):  # whatever another rank's type or attributes raise here
+        with suppress(Exception):  # a type or attribute from another rank may raise any error
             if self.content is not None:
                 error = _rebuilt(_type_of(self.module, self.name), pickle.loads(self.content))
         if not isinstance(error, Exception) or _text_of(error) != self.message:
@@ -63,7 +62,7 @@ class RaisedError:
         return self._with_cause(error)
 
     def renamed(self) -> RuntimeError:
-        """Return a `RuntimeError` that names the type, which each rank can raise."""
+        """Return a `RuntimeError` that names the original type."""
         name = self.name if self.module == builtins.__name__ else f"{self.module}.{self.name}"
         error = RuntimeError(f"{name}: {self.message}" if self.message else name)
         self._with_cause(error)
@@ -83,9 +82,9 @@ def _text_of(error: BaseException) -> str:
 
 
 def _type_of(module: str, name: str) -> type:
-    """Return a type of this package or a builtin one; raise if there is none of this name."""
+    """Return a builtin type or a type from this package; raise if it does not exist."""
     if module.partition(".")[0] not in (_PACKAGE, builtins.__name__):
-        raise LookupError(f"{module}.{name} is of another package")
+        raise LookupError(f"{module}.{name} is neither a builtin nor in this package")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -93,7 +92,7 @@ def _type_of(module: str, name: str) -> type:
 
 
 def _content_of(error: BaseException, message: str) -> bytes | None:
-    """Return the pickled content that an error is rebuilt from; None if it cannot be rebuilt."""
+    """Return the pickled `_Content` of an error; None if the error cannot be rebuilt."""
     with suppress(Exception):
         kind = _type_of(type(error).__module__, type(error).__qualname__)
         reduced: tuple[Any, ...] = tuple(_builtin_base(kind).__reduce__(error))  # (type, args) or (type, args, state)
@@ -117,7 +116,7 @@ def _is_picklable(value: Any) -> bool:
 
 
 def _rebuilt(kind: type, content: _Content) -> BaseException:
-    """Return an error of a type whose own constructor is not called: its arguments are not those of the base class."""
+    """Create an error without calling its constructor, whose arguments may differ from the base class's."""
     base, args = _builtin_base(kind), _unpacked(content.args)
     error: BaseException = base.__new__(kind, *args)
     base.__init__(error, *args)
@@ -126,7 +125,7 @@ def _rebuilt(kind: type, content: _Content) -> BaseException:
 
 
 def _packed(value: Any) -> Any:
-    """Replace errors inside an argument, as exception groups have, by plain values."""
+    """Convert errors inside an argument, as in exception groups, to plain values."""
     if isinstance(value, BaseException):
         return RaisedError.of(value)
     return type(value)(map(_packed, value)) if type(value) in (list, tuple) else value
@@ -146,7 +145,7 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """One rank among the ranks of a model, and its exchanges with them."""
+    """One rank's link to all ranks of a model."""
 
     num_ranks: int
     index: int
@@ -155,23 +154,23 @@ class Ranks(Protocol):
     is_last_stage: bool
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, first stage first and in it in tensor-parallel order."""
+        """Return the values from all ranks, ordered by pipeline stage and then by tensor-parallel rank."""
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each value over all ranks; 64 bits each."""
+        """Return the minimum of each 64-bit integer over all ranks."""
 
     def all_hold(self, holds: bool) -> bool:
-        """Return whether something holds on all ranks."""
+        """Return whether `holds` is True on all ranks."""
 
     def from_source(self, tensor: Tensor) -> Tensor:
-        """Make a tensor on every rank what it is on the first rank of the last stage, in place, and return it.
+        """Broadcast a tensor from the first rank of the last stage, in place, and return it.
 
         CUDA-graph safe with NCCL; does not wait for the device.
         """
 
 
 class OneRank:
-    """The `Ranks` of a model that this rank holds as a whole."""
+    """Implementation of `Ranks` for a model on a single rank."""
 
     num_ranks = 1
     index = 0
@@ -192,12 +191,12 @@ class OneRank:
 
 
 def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
-    """Return what each rank computes for itself; if one fails, raise the same error on all, so that no rank waits.
+    """Run `compute` on each rank; if it raises on one rank, raise the same error on all ranks.
 
     Raises:
-        Exception: What the first failed rank raised, with a note of its number unless all raised the same. An error of
-            a type that is neither a builtin nor this package's, or that another rank cannot make, is a `RuntimeError`
-            that names the type.
+        Exception: The error on the first failing rank, with a note that names the rank unless all ranks raised the same
+            error. If its type is neither builtin nor from this package, or another rank cannot rebuild it, a
+            `RuntimeError` that names the type is raised instead.
     """
     error: Exception | None = None
     try:
@@ -219,7 +218,7 @@ def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
 
 
 def _shared_error(ranks: Ranks, failed: int, raised: RaisedError, mine: Exception | None) -> Exception:
-    """Return the error of one rank as all of them raise it."""
+    """Return the error that all ranks raise for an error on one rank."""
     shared = raised.rebuilt()
     is_known = ranks.all_hold(shared is not None)
     if shared is None or not is_known:
@@ -233,19 +232,19 @@ def _shared_error(ranks: Ranks, failed: int, raised: RaisedError, mine: Exceptio
 
 
 class ExpertPeers(Protocol):
-    """One rank's link to the ranks that it shares experts with.
+    """One rank's link to its expert-parallel peers.
 
-    Each has requests of its own; all compute each step together and make the same calls in the same order.
+    Each rank has its own requests; all ranks run each step together and make the same calls in the same order.
     """
 
     num_ranks: int
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """Return the greatest of each value over all ranks; 64 bits each. Waits for the ranks, not for the device."""
+        """Return the maximum of each 64-bit integer over all ranks; wait for the ranks, but not for the device."""
 
 
 class NoPeers:
-    """The `ExpertPeers` of a rank that has all experts."""
+    """Implementation of `ExpertPeers` without expert parallelism."""
 
     num_ranks = 1
 

@@ -193,7 +193,7 @@ class HybridModelShape:
 
     @property
     def most_launched(self) -> int | None:
-        """Maximum number of tokens in a step whose eager launches take longer than the GPU; None if unknown."""
+        """Maximum number of tokens for which eager launches of a step take longer than the GPU work; None: unknown."""
         return _LAUNCHED_MACS // self.layer_weights if self.layer_weights else None
 
     @staticmethod
@@ -231,7 +231,8 @@ def kv_heads_of_rank(num_kv_heads: int, num_tensor_ranks: int) -> int:
     if num_kv_heads % num_tensor_ranks and num_tensor_ranks % num_kv_heads:
         raise ValueError(
             f"number of KV heads {num_kv_heads} is not divisible by {num_tensor_ranks} tensor-parallel ranks, nor is "
-            f"{num_tensor_ranks} a multiple of {num_kv_heads}; choose a --tensor-model-parallel-size that does either"
+            f"{num_tensor_ranks} a multiple of {num_kv_heads}; set --tensor-model-parallel-size to a divisor or "
+            f"multiple of {num_kv_heads}"
         )
     return max(1, num_kv_heads // num_tensor_ranks)
 

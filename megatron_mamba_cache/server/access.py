@@ -1,4 +1,4 @@
-"""Middleware of every route: other origins, API keys, readiness and body limits."""
+"""ASGI middleware for every route: CORS, API keys, readiness and body limits."""
 
 import asyncio
 import time
@@ -22,10 +22,10 @@ _NOT_SERVED = ("refused", "failed", "left by clients", "cut off")
 
 
 class Entrance:
-    """Outermost ASGI middleware; stores the exchange as `scope["exchange"]`.
+    """Outermost ASGI middleware; records each request as an `Exchange` in `scope["exchange"]`.
 
-    A request ends when the client's socket has the last byte of its response, or when the client has left. Then
-    `on_end` is called with its exchange, also for probes.
+    A request ends when the kernel has the last byte of its response, or when the client has disconnected.
+    `on_end` is then called with the exchange, for health probes too.
     """
 
     def __init__(self, app: ASGIApp, log: AccessLog, on_end: Callable[[Exchange], None]) -> None:
@@ -51,7 +51,7 @@ class Entrance:
             self._end(exchange)
 
     def cut_off(self) -> None:
-        """Mark all open requests as cut off by the server's end."""
+        """Mark all open requests as cut off by the server's shutdown."""
         for exchange in self._open.values():
             exchange.is_cut_off = True
 
@@ -61,14 +61,14 @@ class Entrance:
         return sum(not exchange.is_probe for exchange in self._open.values())
 
     async def open_requests_end(self) -> None:
-        """Wait until the requests that are open now have ended, excluding probes."""
+        """Wait until every request that is open now has ended, excluding probes."""
         waiting = [exchange for exchange in self._open.values() if not exchange.is_probe]
         while any(exchange.ended is None for exchange in waiting):
             self._some_ended.clear()
             await self._some_ended.wait()
 
     def summary(self) -> str:
-        """Return the server's uptime and the outcomes of its requests."""
+        """Return the server's uptime and the number of requests with each outcome."""
         others = ", ".join(f"{self._counts[kind]} {kind}" for kind in _NOT_SERVED)
         seconds = time.monotonic() - self._began
         return f"stopped after {seconds:.1f} s: {self._counts['served']} requests served, {others}"
@@ -84,9 +84,9 @@ class Entrance:
 
 
 class _Response:
-    """A response being sent; updates the status of its exchange.
+    """A response that is being sent; updates the status of its exchange.
 
-    Without a `connection`, outside of our server, each complete response counts as delivered.
+    Without a `connection` (another server runs the application), each complete response counts as delivered.
     """
 
     def __init__(self, exchange: Exchange, connection: Connection | None, send: Send) -> None:
@@ -97,7 +97,7 @@ class _Response:
         self._delivery: asyncio.Future[bool] | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message of the response, its headers with the request's id."""
+        """Send an ASGI message; add the request's id to the response headers."""
         exchange = self._exchange
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
@@ -111,7 +111,7 @@ class _Response:
                 self._delivery = self._connection.delivery()
 
     async def end(self) -> None:
-        """Wait until the last byte is sent; if it cannot be, change the status."""
+        """Wait until the response is delivered; record in the exchange if it is incomplete or undelivered."""
         if self._is_complete and (self._delivery is None or await self._delivery):
             return
         if self._connection is None or self._connection.is_broken:
@@ -122,7 +122,7 @@ class _Response:
 
 
 def _kind(exchange: Exchange) -> str:
-    """Return a request's outcome, as the summary names it."""
+    """Return the outcome of a request, under its name in the summary."""
     if exchange.is_cut_off:
         return "cut off"
     if exchange.status == CLIENT_CLOSED_REQUEST:
@@ -135,11 +135,11 @@ def _kind(exchange: Exchange) -> str:
 
 
 _OPEN_PATHS = ("/health", "/ping")
-"""Need no API key."""
+"""Paths that need no API key."""
 _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
-"""Need an administrator's key. Every API key opens all others."""
+"""Paths that need an administrator's key. Any API key gives access to all other paths."""
 _SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize", "/tokenizer_info")
-"""Wait for readiness, are refused while the server drains, and have limits on bodies. All others have none of it."""
+"""Paths that are refused before the server is ready and while it drains, and whose bodies are limited."""
 _METHODS = ("GET", "POST")
 _EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
@@ -186,19 +186,19 @@ class AccessControl:
         path, headers = scope["path"], Headers(scope=scope)
         header = headers.get("authorization", "")
         if not header and (key := headers.get("x-api-key")):
-            header = f"Bearer {key}"  # as Anthropic's clients send it
+            header = f"Bearer {key}"  # the header that Anthropic's clients send
         owner = self._keys.owner_of(header)
         if owner is None:
-            raise ApiError(
-                401, "the API key is missing or not known: send Authorization: Bearer KEY", "invalid_api_key"
-            )
+            raise ApiError(401, "the API key is missing or unknown; send Authorization: Bearer KEY", "invalid_api_key")
         scope["owner"] = owner
         exchange_of(scope).key_name = self._keys.name_of(owner)
         if is_for_admins(path) and not self._keys.may_administrate(owner):
-            raise ApiError(403, "this API key may not administer the server", "not_an_admin_key")
+            raise ApiError(403, "this path needs an administrator's API key", "not_an_admin_key")
         origin = headers.get("origin")
         if is_for_admins(path) and origin and urlsplit(origin).netloc != headers.get("host", ""):
-            raise ApiError(403, f"a page of {origin} may not administer the server", "foreign_origin")
+            raise ApiError(
+                403, f"pages of other origins may not use this path, found Origin {origin}", "foreign_origin"
+            )
         if not _is_below(path, _SERVED_PATHS):
             return
         state = self._state()
@@ -211,9 +211,9 @@ class AccessControl:
 
 
 class CrossOrigin:
-    """ASGI middleware for CORS, before the API key check: preflight requests carry no key.
+    """ASGI middleware for CORS. It runs before the API key check because preflight requests carry no key.
 
-    Admin paths are never open to other origins. `origins` are such as "https://chat.example"; "*" allows all.
+    Admin paths are never open to other origins. `origins` has entries like "https://chat.example"; "*" allows all.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
@@ -230,7 +230,7 @@ class CrossOrigin:
 
 
 def is_for_admins(path: str) -> bool:
-    """Return True if a path is for administrators only."""
+    """Return True if only administrators may use a path."""
     return _is_below(path, _ADMIN_PATHS)
 
 

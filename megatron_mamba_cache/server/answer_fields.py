@@ -1,4 +1,4 @@
-"""Fields of the answer's format, with OpenAI's and vLLM's names."""
+"""Request fields that constrain the answer's format, under OpenAI's and vLLM's names."""
 
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -15,14 +15,14 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def _schema(found: Any) -> Any:
-    """Return a JSON schema, parsed if it is text."""
+    """Return a JSON schema; parse it first if it is text."""
     if isinstance(found, str):
         try:
             found = strict_value(found)
         except ValueError as error:
             raise schema_error("no_schema", f"it is not JSON: {error}") from error
     if not isinstance(found, dict | bool):
-        raise schema_error("no_schema", "a JSON schema is an object, true or false")
+        raise schema_error("no_schema", f"need a JSON schema (an object, true or false), found {type(found).__name__}")
     return found
 
 
@@ -32,7 +32,7 @@ Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=_
 
 
 class NamedSchema(BaseModel):
-    """A JSON schema and its name; it is enforced, strict or not."""
+    """A JSON schema and its name; the schema is enforced even if `strict` is false."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -43,7 +43,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's `response_format`."""
+    """The field `response_format` in OpenAI's API."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -51,7 +51,7 @@ class ResponseFormat(BaseModel):
     json_schema: NamedSchema | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar of the answer; None for any text."""
+        """Return the grammar that the answer must follow; None allows any text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -61,7 +61,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(PartlySupported):
-    """vLLM's `structured_outputs`: exactly one of its fields."""
+    """The field `structured_outputs` in vLLM's API; at most one of its own fields may be set."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported = STRUCTURED_OUTPUTS
@@ -73,7 +73,7 @@ class StructuredOutputs(PartlySupported):
     json_object: Flag | None = None
 
     def grammars(self) -> dict[str, Grammar]:
-        """Return the grammar of each field that is set."""
+        """Return the grammar for each field that is set."""
         found = {}
         if self.json_schema is not None and not isinstance(self.json_schema, str):
             found["json"] = json_grammar(self.json_schema)
@@ -89,7 +89,7 @@ class StructuredOutputs(PartlySupported):
 
 
 class AnswerFields(PartlySupported):
-    """Fields of the answer's format, of which at most one is set."""
+    """Request fields that constrain the answer's format; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -100,7 +100,7 @@ class AnswerFields(PartlySupported):
 
     @cached_property
     def answer(self) -> tuple[str, Grammar] | None:
-        """The field that constrains the answer, and its grammar; None for any text."""
+        """Name of the field that constrains the answer, with its grammar; None if any text is allowed."""
         return next(iter(self._answers.items()), None)
 
     @cached_property
@@ -124,6 +124,6 @@ class AnswerFields(PartlySupported):
     def _has_one_form(self) -> Self:
         names = list(self._answers)
         if len(names) > 1:
-            sentence = f"an answer has one format only, but {' and '.join(names)} each set one; send one of them"
+            sentence = f"{' and '.join(names)} each set a format for the answer; send only one of them"
             raise schema_error("several_forms", sentence, names[1])
         return self

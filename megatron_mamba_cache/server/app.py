@@ -42,28 +42,29 @@ from .transcripts import Transcripts
 
 _UNREADABLE_TO_FASTAPI = "There was an error parsing the body"
 _UNREADABLE = bad_request(
-    "the body is not valid JSON: it is not UTF-8, is nested too deeply or has too long a number", code="invalid_json"
+    "the body is not valid JSON: it is not UTF-8, is nested too deeply or has a number that is too long",
+    code="invalid_json",
 )
-_NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a CPU core
+_NUM_TOKENIZING = 2  # number of threads; few enough to leave a CPU core for the engine
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """A server's settings, apart from its engines."""
+    """Settings of a server, excluding those of its engines."""
 
-    model_name: str  # name of the model for clients, used in replies
+    model_name: str  # the model's name in the API
     tokenizer: Any
-    end_ids: frozenset[int]  # tokens that end replies
+    end_ids: frozenset[int]  # ids of the tokens that end a reply
     keys: ApiKeys = field(default_factory=ApiKeys)
     limits: ServerLimits = field(default_factory=ServerLimits)
     access_log: AccessLog = field(default_factory=AccessLog)
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the server from a browser
     versions: Mapping[str, str] = field(default_factory=dict)  # versions that `/version` reports, by name
-    syntax: ReplySyntax = field(default_factory=ReplySyntax)  # how the model writes replies to messages
+    syntax: ReplySyntax = field(default_factory=ReplySyntax)  # how the model writes reasoning and tool calls
     load_record: LoadRecord = field(default_factory=LoadRecord)
     describes_tokenizer: bool = False  # True if `/tokenizer_info` is served
     traces: Traces = field(default_factory=Traces)
-    other_names: tuple[str, ...] = ()  # further names that clients may use
+    other_names: tuple[str, ...] = ()  # further names that clients may use for the model
 
 
 class Server:
@@ -93,7 +94,7 @@ class Server:
         self.app = Entrance(app, settings.access_log, self._note_exchange)
 
     def drain(self) -> None:
-        """Refuse new requests, including those whose body is incomplete."""
+        """Refuse new requests, and requests whose body is still incomplete."""
         self.rules.is_draining = True
         self.bodies.stop()
 
@@ -112,11 +113,11 @@ class Server:
         self.settings.load_record.note(job)
 
     async def _remember(self, job: Job, choice: Choice) -> None:
-        """Keep the exact tokens of a complete reply for the next turn."""
+        """Store the exact tokens of a complete reply for the next turn of its conversation."""
         prompt, reply = job.prompts[choice.prompt_index], choice.reply
         text, token_ids = reply.exact()
         self._reader.remember(job.tenant, prompt, text, token_ids)
-        if reply.is_whole and (reply.is_parsed or reply.text != reply.text.strip()):  # which templates may strip
+        if reply.is_whole and (reply.is_parsed or reply.text != reply.text.strip()):  # templates may strip it
             await self.rules.threads.run(job.tenant.owner, partial(self._remember_rewritten, job.tenant, prompt, reply))
 
     def _remember_rewritten(self, tenant: Tenant, prompt: Prompt, reply: Reply) -> None:
@@ -173,7 +174,7 @@ class Server:
             state=lambda: self.backend.state,
             is_draining=lambda: self.rules.is_draining,
         )
-        app.openapi()  # caches it; building it for the first client would block all others
+        app.openapi()  # builds and caches the schema; doing this on the first request would block all clients
         return app
 
 
@@ -217,7 +218,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         exchange_of(request.scope).note_error(error)
         return error_response(error, request.scope)
 
-    @app.exception_handler(ValidationError)  # of the chat request that another route's was translated to
+    @app.exception_handler(ValidationError)  # raised if a request that was translated to a chat request is invalid
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError | ValidationError) -> Response:
         return await api_error(request, schema_error(error.errors(), request.headers.get("content-type")))

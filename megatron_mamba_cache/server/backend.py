@@ -1,4 +1,4 @@
-"""Interface of the front end to the engines."""
+"""Interface between the HTTP front end and the engines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,32 +16,32 @@ EndReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of one reply in one step."""
+    """Progress that one reply made in one step."""
 
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()  # one for each new token, if requested
-    alternatives: tuple[Mapping[int, float], ...] = ()  # likewise, the best tokens, id to log-prob
-    prompt_log_probs: tuple[float, ...] = ()  # from the second token on; comes with the first new token
+    alternatives: tuple[Mapping[int, float], ...] = ()  # for each new token: log-probs of the best tokens, by id
+    prompt_log_probs: tuple[float, ...] = ()  # for each prompt token but the first; sent with the first new token
     prompt_alternatives: tuple[Mapping[int, float], ...] = ()
-    prompt_scores: tuple[ScoredToken, ...] = ()  # likewise with ranks and ids
+    prompt_scores: tuple[ScoredToken, ...] = ()  # the prompt's log-probs with ranks and token ids
     cached_tokens: int = 0  # prompt tokens skipped at the request's first admission
-    cached_tokens_from_host: int = 0  # of the cached ones, restored from host memory
-    cached_tokens_from_disk: int = 0  # of the cached ones, restored from disk
-    written_tokens: int = 0  # prompt tokens that the request has newly written to the cache
-    draft_tokens: int = 0  # drafts verified so far
-    accepted_tokens: int = 0  # of these, accepted
-    running_s: float = 0.0  # seconds since the start of the first step that ran the request
+    cached_tokens_from_host: int = 0  # number of cached tokens restored from host memory
+    cached_tokens_from_disk: int = 0  # number of cached tokens restored from disk
+    written_tokens: int = 0  # prompt tokens that the request added to the cache
+    draft_tokens: int = 0  # draft tokens verified so far
+    accepted_tokens: int = 0  # draft tokens accepted so far
+    running_s: float = 0.0  # seconds since the request's first step started
     end: EndReason | None = None  # why the reply ends here; None while it continues
     error: str | None = None  # what went wrong, if `end` is "error"
 
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A snapshot of the engines."""
+    """Snapshot of the engines' state."""
 
-    is_ready: bool = False  # True if warmup is over
-    failure: str | None = None  # why the engines no longer serve requests; None while they do
-    cache: CacheSnapshot | None = None  # counters and owners, summed over all engines; None before the first report
+    is_ready: bool = False  # True after warmup
+    failure: str | None = None  # why the engines no longer serve requests; None while they serve them
+    cache: CacheSnapshot | None = None  # counters and memory use, summed over all engines; None before the first report
     num_running: int = 0
     num_waiting: int = 0
     generated_tokens: int = 0
@@ -49,37 +49,37 @@ class BackendState:
 
 
 class Backend(Protocol):
-    """The engines; call every method in the event loop. Only `flush` and `stop` may wait for a step."""
+    """Interface to the engines. Call every method in the event loop; only `flush` and `stop` may wait for a step."""
 
     max_sequence_length: int
-    """Maximum prompt and generated tokens of a request."""
+    """Maximum number of prompt and generated tokens in a request."""
     grammars: Grammars
-    """Compiler of grammars, usable from any thread."""
+    """Grammar compiler, usable from any thread."""
 
     async def start(self) -> None:
-        """Start the engines' warmup; progress is delivered in the running event loop."""
+        """Start the engines' warmup; deliver later progress in the running event loop."""
 
     @property
     def state(self) -> BackendState:
-        """The latest state."""
+        """Latest snapshot of the engines."""
 
     def error_of(self, spec: RequestSpec) -> str | None:
         """Return the reason why a request can never run; None if it can."""
 
     def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
-        """Queue a request, which gets its id and time here.
+        """Queue a request and return its ticket.
 
-        `deliver` is called in the event loop with each step's progress, the last with an `end`.
+        `deliver` is called in the event loop with the progress of each step. The last progress has an `end`.
         """
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request before the next step; ignore one that has ended."""
+        """Cancel a request before the next step; do nothing if it has ended."""
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error before the next step."""
 
     async def flush(self, weights_version: str | None) -> None:
-        """Flush the cache, as `MambaCacheContext.flush`."""
+        """Flush the cache; see `MambaCacheContext.flush`."""
 
     async def stop(self) -> None:
         """Stop the engines."""
@@ -87,26 +87,26 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Listener:
-    """The receiver of a request's progress."""
+    """Receiver of one request's progress."""
 
     deliver: Callable[[Progress], None]
-    end_ids: frozenset[int]  # tokens that end it before its length limit
-    num_tokens: int = 0  # generated tokens that have been delivered
+    end_ids: frozenset[int]  # tokens that end the reply before its length limit
+    num_tokens: int = 0  # number of generated tokens delivered so far
 
     @staticmethod
     def of(spec: RequestSpec, deliver: Callable[[Progress], None], end_ids: frozenset[int]) -> "Listener":
-        """Return the receiver of a request's progress; `end_ids` are the model's."""
+        """Return the listener for a request; `end_ids` are the model's end tokens."""
         own = end_ids if spec.sampling.termination_id is None else frozenset[int]()
         return Listener(deliver, own.union(spec.sampling.end_ids))
 
 
 def by_id(named: Sequence[Mapping[str, float]]) -> tuple[dict[int, float], ...]:
-    """Return log-probs by token id from a record's digits."""
+    """Return log-prob mappings with their keys converted from decimal strings to token ids."""
     return tuple({int(token): value for token, value in best.items()} for best in named)
 
 
 def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
-    """Return a reply's last progress with the reason of its end."""
+    """Return the last progress of a reply with the reason why the reply ended."""
     error = failure_reason(newest)
     if error is not None:
         return replace(progress, end="error", error=error)

@@ -1,4 +1,4 @@
-"""The beginning of a reply that the template and the client write into the prompt."""
+"""Beginning of a reply that the template and the client write at the end of a prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,17 +13,17 @@ _MARK = "\u2400"
 
 @dataclass(frozen=True, slots=True)
 class BegunReply:
-    """The end of a prompt, after the last complete message."""
+    """Text at the end of a prompt, after the last complete message; the model continues it."""
 
-    text: str  # text of the template, with the reasoning of a continued message
+    text: str  # text written by the template, including the reasoning of a continued message
     prefill: str  # content of a continued message
-    token_ids: Sequence[int]  # those of the whole prompt
+    token_ids: Sequence[int]  # token ids of the whole prompt
 
     def reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> PromptReasoning:
-        """Return the reasoning at the end of the prompt.
+        """Return the state of the reasoning at the end of the prompt.
 
         Args:
-            tag_ids: Tags that are tokens of the model.
+            tag_ids: Token ids of the reasoning tags that are single tokens.
         """
         ids = {tag_ids.get(form.open), tag_ids.get(form.close)}
         if None in ids:
@@ -33,14 +33,14 @@ class BegunReply:
             return form.without_tags(self.prefill)
         rest = tokenizer.detokenize(list(self.token_ids[at:]), skip_special_tokens=False)
         if len(rest) > len(self.text) + len(self.prefill):
-            return form.without_tags(self.prefill)  # the tag is in a message
+            return form.without_tags(self.prefill)  # the tag belongs to an earlier message
         return PromptReasoning.OPEN if self.token_ids[at] == tag_ids[form.open] else PromptReasoning.DONE
 
 
 def begun_reply(
     conversation: Conversation, text: str, token_ids: Sequence[int], rendered: Callable[[Conversation], str]
 ) -> BegunReply:
-    """Return the beginning of the reply in a prompt, from the rendered conversation and its tokens."""
+    """Find the beginning of the reply in a rendered conversation."""
     end = _after_last_message(conversation, text, rendered)
     prefill = conversation.messages[-1].get("content") if conversation.continues else None
     prefill = prefill.strip() if isinstance(prefill, str) else ""
@@ -49,7 +49,7 @@ def begun_reply(
 
 
 def _after_last_message(conversation: Conversation, text: str, rendered: Callable[[Conversation], str]) -> str:
-    """Return the text after the last complete message, or all if its end is unknown."""
+    """Return the text after the last complete message; return all text if the message's end is not found."""
     last = len(conversation.messages) - 1 - conversation.continues
     content = (conversation.messages[last].get("content") or "") if last >= 0 else None
     if not isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Request bodies, limited in size each and in total for each API key."""
+"""Request bodies, with a size limit for each body and for all bodies of one API key."""
 
 import asyncio
 from collections import Counter
@@ -17,9 +17,10 @@ class ClientLeftError(Exception):
 
 
 class Bodies:
-    """Reads bodies; a body's bytes count against its owner until its request is answered.
+    """Reader of request bodies; a body counts against its owner's share until the request is answered.
 
-    Owners share `max_buffered_bytes` equally. A share holds at least one body; no owner can use another's share.
+    `max_buffered_bytes` is divided equally between the owners, but a share is at least `max_body_bytes`. An owner
+    cannot use the share of another owner.
     """
 
     def __init__(self, limits: ServerLimits, num_owners: int) -> None:
@@ -30,11 +31,11 @@ class Bodies:
         self._is_draining = False
 
     def num_bytes(self, owner: str) -> int:
-        """Return the bytes of an owner's unanswered requests."""
+        """Return the number of body bytes in an owner's unanswered requests."""
         return self._num_bytes[owner]
 
     def stop(self) -> None:
-        """Refuse incomplete bodies and all later ones."""
+        """Refuse bodies that are still incomplete, and all later bodies."""
         self._is_draining = True
         for timeout in self._arriving:
             if not timeout.expired():
@@ -42,17 +43,17 @@ class Bodies:
 
     @asynccontextmanager
     async def whole(self, owner: str, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
-        """Read a request's body and yield it; its bytes count against the owner until the block ends.
+        """Context manager: read a request's body; its bytes count against the owner until the context exits.
 
         Raises:
-            ApiError: 408 if it takes too long, 413 if it is too large, 415 if it is compressed, 429 if the owner's
-                share is full, 503 if the server drains before the body is complete.
+            ApiError: 408 if the body takes too long, 413 if it is too large, 415 if it is compressed, 429 if the
+                owner's share is full, 503 if the server drains before the body is complete.
             ClientLeftError: If the client disconnects.
         """
         headers = Headers(scope=scope)
         coding = headers.get("content-encoding", "")
         if coding.lower() not in ("", "identity"):
-            sentence = f"Content-Encoding is {coding}; send the body as it is, without compression"
+            sentence = f"need a body without compression, but Content-Encoding is {coding}"
             raise ApiError(415, sentence, "unsupported_encoding")
         declared = headers.get("content-length", "")
         self._check_size(int(declared[:20]) if declared.isascii() and declared.isdigit() else 0)
@@ -87,8 +88,8 @@ class Bodies:
         if self._num_bytes[owner] + len(part) > self._share:
             raise ApiError(
                 429,
-                f"requests of {self._num_bytes[owner]} bytes are pending for this API key, and at most {self._share} "
-                "may be; try again later",
+                f"this API key has {self._num_bytes[owner]} bytes in pending requests, and the limit is {self._share}; "
+                "try again later",
                 "rate_limit_exceeded",
                 retry_after_s=1,
             )
@@ -97,4 +98,4 @@ class Bodies:
 
     def _check_size(self, size: int) -> None:
         if size > self._limits.max_body_bytes:
-            raise ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", "body_too_large")
+            raise ApiError(413, f"the body exceeds the limit of {self._limits.max_body_bytes} bytes", "body_too_large")

@@ -1,4 +1,4 @@
-"""Client connections that notice every disconnect and drop stalled clients."""
+"""Client connections that detect every disconnect and are closed when a client stalls."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,20 +16,20 @@ _LEAST_READ = 256 * 2**10
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, except that it keeps reading while it replies.
+    """uvicorn's HTTP protocol that also reads while it sends a response, so that it detects disconnects.
 
-    uvicorn stops reading when bytes follow a request, and then misses a disconnect. This class also closes the
-    connection of a client that
+    uvicorn stops reading when more bytes follow a request, and then does not notice that the client disconnects.
+    This class also closes the connection if the client
 
-    - sends more than 64 KiB ahead of a reply,
-    - reads less than 256 KiB, and less than all, of the pending output in `send_timeout_s`,
-    - sends nothing at first, or takes longer than `body_timeout_s` for the head of a request.
+    - sends more than 64 KiB of further requests before a response is complete,
+    - reads neither 256 KiB nor all of the pending output within `send_timeout_s`,
+    - sends nothing after it connects, or takes longer than `body_timeout_s` to send the head of a request.
 
-    When a connection closes, its open request ends as if the client had disconnected. A request's scope has its
-    connection as `scope["state"]["connection"]`.
+    When a connection closes, its open request ends as if the client had disconnected. Requests find their
+    connection in `scope["state"]["connection"]`.
 
     Attributes:
-        is_broken: True if it closed before the client had all of a response.
+        is_broken: True if the connection closed before a response was sent completely.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Connection(H11Protocol):
         self.is_broken = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Apply the keep-alive timeout to the first byte too."""
+        """Apply the keep-alive timeout to the first request too."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that any unread output is noticed
+        transport.set_write_buffer_limits(high=0)  # any unread output then calls `pause_writing`
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -64,21 +64,21 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """Note if a response was in progress: the client does not get the rest."""
+        """Mark the connection as broken if a response is in progress."""
         self.is_broken |= self._is_responding
 
     def abort(self) -> None:
-        """Close the connection at once and drop unread output."""
+        """Close the connection immediately and drop unread output."""
         self.is_broken = True
         self.transport.abort()
 
     def delivery(self) -> "asyncio.Future[bool]":
-        """Return a future: True once the kernel has all output, False if the connection breaks."""
+        """Return a future that becomes True once the kernel has all output, or False if the connection breaks."""
         future: asyncio.Future[bool] = self.loop.create_future()
         self._deliveries.append(future)
         is_written = not self.transport.is_closing() and not self.transport.get_write_buffer_size()
         if is_written or self.is_broken:
-            self._settle_deliveries()  # else `connection_lost` reports an error of the last write
+            self._settle_deliveries()  # if the transport is closing, `connection_lost` sets the result
         return future
 
     def handle_events(self) -> None:
@@ -96,19 +96,19 @@ class Connection(H11Protocol):
                 self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """Start the timer of a client that reads more slowly than the server writes."""
+        """Start the timer for a client that reads more slowly than the server writes."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Stop the timer of a client that has caught up."""
+        """Stop the timer, because the client has read the pending output."""
         super().resume_writing()
         self._read_timer.stop()
         self._settle_deliveries()
 
     @property
     def _is_responding(self) -> bool:
-        """True while a request has no complete response."""
+        """True while the response to a request is incomplete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _settle_deliveries(self) -> None:
@@ -129,7 +129,7 @@ class Connection(H11Protocol):
 
 
 class _Timer:
-    """Calls a function after a delay, unless stopped or restarted."""
+    """Timer that calls a function after a delay, unless it is stopped or restarted."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -137,11 +137,11 @@ class _Timer:
 
     @property
     def is_running(self) -> bool:
-        """True when a call has been scheduled and not stopped."""
+        """True if a call was scheduled and not stopped."""
         return self._handle is not None
 
     def start(self, seconds: float, act: Callable[[], None]) -> None:
-        """Call `act` after `seconds`, instead of any pending call."""
+        """Call `act` after `seconds`; cancel any pending call."""
         self.stop()
         self._handle = self._loop.call_later(seconds, act)
 

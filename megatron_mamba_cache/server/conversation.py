@@ -1,4 +1,4 @@
-"""Conversations for chat templates."""
+"""Conversations that chat templates render."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,35 +16,35 @@ MARKING_TOOL = {"type": "function", "function": {"name": _MARK, "description": _
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A position in a conversation: other conversations may share the text before it."""
+    """Position in a conversation; other conversations may share the text before it."""
 
-    message: int | None = None  # index of its message; None: it is after the tools
-    end: int = 0  # characters of the message's content before it
-    keep_s: int = 0  # seconds for which the cached prefix has more priority
+    message: int | None = None  # index of the message that contains it; None: it follows the tools
+    end: int = 0  # offset in the message's content, in characters
+    keep_s: int = 0  # seconds during which the cached prefix has a higher priority
     call: int | None = None  # index of the tool call that it follows; None: it is in the content
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and the other inputs of a chat template."""
+    """Messages and other inputs to a chat template."""
 
-    messages: Sequence[dict[str, Any]]  # in OpenAI's form, oldest first; arguments of tool calls are objects
-    tools: Sequence[Mapping[str, Any]] = ()  # definitions of functions in OpenAI's form
-    values: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
-    adds_prompt: bool = True  # True if the text goes on to where the assistant's reply begins
-    continues: bool = False  # True if the last message is left open, to be continued
-    breakpoints: tuple[Breakpoint, ...] = ()  # in order
+    messages: Sequence[dict[str, Any]]  # in OpenAI's format, oldest first; tool-call arguments are objects
+    tools: Sequence[Mapping[str, Any]] = ()  # function definitions in OpenAI's format
+    values: Mapping[str, Any] = field(default_factory=dict)  # further template variables
+    adds_prompt: bool = True  # True if the text ends where the assistant's reply begins
+    continues: bool = False  # True if the reply continues the last message
+    breakpoints: tuple[Breakpoint, ...] = ()  # in order of position
 
     @property
     def has_calls(self) -> bool:
-        """True when a message calls a tool or has its result."""
+        """True if a message calls a tool or contains a tool's result."""
         return any("tool_calls" in message or message["role"] == "tool" for message in self.messages)
 
     @property
     def marked_head(self) -> tuple[Breakpoint, ...]:
-        """Breakpoints after the tools and after the instructions, if either is marked; else none.
+        """Breakpoints after the tools and after the instructions if either is marked, otherwise none.
 
-        Both begin a prompt, in an order that the template decides, so a mark of one means both.
+        The template decides which of the two comes first in the prompt, so a mark after one counts for both.
         """
         roles = [message["role"] for message in self.messages]
         count = next((at for at, role in enumerate(roles) if role not in INSTRUCTING), len(roles))
@@ -55,7 +55,7 @@ class Conversation:
         return tuple(replace(end, keep_s=max(keep_s)) for end in ends) if keep_s else ()
 
     def text(self, tokenizer: Any) -> str:
-        """Return the conversation as the tokenizer's template renders it; raise `ValueError` if it cannot."""
+        """Render the conversation with the tokenizer's chat template; raise `ValueError` if rendering fails."""
         return str(
             tokenizer.render_chat(
                 self.messages, self.tools, self.values, adds_prompt=self.adds_prompt, continues=self.continues
@@ -63,7 +63,7 @@ class Conversation:
         )
 
     def marked(self, mark: Breakpoint) -> Self:
-        """Return a conversation that equals this one only up to a breakpoint."""
+        """Return a conversation that equals this one up to a breakpoint and differs after it."""
         if mark.message is None:
             return replace(self, tools=(*self.tools, MARKING_TOOL))
         message = self.messages[mark.message]
@@ -74,13 +74,13 @@ class Conversation:
         else:
             calls = message["tool_calls"][: mark.call + 1]
             is_last = len(calls) == len(message["tool_calls"])
-            # A call that follows begins like this one; some templates want ids of nine characters.
+            # A real call at this position begins the same way; some templates require ids of nine characters.
             marking = [called(_MARK, "{}", _MARK * 9)] if is_last else []
             messages[mark.message] = {**message, "tool_calls": [*calls, *marking]}
         return replace(self, messages=messages)
 
     def answered(self, reply: ParsedReply) -> Self:
-        """Return the conversation with a reply as its last message."""
+        """Return the conversation with the reply appended as its last message."""
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -91,13 +91,13 @@ class Conversation:
 
 
 def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, Any]:
-    """Return a tool call for a template."""
+    """Return a tool call in the format that templates read."""
     identified = {} if call_id is None else {"id": call_id}
     return {**identified, "type": "function", "function": {"name": name, "arguments": arguments_object(arguments)}}
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments: {} for no text; text that is not a JSON object becomes `malformed_input`."""
+    """Parse a call's arguments: empty text gives {}; text that is not a JSON object becomes `malformed_input`."""
     if not arguments.strip():
         return {}
     try:

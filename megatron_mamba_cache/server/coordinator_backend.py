@@ -1,7 +1,7 @@
-"""A `Backend` for engines of other processes, reached through a coordinator.
+"""A `Backend` whose engines run in other processes, reached through a coordinator.
 
-Megatron's `InferenceClient` returns whole replies; this client gets the progress of every step. See
-`replicas.front_end`.
+Megatron's `InferenceClient` returns only complete replies; this client also receives the progress after every step.
+The messages are defined in `replicas.front_end`.
 """
 
 import asyncio
@@ -38,20 +38,20 @@ _COUNTS = (
     *("cached_tokens_from_host", "cached_tokens_from_disk", "written_tokens"),
     *("draft_tokens", "accepted_tokens", "running_s"),
 )
-"""Counts in a reply's sampling parameters, in addition to `cached_tokens`."""
+"""Names of the counts in a reply's sampling parameters, except `cached_tokens`."""
 
 
 class CoordinatorBackend:
-    """A `Backend` over the replicas of a coordinator.
+    """A `Backend` that sends requests to the replicas of a coordinator.
 
-    A request whose replica dies is generated again by another one; its listener gets each token once.
+    If a replica dies, another replica generates its requests again. A listener still gets each token once.
 
     Args:
-        address: The coordinator's, such as "tcp://host:5555".
-        rules: Rules of the replicas' engines, which are identical.
-        end_ids: Tokens that end a reply.
-        access: How to reach the coordinator; None for one on loopback.
-        tokenizer: The model's; None: no grammar can be enforced on replies.
+        address: Address of the coordinator, such as "tcp://host:5555".
+        rules: Rules for requests, identical in all replicas.
+        end_ids: Ids of the tokens that end a reply.
+        access: How to reach the coordinator; None: over loopback.
+        tokenizer: Tokenizer of the model; None: grammars cannot be enforced on replies.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CoordinatorBackend:
         self._listeners: dict[int, Listener] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._state = BackendState()
-        self._flushed_to: str | None = None  # a weights version that some replicas have not reported yet
+        self._flushed_to: str | None = None  # flushed weights version that some replicas have not reported yet
         self._generated = 0
         self._stopped = asyncio.Event()
         self._last_heard = time.monotonic()
@@ -143,7 +143,7 @@ class CoordinatorBackend:
                 try:
                     self._handle(message[0], message[1:])
                 except Exception:
-                    logger.exception("a message of the coordinator cannot be read")
+                    logger.exception("cannot handle a message from the coordinator")
             elif time.monotonic() - self._last_heard > COORDINATOR_SILENCE_S and self._state.failure is None:
                 reason = f"nothing was received from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s"
                 self._state = replace(self._state, failure=reason)
@@ -179,7 +179,7 @@ class CoordinatorBackend:
         listener.deliver(ended(self._progress(listener, news | counts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
-        """Return the progress that a listener lacks; a restarted request repeats its first tokens."""
+        """Return the progress that is new to a listener; a restarted request repeats its first tokens."""
         known = max(listener.num_tokens - news["start"], 0)
         is_first = not listener.num_tokens
         tokens = tuple(news["tokens"][known:])
@@ -197,7 +197,7 @@ class CoordinatorBackend:
         )
 
     def _look(self) -> None:
-        """Combine the replicas' states; without replicas the server is not ready."""
+        """Update the state from the replicas' states; the server is not ready without replicas."""
         states = list(self._states.values())
         if not states:
             self._state = replace(self._state, is_ready=False)

@@ -1,4 +1,4 @@
-"""The dashboard: a self-contained page and the samples of the last hour."""
+"""Dashboard: a self-contained page and samples of the load in the last hour."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ from .metrics import Durations, ServerMetrics
 _PAGE = Path(__file__).with_name("dashboard.html")
 INTERVAL_S = 5.0
 _NUM_SAMPLES = 720
-_NUM_RECENT = 12  # samples of the last minute
+_NUM_RECENT = 12  # number of samples in the last minute
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 _STATUSES = {
@@ -33,7 +33,7 @@ _STATUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One interval: the load at its end and the counts within it."""
+    """Load at the end of one interval, and counts during the interval."""
 
     time: float  # end of the interval, in seconds since the epoch
     seconds: float
@@ -45,20 +45,20 @@ class Sample:
     prompt_tokens_from_host: int
     prompt_tokens_from_disk: int
     prompt_tokens_computed: int
-    first_token_p50: float | None  # quantiles in seconds, here and below; None if there was no token
+    first_token_p50: float | None  # in seconds, as are the next five fields; None if there was no token
     first_token_p95: float | None
     first_token_p99: float | None
     inter_token_p50: float | None
     inter_token_p95: float | None
     inter_token_p99: float | None
-    refused: int  # responses of status 429
-    client_errors: int  # responses of status 400 to 498, except 429
-    left: int  # responses whose client left (499)
+    refused: int  # responses with status 429
+    client_errors: int  # responses with status 400 to 498, except 429
+    left: int  # responses with status 499: the client disconnected
     server_errors: int
 
 
 class History:
-    """A ring of samples, and the quantiles of the last minute."""
+    """Ring buffer of samples, and latency quantiles over the last minute."""
 
     def __init__(
         self, backend: Backend, gate: QueueGate, metrics: ServerMetrics, clock: Callable[[], float] = time.monotonic
@@ -73,13 +73,13 @@ class History:
         self._totals: Mapping[str, int] = self._now()
 
     async def keep(self) -> None:
-        """Take samples until cancelled."""
+        """Take a sample every `INTERVAL_S` seconds until cancelled."""
         while True:
             self.sample()
             await asyncio.sleep(INTERVAL_S)
 
     def sample(self) -> None:
-        """Take a sample of the time since the last one."""
+        """Append a sample for the interval since the last sample."""
         now, totals = self._clock(), self._now()
         first_token, inter_token = self._metrics.take_recent()
         self._recent.append((first_token, inter_token))
@@ -102,7 +102,7 @@ class History:
         self._sampled, self._totals = now, totals
 
     def body(self, after: float = -math.inf) -> dict[str, Any]:
-        """Return samples after a time, as lists in the order of `fields`, and the last minute's quantiles as JSON."""
+        """Return the samples after a time (lists in the order of `fields`) and the last minute's quantiles."""
         first_token = Durations.together([*(one for one, _ in self._recent), self._metrics.recent_first_token])
         inter_token = Durations.together([*(one for _, one in self._recent), self._metrics.recent_inter_token])
         names = [entry.name for entry in fields(Sample)]
@@ -115,7 +115,7 @@ class History:
         }
 
     def _now(self) -> dict[str, int]:
-        """Return the counters whose growth a sample records."""
+        """Return the running totals from which samples compute their counts."""
         state = self._backend.state
         counters = CacheCounters() if state.cache is None else state.cache.counters
         responses = self._metrics.num_responses()
@@ -149,7 +149,7 @@ def dashboard_routes(history: History, model_name: str) -> APIRouter:
 
 
 def quantiles(durations: Durations) -> dict[str, float | None]:
-    """Return the median and two high percentiles in seconds, each None without durations."""
+    """Return p50, p95 and p99 in seconds; all are None if there are no durations."""
     return {
         name: None if (value := durations.quantile(share)) is None else float(f"{value:.3g}")
         for name, share in _SHARES.items()

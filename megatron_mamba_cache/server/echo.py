@@ -1,4 +1,4 @@
-"""The echo of a prompt before its reply, with its tokens' log-probs if requested."""
+"""Echo of a prompt before its reply, with the prompt tokens' log-probs if requested."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,30 +12,30 @@ from .text_stream import IncrementalText
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """An echoed prompt."""
+    """Prompt to send before the reply."""
 
-    text: str  # as the client sent it, or the text of its token ids
+    text: str  # the client's text, or the decoded token ids
     reader: TokenReader
     tokens: Sequence[int] = ()  # empty unless log-probs are requested
-    offsets: Sequence[int] = ()  # for each token, the characters before it
+    offsets: Sequence[int] = ()  # for each token, the number of characters before it
 
     def piece(self, progress: Progress) -> Piece:
-        """Return the piece before a reply from the reply's first progress."""
+        """Return the echo as the first piece of a reply; `progress` is the reply's first progress."""
         return Piece(self.text, self._scored(progress), is_prompt=True)
 
     def _scored(self, progress: Progress) -> tuple[TokenInfo, ...]:
         if not self.tokens:
             return ()
-        log_probs = (None, *progress.prompt_log_probs)  # the first token has none
+        log_probs = (None, *progress.prompt_log_probs)  # the first token has no log-prob
         best: Sequence[Mapping[int, float]] = ({}, *(progress.prompt_alternatives or [{}] * (len(self.tokens) - 1)))
         scored = zip(self.tokens, log_probs, best, self.offsets, strict=True)
         return tuple(scored_token(self.reader, *token) for token in scored)
 
 
 def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_tokens: bool) -> Echo:
-    """Return the echo of a prompt; as slow as tokenizing.
+    """Return the echo of a prompt. This takes about as long as tokenizing the prompt.
 
-    `text` is the prompt's; None uses the text of the token ids. With `has_tokens`, the echo has the prompt's tokens.
+    If `text` is None, the token ids are decoded. If `has_tokens`, the echo has the tokens and their offsets.
     """
     reader = TokenReader(tokenizer)
     if not has_tokens:
@@ -47,7 +47,7 @@ def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_t
     if text is None:
         text = reader.text(token_ids)
     elif (spelled := TokenReader(tokenizer, shown=None)).text(token_ids) == text:
-        reader = spelled  # the client wrote special tokens
+        reader = spelled  # the client's text contains special tokens
     stream, offsets = IncrementalText(reader), []
     for token in token_ids:
         offsets.append(min(stream.offset, len(text)))

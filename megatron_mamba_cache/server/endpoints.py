@@ -1,6 +1,6 @@
-"""The routes of OpenAI's completions and chat completions.
+"""Routes for OpenAI's completions and chat completions, and for tokenizing.
 
-A route turns its request into an `Order` (`orders`) and sends the job's replies in a `Format` (`formats`).
+A route converts its request to an `Order` (module `orders`) and sends the replies in a `Format` (module `formats`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "Administration": "These need an admin key if one is set",
     }
 )
-"""Groups of the documentation page and their descriptions."""
+"""Groups of operations on the documentation page, with their descriptions."""
 
 OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
     {
@@ -69,7 +69,7 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 
 
 def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
-    """Add `/docs`, with a button for an API key if it is needed; call this before the schema is built."""
+    """Add the page `/docs`, with a button for the API key if one is needed. Call this before the schema is built."""
     _describe(app, needs_key=needs_key)
     folder = _asset_folder()
     if folder is not None:
@@ -78,7 +78,7 @@ def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
     @app.get("/docs", include_in_schema=False)
     async def documentation() -> Response:
         if folder is None:
-            raise ApiError(501, "/docs needs fastapi-offline: pip install fastapi-offline", "not_installed")
+            raise ApiError(501, "/docs requires fastapi-offline; run pip install fastapi-offline", "not_installed")
         return get_swagger_ui_html(
             openapi_url="openapi.json",
             title=app.title,
@@ -90,13 +90,13 @@ def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
 
 
 def _asset_folder() -> Path | None:
-    """Return the folder of Swagger UI's files; None if their package is not installed."""
+    """Return the folder with Swagger UI's files; None if `fastapi-offline` is not installed."""
     found = find_spec(_PACKAGE)
     return None if found is None or found.origin is None else Path(found.origin).with_name("static")
 
 
 def _describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Add groups and summaries to the schema, and the API key as a security scheme."""
+    """Add groups, summaries and the API key scheme to the OpenAPI schema."""
     plain = app.openapi
 
     def described() -> dict[str, Any]:
@@ -117,16 +117,16 @@ def _describe(app: FastAPI, *, needs_key: bool) -> None:
 
 
 class TokenizeReply(BaseModel):
-    """The tokens of a text."""
+    """Response with the token ids of a text or chat."""
 
     count: int
-    max_model_len: int  # maximum prompt and generated tokens of a request
+    max_model_len: int  # maximum number of prompt and generated tokens in a request
     tokens: list[int]
-    token_strs: list[str] | None = None  # the tokens as the tokenizer's files spell them, if requested
+    token_strs: list[str] | None = None  # the tokens' strings in the vocabulary, if requested
 
 
 class DetokenizeReply(BaseModel):
-    """The text of tokens, special ones spelled out."""
+    """Response with the decoded text, including special tokens."""
 
     prompt: str
 
@@ -185,7 +185,7 @@ class TokenizingRoutes:
         size = self.tokenizer.vocab_size
         for index, token in enumerate(tokens):
             if token >= size:
-                raise bad_request(f"token {token} is outside the vocabulary of {size}", f"tokens.{index}")
+                raise bad_request(f"token {token} is outside the vocabulary (0 to {size - 1})", f"tokens.{index}")
         return DetokenizeReply(prompt=self.tokenizer.detokenize(list(tokens), skip_special_tokens=False))
 
     def _spelled(self, token: int) -> str:
@@ -195,14 +195,14 @@ class TokenizingRoutes:
 
 
 def _described_of_tokenizing(tokenizer: Any) -> dict[str, Any]:
-    """Return a tokenizer's class, settings and chat template, as vLLM does."""
+    """Return a tokenizer's class, settings and chat template, in vLLM's format."""
     settings = {key: value for key, value in getattr(tokenizer, "settings", {}).items() if key != "name_or_path"}
     template = getattr(tokenizer, "chat_template", "") or None
     return {"tokenizer_class": type(tokenizer).__name__, **settings, "chat_template": template}
 
 
 def openai_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> APIRouter:
-    """Return the routes below `/v1`."""
+    """Return the routes of OpenAI's API below `/v1`."""
     router = APIRouter(prefix="/v1")
     longest = rules.backend.max_sequence_length
 
@@ -240,7 +240,7 @@ def _stream_settings(body: GenerationFields) -> StreamSettings:
 
 
 def _described(model: ServedModel, name: str, max_model_len: int) -> dict[str, Any]:
-    """Return a model's entry; the fields after `owned_by` are vLLM's."""
+    """Return a model's entry in the list of models; the fields after `owned_by` are vLLM's."""
     return {
         "id": name,
         "object": "model",

@@ -1,4 +1,4 @@
-"""The engine of this process, stepping in its own thread."""
+"""A `Backend` that runs one engine of this process in a separate thread."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ _Mail = list[tuple[Callable[[Progress], None], Progress]]
 
 
 class EngineThread:
-    """A `Backend` over one engine; `end_ids` are the tokens that end a reply."""
+    """A `Backend` that runs the steps of one engine in a thread; `end_ids` are the tokens that end a reply."""
 
     def __init__(self, engine: MambaCacheEngine, end_ids: frozenset[int]) -> None:
         self._engine = engine
@@ -52,10 +52,10 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # In the event loop.
+    # The following methods run in the event loop.
 
     async def start(self) -> None:
-        """Start stepping; progress is delivered in the running event loop."""
+        """Start the engine's thread; deliver progress in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -87,7 +87,7 @@ class EngineThread:
         await self.between_steps(act)
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
-        """Run `act` with the engine between two steps and return its result; raise `ApiError` 503 if it has failed."""
+        """Call `act` with the engine between two steps; raise `ApiError` 503 if the engine has failed."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Answer] = loop.create_future()
 
@@ -109,7 +109,7 @@ class EngineThread:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    # In the thread.
+    # The following methods run in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -127,7 +127,7 @@ class EngineThread:
             self._break(f"the engine has failed: {error!r}")
 
     def _obey(self) -> None:
-        """Run the queued commands; without requests, wait for one."""
+        """Run the queued commands; if the engine has no requests, wait for a command first."""
         if not self._engine.has_unfinished_requests():
             self._look(at_once=True)
             self._next_command()()
@@ -135,7 +135,7 @@ class EngineThread:
             self._commands.get()()
 
     def _next_command(self) -> Callable[[], None]:
-        """Wait for a command; meanwhile continue the copies to host and disk."""
+        """Wait for a command; continue the copies to host and disk while waiting."""
         while self._engine.has_idle_copies:
             with contextlib.suppress(queue.Empty):
                 return self._commands.get(timeout=LANDING_INTERVAL_S)
@@ -168,7 +168,7 @@ class EngineThread:
             if listener is not None:
                 progress = self._progress(record.request_id, listener, record.requests)
                 mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
-        if self._generated > generated:  # a step that only reports failures is not a success
+        if self._generated > generated:  # a step that generated nothing is not a success
             self._failed_in_a_row = 0
         self._post(mail)
 
@@ -222,7 +222,7 @@ class EngineThread:
             self._commands.get()()
 
     def _look(self, *, at_once: bool = False) -> None:
-        """Update the visible state, only at intervals while steps run."""
+        """Update the published state; do so only every `_STATE_INTERVAL_S` unless `at_once`."""
         now = time.monotonic()
         if not at_once and now - self._state_at < _STATE_INTERVAL_S:
             return

@@ -1,4 +1,4 @@
-"""Errors in the formats of OpenAI's and Anthropic's clients."""
+"""Error responses in the formats of OpenAI's and Anthropic's APIs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,30 +31,30 @@ _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 @dataclass
 class ApiError(Exception):
-    """An error response."""
+    """Error that becomes the HTTP response."""
 
     status: int
-    message: str  # the found value and the allowed ones
-    code: str | None = None  # error code for programs
+    message: str  # states the value found and the values allowed
+    code: str | None = None  # machine-readable error code
     param: str | None = None
     retry_after_s: int | None = None  # whole seconds after which the same request may succeed
 
     @property
     def type(self) -> str:
-        """OpenAI's error type for the status."""
+        """Error type that OpenAI's API uses for the status."""
         return _TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object."""
+        """Return the response body for clients of OpenAI's API."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Return the JSON object for clients of Anthropic's API."""
+        """Return the response body for clients of Anthropic's API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def headers(self) -> dict[str, str]:
-        """Return the error's response headers."""
+        """Return the headers of the error response."""
         found = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return found | ({"WWW-Authenticate": 'Basic realm="API key as password"'} if self.status == 401 else {})
 
@@ -65,42 +65,43 @@ def is_of_anthropic(path: str) -> bool:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error of a request that can never run."""
+    """Return the error for a request that can never run."""
     return ApiError(400, message, code, param)
 
 
 def too_long(reason: str, max_tokens: int) -> ApiError:
-    """Return the error of a prompt and reply that do not fit.
+    """Return the error for a prompt and reply that exceed the context length.
 
-    LangChain recognizes it by the code or by "prompt is too long", litellm by the first words of OpenAI's own message.
+    LangChain recognizes this error by its code or by "prompt is too long", litellm by the first words of OpenAI's
+    message.
     """
     message = f"This model's maximum context length is {max_tokens} tokens, and the prompt is too long: {reason}"
     return bad_request(message, "prompt", "context_length_exceeded")
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
-    """Return the error of a server that is starting, draining or broken."""
+    """Return the error for requests to a server that is starting, draining or broken."""
     return ApiError(503, message, code, retry_after_s=retry_after_s)
 
 
 def unexpected() -> ApiError:
-    """Return the error of a bug in the server."""
-    return ApiError(500, "the server failed to handle this request; its log says why", "internal_error")
+    """Return the error for a request that failed because of a bug in the server."""
+    return ApiError(500, "the server failed to handle this request; its log has the reason", "internal_error")
 
 
 def engine_failed(reason: str) -> ApiError:
-    """Return the error of a server whose engine has failed."""
+    """Return the error for requests to a server whose engine has failed."""
     return unavailable(reason, "engine_failed", retry_after_s=30)
 
 
 def schema_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
-    """Return one error for all of pydantic's: that of the union member that matches furthest."""
+    """Convert pydantic's errors to one error; of a union's errors, use those of the member that matches best."""
     found = max((error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]), key=_reach)
     return _body_error(found, content_type) or _field_error(found)
 
 
 def _body_error(found: Any, content_type: str | None) -> ApiError | None:
-    """Return the error of a body as a whole; None if a field is wrong."""
+    """Return the error for a body that is wrong as a whole; None if the error is in a field."""
     kind = found["type"]
     if kind == "json_invalid":
         position, reason = found["loc"][-1], found["ctx"]["error"]
@@ -135,11 +136,11 @@ def _is_json(content_type: str | None) -> bool:
 
 
 def _reach(error: Any) -> tuple[int, int, bool]:
-    """Return how far a union member matches: depth, failing item, more than a wrong type."""
+    """Return how well a union member matches, as (depth, index of the failing item, has the right type)."""
     path = error["loc"]
     return len(path), path[-1] if isinstance(path[-1], int) else -1, error["type"] not in _OTHER_FORM
 
 
 def _is_form(part: str | int) -> bool:
-    """Return True if a part of an error's path is pydantic's name of a union member."""
+    """Return True if a part of an error's path is pydantic's name for a union member."""
     return isinstance(part, str) and (part == "str" or "[" in part or "-" in part)

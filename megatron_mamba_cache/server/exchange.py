@@ -27,28 +27,28 @@ Write = Callable[[str], object]
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its response."""
+    """State of one HTTP request and its response, for logs and metrics."""
 
-    request_id: str  # the client's, or a generated one
+    request_id: str  # id sent by the client, or a generated id
     method: str
     path: str  # as received, without the query; percent-encoded bytes stay encoded
-    arrived: float = field(default_factory=time.monotonic)  # time of arrival, in seconds of the monotonic clock
+    arrived: float = field(default_factory=time.monotonic)  # time of arrival on the monotonic clock, in seconds
     key_name: str = ""  # name of the API key; "" before it is known, or if no key is needed
-    status: int = 0  # the response's, or 499 if the client left before its last byte; 0 before the response begins
-    prompt_tokens: int | None = None  # token counts: None for a request without replies
+    status: int = 0  # response status; 499 if the client disconnected before the last byte; 0 before the response
+    prompt_tokens: int | None = None  # these token counts are None for requests that generate nothing
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     first_token: float | None = None
-    queue_seconds: float | None = None  # wait of its first reply, from its arrival at the gate to its first step
+    queue_seconds: float | None = None  # wait of the first reply, from arrival at the queue gate to its first step
     finish_reasons: tuple[str, ...] = ()
     ended: float | None = None
-    error: str | None = None  # code or type of the error in its response
-    is_cut_off: bool = False  # True if the server's end cut it off
+    error: str | None = None  # code or type of the error in the response
+    is_cut_off: bool = False  # True if the server's shutdown interrupted the response
     headers: Sequence[tuple[bytes, bytes]] = ()
 
     @staticmethod
     def of_scope(scope: Scope) -> "Exchange":
-        """Begin the exchange of an HTTP request."""
+        """Create the exchange for an HTTP request that has just arrived."""
         path = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogatepass")
         found = Exchange(_request_id(scope), scope["method"], _printable(path.partition(b"?")[0]))
         found.headers = scope["headers"]
@@ -56,41 +56,41 @@ class Exchange:
 
     @property
     def is_probe(self) -> bool:
-        """True for a probe or scrape, which is not logged unless its key is refused."""
+        """True for a health probe or metrics scrape; these are not logged unless the API key is refused."""
         return self.path in _PROBES and self.status not in _KEY_REFUSED
 
     @property
     def has_failed(self) -> bool:
-        """True when a response that began well ends with an error."""
+        """True if a response started with a success status but ended with an error."""
         return self.status < 400 and self.error is not None
 
     def seconds_to(self, event: float | None) -> float | None:
-        """Return the seconds from the arrival to an event; None if it has not happened."""
+        """Return the seconds between the arrival and an event; None if the event has not happened."""
         return None if event is None else round(event - self.arrived, 4)
 
     def note_undelivered(self) -> None:
-        """Record that the client did not get the last byte."""
+        """Set the status of a response whose last byte did not reach the client."""
         self.status = (self.status or 503) if self.is_cut_off else CLIENT_CLOSED_REQUEST
 
     def note_error(self, error: ApiError) -> None:
-        """Record an error of the response or within its stream."""
+        """Record an error sent as the response or within its stream."""
         self.error = error.code or error.type
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """Return a request's exchange, or a throwaway one if it has none."""
+    """Return the exchange of a request; create a temporary exchange if the request has none."""
     found = scope.get("exchange")
     return found if isinstance(found, Exchange) else Exchange.of_scope(scope)
 
 
 def write_line(line: str) -> None:
-    """Write a line to stdout; a closed pipe does not stop the server."""
+    """Write a line to stdout; ignore errors such as a closed pipe."""
     with suppress(OSError, ValueError):
         print(line, flush=True)
 
 
 class AccessLog:
-    """Writes one line for each exchange; `write` gets it without its newline."""
+    """Access log with one line for each exchange; `write` gets each line without a newline."""
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class AccessLog:
         self._now = now
 
     def note(self, exchange: Exchange) -> None:
-        """Write the line of an exchange that has ended."""
+        """Write the line for an exchange that has ended."""
         if self._line is not None:
             self._write(self._line(_fields(exchange, self._now())))
 
 
 def _fields(exchange: Exchange, now: datetime) -> dict[str, Any]:
-    """Return the fields of a line, under their JSON names."""
+    """Return the fields of a log line, under their JSON names."""
     return {
         "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "request_id": exchange.request_id,
@@ -147,11 +147,11 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's `X-Request-Id` if it is safe in headers and log lines, else a new one."""
+    """Return the client's `X-Request-Id` if it is safe in headers and log lines, otherwise a new id."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _printable(path: bytes) -> str:
-    """Return a path as printable ASCII without spaces."""
+    """Return a path as printable ASCII; percent-encode all other bytes and spaces."""
     return "".join(chr(byte) if 0x21 <= byte <= 0x7E else f"%{byte:02X}" for byte in path)

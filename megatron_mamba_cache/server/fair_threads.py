@@ -1,4 +1,4 @@
-"""A small thread pool that is fair to the owners of its work."""
+"""A thread pool that serves the owners of the queued work in turn."""
 
 import asyncio
 from collections import deque
@@ -10,21 +10,21 @@ _Found = TypeVar("_Found")
 
 
 class FairThreads:
-    """Runs work in threads, round-robin over owners; the callers limit how much work waits.
+    """Thread pool that starts queued work round-robin over its owners. The queue has no limit.
 
-    Call every method in one event loop.
+    Call every method in the same event loop.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, "fair")
         self._num_free = num_threads
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of the owners' turns
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # queued calls by owner; the first owner is next
 
     async def run(self, owner: str, work: Callable[[], _Found]) -> _Found:
         """Run `work` in a thread; return its result or raise its error.
 
-        Work that is cancelled while it waits never starts. If cancelled later, it keeps its thread until it ends, and
-        its result is dropped.
+        Work that is cancelled while queued never starts. Work that is cancelled while running occupies its thread until
+        it ends, and its result is dropped.
         """
         await self._turn(owner)
         loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ class FairThreads:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """End the threads once they are idle."""
+        """End each thread when its current work ends; cancel queued work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, owner: str) -> None:
@@ -56,13 +56,13 @@ class FairThreads:
             raise
 
     def _pass_on(self) -> None:
-        """Give a free thread to the owner whose turn it is."""
+        """Give a free thread to the next owner; count the thread as free if no work is queued."""
         while self._waiting:
             owner = next(iter(self._waiting))
             turns = self._waiting.pop(owner)
             turn = turns.popleft()
             if turns:
-                self._waiting[owner] = turns  # after all others
+                self._waiting[owner] = turns  # moved after all other owners
             if not turn.done():
                 turn.set_result(None)
                 return

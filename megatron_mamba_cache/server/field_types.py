@@ -1,4 +1,4 @@
-"""Types of the fields of client requests."""
+"""Types for the fields of client requests."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -32,23 +32,23 @@ def _strict(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_strict)]
-"""A client's JSON object, without NaN or Infinity."""
+"""JSON object from a client; NaN and Infinity are refused."""
 
 
 class CacheControl(BaseModel):
-    """A mark at the end of a shared prefix, with its lifetime."""
+    """Anthropic's cache breakpoint: marks the end of a shared prefix, with an optional lifetime."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
     @property
     def keep_s(self) -> int:
-        """Seconds for which the cached prefix has more priority; 0 if unset."""
+        """Seconds during which the cached prefix has a higher priority; 0 if unset."""
         return 0 if self.ttl is None else _SECONDS[self.ttl]
 
 
 class PromptCacheBreakpoint(BaseModel):
-    """OpenAI's form of the mark."""
+    """OpenAI's cache breakpoint: marks the end of a shared prefix, with an optional lifetime."""
 
     mode: Literal["explicit"]
     ttl: Literal["30m", "12h"] | None = None
@@ -62,9 +62,9 @@ Mark = CacheControl | PromptCacheBreakpoint
 
 
 class PartlySupported(BaseModel):
-    """An object that refuses unsupported fields by name unless their values are neutral.
+    """Object that refuses each unsupported field unless the field's value changes nothing.
 
-    `labels` names fields that cannot change a reply. They are counted, and left out unless the schema has them.
+    `labels` names fields that cannot change a reply. They are counted, and removed unless the schema has them.
     """
 
     model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, kind.labels, schema))

@@ -1,4 +1,4 @@
-"""Formats of OpenAI's completions and chat completions."""
+"""Response formats for OpenAI's completions and chat completions."""
 
 import time
 import uuid
@@ -15,43 +15,43 @@ from .reply import Piece, TokenInfo
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A server-sent event; `data` is JSON unless it is text."""
+    """Server-sent event; `data` is a JSON object, or text to send as it is."""
 
     data: Mapping[str, Any] | str
     name: str | None = None
 
 
 class Format(Protocol):
-    """Encodes a job's replies."""
+    """Encoder for the replies of a job, as a stream of events or one JSON body."""
 
     def opening(self, job: Job) -> list[Event]:
-        """Return the first events of a stream."""
+        """Return the events that begin a stream."""
 
     def events(self, job: Job, choice: Choice, piece: Piece) -> list[Event]:
-        """Return the events of a piece."""
+        """Return the events for one piece of a choice."""
 
     def closing(self, job: Job) -> list[Event]:
-        """Return the last events of a stream."""
+        """Return the events that end a stream."""
 
     def failure(self, error: ApiError) -> Event:
         """Return the event that ends a stream after an error."""
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """Return the whole reply; `pieces` is by the index of the choice."""
+        """Return the complete response; `pieces` maps the index of each choice to its pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Options of OpenAI's formats."""
+    """Options for OpenAI's response formats."""
 
-    includes_usage: bool = False  # True if a stream's last chunk has the usage
-    usage_in_every_event: bool = False  # True if every other chunk has the usage so far
+    includes_usage: bool = False  # True if the last chunk of a stream reports the usage
+    usage_in_every_event: bool = False  # True if every other chunk reports the usage so far
     returns_token_ids: bool = False
-    request_id: str | None = None  # the end of the reply's id; None generates one
+    request_id: str | None = None  # suffix of the response id; None: generate it
 
 
 class _Envelope:
-    """Fields that both formats share."""
+    """Base class with the fields that both of OpenAI's formats share."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
@@ -75,7 +75,7 @@ class _Envelope:
         return Event(error.body())
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return a piece as a stream's chunk."""
+        """Return the stream chunk for a piece."""
         raise NotImplementedError
 
     def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class _Envelope:
 
 
 class CompletionFormat(_Envelope):
-    """`Format` of `/v1/completions`."""
+    """`Format` for `/v1/completions`."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -126,7 +126,7 @@ class CompletionFormat(_Envelope):
 
 
 class _ChatDeltas:
-    """The deltas of one reply, which add up to its message."""
+    """Stream deltas of one reply; together they make the reply's message."""
 
     def __init__(self, *, includes_reasoning: bool) -> None:
         self._includes_reasoning = includes_reasoning
@@ -134,7 +134,7 @@ class _ChatDeltas:
         self._num_calls = 0
 
     def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return the delta of a step's parts; the first one has the role."""
+        """Return the delta for the parts of one piece; the reply's first delta has the role."""
         delta: dict[str, Any] = {} if self._has_begun else {"role": "assistant"}
         self._has_begun = True
         calls: dict[int, dict[str, Any]] = {}
@@ -159,7 +159,7 @@ class _ChatDeltas:
 
 
 class ChatFormat(_Envelope):
-    """`Format` of `/v1/chat/completions`; without `includes_reasoning`, replies lack separated reasoning."""
+    """`Format` for `/v1/chat/completions`; parsed reasoning is sent only if `includes_reasoning`."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -192,7 +192,7 @@ class ChatFormat(_Envelope):
 
 
 def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, Any]:
-    """Return a reply as a message."""
+    """Return a complete reply as a chat message."""
     content = None if reply.calls and not reply.content else reply.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reply.reasoning and includes_reasoning:
@@ -206,10 +206,10 @@ def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, 
 
 
 def _best(token: TokenInfo) -> dict[str, float] | None:
-    """Return the best log-probs and the token's own, by text; None for a prompt's first token.
+    """Return the log-probs of a token and its best alternatives, by text; None for a prompt's first token.
 
-    Tokens may have the same text, such as parts of characters. Then only one has its text as key, the token itself if
-    it is among them; the others have their ids, as `token_id:5`.
+    Tokens may have the same text, for example parts of characters. Only one of them then has its text as key (the
+    token itself, if it is one of them); the keys of the others are like `token_id:5`.
     """
     if token.log_prob is None:
         return None

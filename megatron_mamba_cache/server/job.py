@@ -1,4 +1,4 @@
-"""The replies of one HTTP request, from the gate to the end of the last one."""
+"""Jobs: the replies to one HTTP request, from the queue gate to the end of the last reply."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,16 +23,16 @@ from .reply import EmptyReply, Piece, Reply, ReplyPrompt
 
 @dataclass(slots=True)
 class Choice:
-    """A reply in progress."""
+    """One reply in progress and the engine request that generates it."""
 
-    index: int  # among the choices of all prompts
+    index: int  # index among the choices of all prompts
     prompt_index: int
     spec: RequestSpec
     reply: Reply
-    ticket: Ticket | None = None  # set while the engine has the request
+    ticket: Ticket | None = None  # set until the request ends or is cancelled
     echo: Echo | None = None  # the prompt's echo until it is sent
-    num_log_probs: int | None = None  # alternatives per token, as in `Order`
-    prompt_scores: tuple[ScoredToken, ...] = ()  # of the prompt's tokens from the second on, if this choice scores them
+    num_log_probs: int | None = None  # number of alternatives per token; see `Order`
+    prompt_scores: tuple[ScoredToken, ...] = ()  # for each prompt token but the first, if requested for this choice
 
 
 async def _ignore(_job: "Job", _choice: Choice) -> None: ...
@@ -40,28 +40,28 @@ async def _ignore(_job: "Job", _choice: Choice) -> None: ...
 
 @dataclass(slots=True)
 class JobRules:
-    """Collaborators and hooks of all jobs of a server."""
+    """Collaborators and hooks that all jobs of a server share."""
 
     backend: Backend
     gate: QueueGate
     tokenizer: Any
     end_ids: frozenset[int]
     threads: FairThreads
-    # Awaited with each complete reply, before its client has the end of it.
+    # Awaited with each complete reply, before the end of the reply is sent to the client.
     on_reply: Callable[["Job", Choice], Awaitable[None]] = field(default=_ignore)
-    on_end: Callable[["Job"], None] = field(default=lambda _job: None)  # called with each ended job, complete or not
+    on_end: Callable[["Job"], None] = field(default=lambda _job: None)  # called when a job ends, complete or not
     token_times: TokenTimes = field(default_factory=TokenTimes)  # notified when the engine reports tokens
     is_draining: bool = False
-    is_over: bool = False  # True once accepted requests are not started either
+    is_over: bool = False  # True once even accepted requests must not start
 
 
 @asynccontextmanager
 async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
-    """Read the prompts and yield the submitted job; cancel unfinished choices at the end.
+    """Context manager: read the prompts and submit the job; cancel unfinished choices on exit.
 
     Raises:
-        ApiError: 400 if a prompt or a grammar cannot be read or a request can never run, 429 if too many requests run
-            or wait, 503 if the server drains.
+        ApiError: 400 if a prompt or a grammar cannot be read or a request can never run, 429 if too many requests
+            are running or queued, 503 if the server drains.
     """
     if rules.is_draining:
         raise unavailable("the server is shutting down", "shutting_down")
@@ -79,9 +79,9 @@ class Job:
     """The choices of one HTTP request; a context manager that cancels unfinished choices on exit.
 
     Args:
-        prompts: Results of the order's readings.
-        permits: One for each choice, released when the engine is done with it.
-        arrived: When its request reached the gate.
+        prompts: Prompts that the order's readings returned.
+        permits: Queue permits, one for each choice; a permit is released when its choice ends in the engine.
+        arrived: Time when the HTTP request reached the queue gate.
 
     Raises:
         ApiError: On entering: 400 if a request can never run, 503 if the server has ended.
@@ -123,17 +123,17 @@ class Job:
         self._rules.on_end(self)
 
     async def pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
-        """Yield the choices' pieces until all have ended; empty pieces are left out.
+        """Yield the pieces of all choices until every choice has ended; skip empty pieces.
 
         Raises:
-            ApiError: 500 if one of them fails, 503 if the server's end cuts it off.
+            ApiError: 500 if a choice fails, 503 if the server's shutdown interrupts a choice.
         """
         num_open = len(self.choices)
         while num_open:
             index, progress = await self._mail.take()
             choice = self.choices[index]
             if choice.reply.finish_reason is not None:
-                continue  # progress that was sent before a stop string was found
+                continue  # progress that the engine sent before the choice was cancelled
             if progress.end == "error" and self._rules.is_over:
                 raise unavailable(f"the request failed: {progress.error}", "shutting_down")
             piece = choice.reply.take(progress)
@@ -149,7 +149,7 @@ class Job:
                 yield choice, piece
 
     def usage(self) -> Usage:
-        """Return the counts so far."""
+        """Return the token counts so far."""
         firsts = {choice.prompt_index: choice for choice in reversed(self.choices)}
         prompts = [prompt_usage(choice.spec, choice.reply.latest) for choice in firsts.values()]
         latest = [choice.reply.latest for choice in self.choices]
@@ -164,11 +164,11 @@ class Job:
 
     @property
     def scores_prompts(self) -> bool:
-        """True when the client requests scores of prompt tokens."""
+        """True if the client requested log-probs of the prompt tokens."""
         return self._scoring is not None
 
     def prompt_log_probs(self) -> list[Entries]:
-        """Return the scores of each prompt's tokens; as slow as tokenizing."""
+        """Return the log-probs of each prompt's tokens. This takes about as long as tokenizing."""
         assert self._scoring is not None
         firsts = (choice for choice in self.choices if choice.spec.log_probs.prompt_top_n is not None)
         return [
@@ -204,7 +204,7 @@ class Job:
             self._forget(choice)
 
     def _forget(self, choice: Choice) -> None:
-        """Record that the engine has finished a choice, even if it is unread."""
+        """Release the permit of a choice that the engine has finished, even if its progress is unread."""
         if choice.ticket is not None:
             choice.ticket = None
             self._permits.leave()

@@ -1,4 +1,4 @@
-"""Progress of jobs: unread tokens, token counts and times."""
+"""Progress of a job: unread tokens, token counts and times."""
 
 import asyncio
 import time
@@ -13,28 +13,28 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptUsage:
-    """Counts of prompt tokens, by each prompt's first choice."""
+    """Counts of prompt tokens, taken from the first choice of each prompt."""
 
-    cached_tokens: int  # skipped
-    cached_tokens_from_host: int  # of the cached ones, restored from host memory
-    cached_tokens_from_disk: int  # of the cached ones, restored from disk
-    written_tokens: int  # newly written to the cache
-    hour_tokens: int  # of the written ones, before a breakpoint with a TTL of an hour
+    cached_tokens: int  # prompt tokens skipped
+    cached_tokens_from_host: int  # number of cached tokens restored from host memory
+    cached_tokens_from_disk: int  # number of cached tokens restored from disk
+    written_tokens: int  # prompt tokens added to the cache
+    hour_tokens: int  # number of written tokens before a breakpoint with a TTL of an hour or more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(PromptUsage):
-    """Token counts of an HTTP request."""
+    """Token counts for an HTTP request."""
 
     prompt_tokens: int
     completion_tokens: int
-    draft_tokens: int  # drafts verified for all choices
-    accepted_tokens: int  # of these, accepted
+    draft_tokens: int  # draft tokens verified, over all choices
+    accepted_tokens: int  # draft tokens accepted, over all choices
     reasoning_tokens: int  # completion tokens that were parsed as reasoning
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Cached tokens restored from each tier; an extension of every API's usage."""
+        """Number of cached tokens restored from each tier; an extension of every API's usage object."""
         return {
             "cached_tokens_from_host": self.cached_tokens_from_host,
             "cached_tokens_from_disk": self.cached_tokens_from_disk,
@@ -61,7 +61,7 @@ class Usage(PromptUsage):
 
 
 def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
-    """Return the counts of a request's prompt; each token counts once."""
+    """Return the counts for a request's prompt; a prompt that runs again counts once."""
     written = min(latest.written_tokens, spec.prompt_len - latest.cached_tokens)
     ends = [mark.position for mark in spec.breakpoints if mark.keep_s >= _HOUR_S]
     of_hour = max(max(ends, default=0) - latest.cached_tokens, 0)
@@ -75,27 +75,27 @@ def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
 
 
 class TokenTimes:
-    """Records times of tokens, in seconds; this class drops them."""
+    """Receiver of token latencies, in seconds; this base class ignores them."""
 
     def note_queued(self, seconds: float) -> None:
-        """Record a reply's wait from arrival to its first step."""
+        """Record how long a reply waited between its arrival and its first step."""
 
     def note_first_token(self, seconds: float) -> None:
-        """Record a job's wait from submission to its first token."""
+        """Record the time between a job's submission and its first token."""
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
-        """Record that a reply grew by `num_tokens`, `seconds` after it last did."""
+        """Record that a reply grew by `num_tokens`, `seconds` after its previous tokens."""
 
 
 class JobTimes:
-    """Times of a job's events, in seconds of the monotonic clock; None until they happen.
+    """Times of a job's events on the monotonic clock, in seconds; None before the event.
 
     Args:
-        hears: Notified of tokens when the engine reports them, even if their client does not read them yet.
+        hears: Notified when the engine reports tokens, even if the client has not read them yet.
 
     Attributes:
-        started: When its prompts were read, just before they go to the engine.
-        queue_seconds: Wait of its first reply, from the request's arrival to the first step that ran it.
+        started: Time just before the job is submitted to the engine, after its prompts were read.
+        queue_seconds: Time between the request's arrival and the first step of its first reply.
     """
 
     def __init__(self, arrived: float, hears: TokenTimes) -> None:
@@ -105,7 +105,7 @@ class JobTimes:
         self.first_token: float | None = None
         self.ended: float | None = None
         self._hears = hears
-        self._grew: dict[int, float] = {}  # by choice
+        self._grew: dict[int, float] = {}  # time of the latest tokens, by choice
 
     def note_tokens(self, choice: int, progress: Progress) -> None:
         """Record the tokens that the engine has just reported."""
@@ -131,12 +131,12 @@ class Mail:
         self._has_some = asyncio.Event()
 
     def put(self, index: int, progress: Progress) -> None:
-        """Add a step's progress of a choice."""
+        """Add the progress that a choice made in one step."""
         self._waiting.setdefault(index, []).append(progress)
         self._has_some.set()
 
     async def take(self) -> tuple[int, Progress]:
-        """Return the choice that has waited longest and all of its progress."""
+        """Wait for progress; return the choice with the oldest unread progress, and all of its progress merged."""
         await self._has_some.wait()
         index = next(iter(self._waiting))
         progress = _joined(self._waiting.pop(index))

@@ -1,4 +1,4 @@
-"""Limits of a server, which bound its queues and memory."""
+"""Limits on the queues and memory of a server."""
 
 import math
 from collections import deque
@@ -13,16 +13,16 @@ _REMEMBERED_ENDS = 64
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits of a server; a `ValueError` on construction names a setting that is out of range."""
+    """Limits of a server; raises `ValueError` if a limit is out of range."""
 
-    max_running: int = 16  # requests that the engine runs at once
+    max_running: int = 16  # requests that the engine runs concurrently
     max_queued: int = 1024  # requests that may wait to run; each choice of each prompt counts as one
-    max_choices: int = 1024  # choices times prompts of one HTTP request
+    max_choices: int = 1024  # number of prompts times n in one HTTP request
     max_body_bytes: int = 4 * 2**20  # size of one HTTP request's body
-    max_buffered_bytes: int = 64 * 2**20  # size of all unanswered bodies; API keys share it equally
-    body_timeout_s: float = 30.0  # time for the head of an HTTP request to arrive, and again for its body
-    send_timeout_s: float = 30.0  # time for a client to read a part of the pending output
-    drain_s: float = 25.0  # how long accepted requests may take to finish after SIGTERM
+    max_buffered_bytes: int = 64 * 2**20  # total size of unanswered bodies; divided equally between API keys
+    body_timeout_s: float = 30.0  # time in which a request's head must arrive, and then its body
+    send_timeout_s: float = 30.0  # time in which a client must read part of the pending output
+    drain_s: float = 25.0  # time for accepted requests to finish after SIGTERM
     transcript_bytes: int = 16 * 2**20  # memory for each API key's exact tokens of rendered prompts and replies
     response_bytes: int = 16 * 2**20  # memory for each API key's stored responses
 
@@ -41,7 +41,7 @@ class ServerLimits:
 
 
 class QueueGate:
-    """Counts running and waiting requests and refuses those beyond the limit."""
+    """Counter of running and queued requests that refuses requests beyond the limit."""
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float]) -> None:
         self._most = limits.max_running + limits.max_queued
@@ -51,23 +51,23 @@ class QueueGate:
         self.num_refused = 0
 
     def enter(self, count: int) -> "QueuePermits":
-        """Let `count` requests in.
+        """Admit `count` requests and return their permits.
 
         Raises:
-            ApiError: 429 if there is no room for them now, 400 if there never is; nothing changes.
+            ApiError: 429 if they exceed the limit now, 400 if they always will; no count changes.
         """
         if count > self._most:
             raise ApiError(
                 400,
-                f"the request has {count} choices (prompts times n), and at most {self._most} may run or be queued: "
-                "send fewer, or raise --max-queued-requests",
+                f"the request has {count} choices (prompts times n), but at most {self._most} may run or be queued; "
+                "send fewer choices, or raise --max-queued-requests",
                 param="n",
             )
         if self.num_inside + count > self._most:
             self.num_refused += 1
             raise ApiError(
                 429,
-                f"{self.num_inside} requests are running or queued, and at most {self._most} may be; try again later",
+                f"{self.num_inside} requests are running or queued, and the limit is {self._most}; try again later",
                 code="rate_limit_exceeded",
                 retry_after_s=self.retry_after_s(),
             )
@@ -75,12 +75,12 @@ class QueueGate:
         return QueuePermits(self, count)
 
     def leave(self) -> None:
-        """Let one request out."""
+        """Record that one admitted request has ended."""
         self.num_inside -= 1
         self._ends.append(self._clock())
 
     def retry_after_s(self) -> int:
-        """Return the seconds in which a tenth of the requests end at the recent rate."""
+        """Return the seconds in which a tenth of the admitted requests will end at the recent rate."""
         if len(self._ends) < 2 or self._clock() <= self._ends[0]:
             return 1
         rate = len(self._ends) / (self._clock() - self._ends[0])
@@ -88,7 +88,7 @@ class QueueGate:
 
 
 class QueuePermits:
-    """The queue permits of one HTTP request; a context manager that releases them on exit."""
+    """Queue permits of one HTTP request; a context manager that releases them on exit."""
 
     def __init__(self, gate: QueueGate, count: int) -> None:
         self._gate = gate

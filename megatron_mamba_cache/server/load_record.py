@@ -1,4 +1,4 @@
-"""A record of served requests for `plan`: times, lengths and hashes, without texts."""
+"""Record of served requests for the `plan` command: times, lengths and hashes, without texts."""
 
 import hashlib
 import json
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 _RUN_TOKENS = 64
 _MOST_SESSIONS = 2**16
-_HASH_MASK = 2**53 - 1  # whole numbers that every reader of JSON keeps exactly
+_HASH_MASK = 2**53 - 1  # largest integer that every JSON reader keeps exact
 _CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request of the engine."""
+    """An engine request to record."""
 
     arrived: float  # in seconds since the epoch
     tenant: str  # name of the tenant whose prefixes it shares
@@ -37,22 +37,22 @@ class ServedRequest:
 
 
 class LoadRecord:
-    """Records served requests; this class drops them."""
+    """Recorder of served requests; this base class ignores them."""
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
 
     def note(self, job: Job) -> None:
-        """Record the requests of a job that has ended; returns at once."""
+        """Record the requests of a job that has ended, without waiting for I/O."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the requests that are still queued."""
 
 
 class LoadFile(LoadRecord):
-    """Appends a line for each request to a file, in its own thread.
+    """Recorder that appends a line for each request to a file, in a separate thread.
 
-    After an error of the file system, a warning is logged and nothing more is recorded. All lines are whole.
+    After a file system error, it logs a warning and records nothing more. It never leaves an incomplete line.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
@@ -65,7 +65,7 @@ class LoadFile(LoadRecord):
         self._thread.start()
 
     def note(self, job: Job) -> None:
-        """Record each choice as a request of its own."""
+        """Record each choice as a separate request."""
         arrived = time.time() - (time.monotonic() - job.times.arrived)
         for choice in job.choices:
             request = ServedRequest(arrived, job.tenant.name, choice.spec.prompt, len(choice.reply.token_ids))
@@ -87,18 +87,18 @@ class LoadFile(LoadRecord):
 
 
 class LoadLines:
-    """Encodes requests as lines, with a hash for each run of `run_tokens`; only equal prefixes have equal hashes.
+    """Encoder of requests as lines, with one hash for each `run_tokens` tokens and the prefix before them.
 
-    The salt of the hashes is random and not stored, so that guessed texts cannot be compared with them.
+    The random salt of the hashes is not stored, so a guessed text cannot be tested against the file.
     """
 
     def __init__(self, run_tokens: int) -> None:
         self._run_tokens = run_tokens
         self._salt = os.urandom(16)
-        self._sessions: OrderedDict[int, int] = OrderedDict()  # by the last complete run of their latest prompt
+        self._sessions: OrderedDict[int, int] = OrderedDict()  # by the hash of the latest prompt's last full run
 
     def line(self, request: ServedRequest) -> bytes:
-        """Return the line of a request."""
+        """Return the line for a request."""
         hashes = list(self._hashes(request))
         fields = {
             "timestamp": round(request.arrived * 1000),
@@ -111,7 +111,7 @@ class LoadLines:
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     def _hashes(self, request: ServedRequest) -> Iterator[int]:
-        """Yield the hash of each run of the prompt with its prefix; the last may be incomplete."""
+        """Yield a hash for each run of prompt tokens and its prefix; the last run may be incomplete."""
         tokens = np.asarray(request.prompt, dtype=np.int64)
         digest = hashlib.blake2b(request.tenant.encode(), key=self._salt).digest()
         for start in range(0, len(tokens), self._run_tokens):
@@ -119,7 +119,7 @@ class LoadLines:
             yield int.from_bytes(digest[:8], "little") & _HASH_MASK
 
     def _session_of(self, hashes: list[int], num_complete: int) -> int:
-        """Return the session that this prompt continues, or a new one."""
+        """Return the session that the prompt continues, or a new session."""
         complete = hashes[:num_complete]
         known = next((run for run in reversed(complete) if run in self._sessions), None)
         session = hashes[-1] if known is None else self._sessions.pop(known)
@@ -131,7 +131,7 @@ class LoadLines:
 
 
 def _append(file: BinaryIO, line: bytes) -> None:
-    """Append a line, whole or not at all."""
+    """Append a line; if the disk is full, remove the part that was written and raise `OSError`."""
     end = file.seek(0, os.SEEK_END)
     if file.write(line) != len(line):
         file.truncate(end)

@@ -1,4 +1,4 @@
-"""Schemas of messages and of the other inputs of a chat template."""
+"""Schemas for messages and for the other inputs to a chat template."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
@@ -12,8 +12,8 @@ from .shown_text import text_instead
 from .tool_schemas import Calls, Tools, own_tools
 from .unsupported import MESSAGE, REFUSED, schema_error
 
-_MOST_BREAKPOINTS = 4  # as in both APIs: Anthropic's refuses more, and OpenAI's uses the last ones
-_LINE_END = "\n"  # between the text parts of a message
+_MOST_BREAKPOINTS = 4  # limit of both APIs: Anthropic's refuses more, OpenAI's uses the last 4
+_LINE_END = "\n"  # joins the text parts of a message
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -24,7 +24,7 @@ def _text_only(kind: str) -> str:
 
 
 class TextPart(BaseModel):
-    """A text part of a message; parts of other types are refused by type."""
+    """Text part of a message; parts of all other types are refused."""
 
     type: Annotated[Text, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
     text: Text
@@ -33,7 +33,7 @@ class TextPart(BaseModel):
 
     @property
     def mark(self) -> Mark | None:
-        """The breakpoint at its end."""
+        """The cache breakpoint at the end of this part."""
         return self.cache_control or self.prompt_cache_breakpoint
 
 
@@ -44,7 +44,7 @@ def _refusal_as_text(part: Any) -> Any:
 
 def _known(role: str) -> str:
     if role == "function":
-        sentence = "a message of role function is not supported by this server; send one of role tool"
+        sentence = "messages with role function are not supported by this server; send role tool"
         raise schema_error(REFUSED, sentence)
     if role not in _ROLES:
         raise schema_error("role", f"the role must be one of {', '.join(_ROLES)}")
@@ -54,9 +54,9 @@ def _known(role: str) -> str:
 class Message(PartlySupported):
     """One message; unknown fields, such as those in OpenAI's replies, are ignored.
 
-    Text parts are joined by line ends. In results of calls, other parts become a line that says what is left out. A
-    refusal in an earlier reply is its text. The reasoning of an earlier reply is `reasoning_content` or `reasoning`.
-    `cache_control` is a mark at the end.
+    Text parts are joined by line breaks. In tool results, each part of another type is replaced with a line of text
+    that names it. A refusal in an earlier reply is used as its text. The reasoning of an earlier reply is in
+    `reasoning_content` or `reasoning`. `cache_control` sets a cache breakpoint at the end of the message.
     """
 
     unsupported = MESSAGE
@@ -73,7 +73,7 @@ class Message(PartlySupported):
     @model_validator(mode="before")
     @classmethod
     def _has_text(cls, fields: Any) -> Any:
-        """Return the fields with text instead of other result parts and of refusals."""
+        """Return the fields with refusals, and tool-result parts that are not text, replaced with text."""
         role = fields.get("role") if isinstance(fields, Mapping) else None
         if role not in ("tool", "assistant"):
             return fields
@@ -85,15 +85,15 @@ class Message(PartlySupported):
     @model_validator(mode="after")
     def _has_content(self) -> Self:
         if self.content is None and self.role != "assistant":
-            sentence = f"the content of a message of role {self.role} is missing or null; send text"
+            sentence = f"the content of this message with role {self.role} is missing or null; send text"
             raise schema_error("no_content", sentence, "content")
         if self.tool_calls and self.role != "assistant":
-            sentence = f"a message of role {self.role} cannot call tools; only one of role assistant can"
+            sentence = f"a message with role {self.role} cannot call tools; only role assistant can"
             raise schema_error("no_caller", sentence, "tool_calls")
         return self
 
     def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
-        """Yield the marks in order, with their breakpoints in the message of this index."""
+        """Yield the message's cache breakpoints in order, as sent and as positions in message `index`."""
         end, calls = 0, self.tool_calls or []
         for number, part in enumerate(() if self.content is None or isinstance(self.content, str) else self.content):
             end += len(part.text) + (len(_LINE_END) if number else 0)
@@ -112,7 +112,7 @@ class Message(PartlySupported):
         return content if isinstance(content, str) else _LINE_END.join(part.text for part in content)
 
     def plain(self) -> dict[str, Any]:
-        """Return the message for a chat template, its parts joined."""
+        """Return the message in the format that chat templates read, with its text parts joined."""
         others = {
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning or None,
@@ -127,7 +127,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class Templated(BaseModel):
-    """Fields of the routes that render a chat template."""
+    """Request fields of the routes that render a chat template."""
 
     tools: Tools | None = None
     add_generation_prompt: Flag | None = None
@@ -137,12 +137,12 @@ class Templated(BaseModel):
     @model_validator(mode="after")
     def _ends_once(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            sentence = "continue_final_message needs add_generation_prompt to be false"
+            sentence = "continue_final_message requires add_generation_prompt to be false"
             raise schema_error("two_ends", sentence, "continue_final_message")
         return self
 
     def conversation_of(self, messages: list[Message], **values: Any) -> Conversation:
-        """Return the conversation of messages for the template, with further variables, except those that are None.
+        """Return the conversation for the template; `values` are further variables, and None values are dropped.
 
         Raises:
             ApiError: 400 if there are too many breakpoints.

@@ -1,4 +1,4 @@
-"""Metrics of engines and server for Prometheus and the dashboard."""
+"""Metrics of the engines and the server, for Prometheus and the dashboard."""
 
 import math
 from collections import Counter as Tally
@@ -21,7 +21,7 @@ PREFIX = "mamba_cache_"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-_RATIO = 1.05  # of a bucket's upper bound to its lower one
+_RATIO = 1.05  # upper bound of a histogram bucket over its lower bound
 _LEAST = 1e-6
 
 COUNTER_TEXTS = {
@@ -79,7 +79,7 @@ _TIER_COPIES = "Copies between tiers in progress, by destination tier"
 
 
 class Durations:
-    """A histogram with a relative error of at most five percent."""
+    """Histogram of durations; quantiles have a relative error of at most 5%."""
 
     def __init__(self) -> None:
         self._counts: Tally[int] = Tally()
@@ -93,11 +93,11 @@ class Durations:
         return whole
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count a duration."""
+        """Add `times` durations of this length."""
         self._counts[math.ceil(math.log(max(seconds, _LEAST), _RATIO))] += times
 
     def quantile(self, share: float) -> float | None:
-        """Return a quantile of the durations; None if there are none."""
+        """Return a quantile of the durations in seconds; None if there are no durations."""
         rank = math.ceil(share * self._counts.total())
         for bucket in sorted(self._counts):
             rank -= self._counts[bucket]
@@ -107,14 +107,14 @@ class Durations:
 
 
 class SnapshotCollector(Collector):
-    """Reads a backend's latest state on each scrape."""
+    """Prometheus collector that reads the backend's latest state on each scrape."""
 
     def __init__(self, backend: Backend, gate: QueueGate) -> None:
         self._backend = backend
         self._gate = gate
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of cache, slots, blocks and queue."""
+        """Yield the metrics for the cache, slots, blocks and queue."""
         state = self._backend.state
         yield _gauge("ready", "1 if the engine is warmed up and has not failed", state.is_ready and not state.failure)
         yield _gauge("requests_running", "Requests running in the engine", state.num_running)
@@ -127,7 +127,7 @@ class SnapshotCollector(Collector):
 
 
 class ServerMetrics(TokenTimes):
-    """A server's registry and its own counters."""
+    """Prometheus registry of a server, with the metrics that the server itself records."""
 
     def __init__(self, backend: Backend, gate: QueueGate, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -161,7 +161,7 @@ class ServerMetrics(TokenTimes):
         self.recent_first_token, self.recent_inter_token = Durations(), Durations()
 
     def note(self, job: Job) -> None:
-        """Count a job that has ended."""
+        """Record a job that has ended."""
         self.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in job.prompts))
         for choice in job.choices:
             self.replies.labels(choice.reply.finish_reason or "cut").inc()
@@ -172,7 +172,7 @@ class ServerMetrics(TokenTimes):
         self.queueing.observe(seconds)
 
     def note_exchange(self, exchange: Exchange) -> None:
-        """Count a request that has ended, by its status."""
+        """Count an HTTP request that has ended, by its status."""
         if exchange.is_probe:
             self.probe_responses.labels(exchange.path, str(exchange.status)).inc()
         else:
@@ -183,7 +183,7 @@ class ServerMetrics(TokenTimes):
         self.recent_first_token.add(seconds)
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
-        """Record the time between tokens; tokens of one step share it."""
+        """Record the time between tokens; divide it equally between tokens from one step."""
         for _ in range(num_tokens):
             self.inter_token.observe(seconds / num_tokens)
         self.recent_inter_token.add(seconds / num_tokens, num_tokens)
@@ -194,7 +194,7 @@ class ServerMetrics(TokenTimes):
         return {one.labels["status"]: int(one.value) for one in samples if one.name.endswith("_total")}
 
     def take_recent(self) -> tuple[Durations, Durations]:
-        """Return the times to first tokens and between tokens since the last call."""
+        """Return the times to the first token and between tokens that were recorded since the last call."""
         taken = self.recent_first_token, self.recent_inter_token
         self.recent_first_token, self.recent_inter_token = Durations(), Durations()
         return taken

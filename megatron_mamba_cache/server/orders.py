@@ -1,4 +1,4 @@
-"""Orders: the requests of all routes in one form."""
+"""Orders: requests to the different routes, converted to one form."""
 
 import hashlib
 import secrets
@@ -29,24 +29,24 @@ _UINT63 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The work of an HTTP request: prompts, sampling and format."""
+    """Work for one HTTP request: prompts, sampling settings and format of the replies."""
 
     tenant: Tenant
-    readings: tuple[Callable[[], Prompt], ...]  # each tokenizes a prompt, in up to seconds; raises `ApiError`
-    num_choices: int  # replies to generate for each prompt
-    sampling: SamplingSettings  # without a grammar; each choice has its own seed
-    max_tokens: int | None  # maximum tokens of a reply, at least 1; None: as many as fit after the prompt
+    readings: tuple[Callable[[], Prompt], ...]  # each tokenizes a prompt, which may take seconds; raises `ApiError`
+    num_choices: int  # number of replies to generate for each prompt
+    sampling: SamplingSettings  # without grammar; each choice derives its own seed
+    max_tokens: int | None  # maximum reply length, at least 1; None: as many tokens as fit after the prompt
     stops: tuple[str, ...]
-    fits_room: bool = False  # True cuts `max_tokens` to what fits after the prompt
-    is_empty: bool = False  # True if replies have no tokens: prompts are computed, and scored if requested
-    reading: ReplyReading | None = None  # how replies are read; None: all text is content
-    form: ReplyForm | None = None  # grammar of the replies; None: any text
-    num_log_probs: int | None = None  # alternatives of each token; 0: only the sampled one; None: no log-probs
-    scores_prompt: bool = False  # True: log-probs of the prompt too, which skips no prompt tokens
-    scoring: PromptScoring | None = None  # of prompt tokens, by each prompt's first choice; None: no scores
+    fits_room: bool = False  # True reduces `max_tokens` to the number of tokens that fit after the prompt
+    is_empty: bool = False  # True if replies have no tokens: prompts are only processed, and scored if requested
+    reading: ReplyReading | None = None  # how to parse replies; None: all text is content
+    form: ReplyForm | None = None  # grammar that replies must follow; None: any text
+    num_log_probs: int | None = None  # alternatives per token; 0: only the sampled token; None: no log-probs
+    scores_prompt: bool = False  # True: log-probs of the prompt too; no prompt tokens are skipped
+    scoring: PromptScoring | None = None  # prompt log-probs, by each prompt's first choice; None: not requested
 
     def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
-        """Yield the request of each choice of a prompt, without an id."""
+        """Yield an engine request, without an id, for each choice of a prompt."""
         ids = packed_ids(prompt.token_ids)
         room = max(max_sequence_length - len(ids), 1)
         max_tokens = room if self.max_tokens is None else self.max_tokens
@@ -63,7 +63,7 @@ class Order:
             )
 
     def _log_probs(self, number: int) -> LogProbSettings:
-        """Return the log-probs that a prompt's choice of this number reports."""
+        """Return the log-prob settings for choice `number` of a prompt."""
         prompt_top_n = None if self.scoring is None or number else self.scoring.top_n
         is_scored = prompt_top_n is not None
         return LogProbSettings(
@@ -77,36 +77,33 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model and the reader that turns requests into its tokens."""
+    """Served model: its names, prompt reader and reply syntax."""
 
-    name: str  # name of the model for clients, used in replies
+    name: str  # the model's name in the API
     reader: PromptReader
-    created: int  # seconds since the epoch, as `/v1/models` reports it
+    created: int  # creation time in `/v1/models`, in seconds since the epoch
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
-    other_names: tuple[str, ...] = ()  # further names that clients may use
+    other_names: tuple[str, ...] = ()  # further names that clients may use for the model
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, starting with that of replies."""
+        """All names of the model; replies use the first."""
         return (self.name, *self.other_names)
 
     def check_name(self, name: str | None) -> None:
         """Raise `ApiError` 404 if a request names a model that is not served."""
         if name is not None and name not in self.names:
-            served = " and ".join(map(repr, self.names))
-            verb = "is" if len(self.names) == 1 else "are"
-            raise ApiError(
-                404, f"the model {name!r} is not served here, but {served} {verb}", "model_not_found", "model"
-            )
+            served = " or ".join(map(repr, self.names))
+            raise ApiError(404, f"the model {name!r} is not served here; send {served}", "model_not_found", "model")
 
 
 def tenant_of(request: Request, body: GenerationFields) -> Tenant:
-    """Return a request's tenant; `scope["owner"]` was set from its API key."""
+    """Return a request's tenant; `scope["owner"]` is already set from the API key."""
     return Tenant(request.scope.get("owner", ""), body.cache_salt or "")
 
 
 class OrderMaker:
-    """Makes orders for one model; raises `ApiError` if a request names another model, or has too many choices."""
+    """Factory of orders for one model; raises `ApiError` for another model's name or too many choices."""
 
     def __init__(self, model: ServedModel, limits: ServerLimits, tokenizer: Any) -> None:
         self._model = model
@@ -116,7 +113,7 @@ class OrderMaker:
         self._tag_ids = model.syntax.tag_ids(tokenizer)
 
     def completion(self, body: CompletionRequest, tenant: Tenant) -> Order:
-        """Return the order of a request of `/v1/completions`."""
+        """Return the order for a request to `/v1/completions`."""
         read = self._model.reader.read
         if body.echo:
             read = partial(self._model.reader.read_to_echo, has_tokens=body.logprobs is not None)
@@ -130,12 +127,12 @@ class OrderMaker:
         return replace(order, scores_prompt=bool(body.echo) and body.logprobs is not None)
 
     def chat(self, body: ChatRequest, tenant: Tenant, answer_field: str | None = None) -> Order:
-        """Return the order of a chat completion, or of another route translated to one.
+        """Return the order for a chat completion, or for a request translated to a chat completion.
 
-        `answer_field` is the other route's name of the field for the answer's format.
+        `answer_field` is the original route's name for the field that sets the answer's format.
         """
         if body.top_logprobs and not body.logprobs:
-            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+            raise bad_request("top_logprobs requires logprobs to be true", "top_logprobs")
         conversation = body.conversation()
         add = bool(body.add_special_tokens)
         readings = (partial(self._read_chat, tenant, conversation, add_special_tokens=add),)
@@ -168,19 +165,19 @@ class OrderMaker:
         max_tokens: int | None,
         num_log_probs: int | None,
     ) -> Order:
-        """Return a request's order; a `max_tokens` of None generates as many as fit, 0 only computes the prompts."""
+        """Return the order for a request; `max_tokens` is None for as many as fit, 0 to only process the prompts."""
         self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:
             raise bad_request(
                 f"{num_prompts} prompts times n={num_choices} make {num_prompts * num_choices} choices; at most "
-                f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
+                f"{self._limits.max_choices} are allowed in one request; send fewer, or raise --max-choices",
                 "prompt" if num_choices == 1 else "n",
             )
         stop_token_ids = dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)])
         sampling = SamplingSettings(
             temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),  # top_p 0 takes the most probable token
+            top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),  # top_p 0 means greedy sampling
             top_p=body.top_p or 0.0,
             seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
             termination_id=-1 if body.ignore_eos else None,
@@ -203,7 +200,7 @@ class OrderMaker:
         )
 
     def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_held: bool) -> ReplyReading | None:
-        """Return the parsing of replies; None if all text is content."""
+        """Return how to parse the replies; None if all text is content."""
         syntax = self._model.syntax
         calls_tools = bool(chosen.tools) and chosen.choice != "none" and syntax.tool_calls is not None
         shows_all = body.skip_special_tokens is False
@@ -220,7 +217,7 @@ class OrderMaker:
 
 
 def choice_seed(seed: int, number: int) -> int:
-    """Return a choice's seed: the request's for the first, derived for others."""
+    """Return the seed for a choice: the request's seed for choice 0, a derived seed for the others."""
     if number == 0:
         return seed % _UINT63
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:8], "little") % _UINT63

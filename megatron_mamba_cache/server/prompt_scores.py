@@ -1,4 +1,4 @@
-"""Log-probs and ranks of prompt tokens in the form of vLLM's `prompt_logprobs`."""
+"""Log-probs and ranks of prompt tokens in the format of vLLM's `prompt_logprobs`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any
 from ..policy.request_settings import ScoredToken
 from .errors import bad_request
 
-_MOST_ENTRIES = 2**18  # of one response: some 20 MB
-_LEAST_LOG_PROB = -9999.0  # instead of minus infinity, which JSON lacks
+_MOST_ENTRIES = 2**18  # maximum in one response: about 20 MB
+_LEAST_LOG_PROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 Entries = list[dict[str, dict[str, Any]] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Scores of prompt tokens that a request asks for."""
+    """Settings for the prompt log-probs that a request wants."""
 
-    top_n: int  # best tokens for each position, in addition to the prompt's own
+    top_n: int  # number of best tokens at each position, in addition to the prompt's token
     text_of: Callable[[int], str]  # returns the text of a token, special or not
 
     def check(self, lengths: Sequence[int]) -> None:
@@ -25,13 +25,13 @@ class PromptScoring:
         num_entries = sum(length - 1 for length in lengths) * (1 + self.top_n)
         if num_entries > _MOST_ENTRIES:
             raise bad_request(
-                f"prompt_logprobs={self.top_n} makes {num_entries} entries for these prompts; at most {_MOST_ENTRIES} "
-                "are returned: send shorter prompts or a smaller prompt_logprobs",
+                f"prompt_logprobs={self.top_n} gives {num_entries} entries for these prompts; at most {_MOST_ENTRIES} "
+                "are allowed: send shorter prompts or a smaller prompt_logprobs",
                 "prompt_logprobs",
             )
 
     def entries(self, token_ids: Sequence[int], scores: Sequence[ScoredToken]) -> Entries:
-        """Return each prompt token with its alternatives, by id; None for the first, which has no score."""
+        """Return the entries for each prompt token and its alternatives, by token id; None for the first token."""
         texts: dict[int, str] = {}
         found: Entries = [None]
         for token_id, score in zip(token_ids[1:], scores, strict=True):
@@ -45,7 +45,7 @@ class PromptScoring:
 
 
 def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int]]:
-    """Yield id, log-prob and rank of a token and of its alternatives."""
+    """Yield the id, log-prob and rank of a token, then those of its alternatives."""
     yield token_id, finite(score.log_prob), score.rank
     for rank, (other_id, log_prob) in enumerate(zip(score.best_ids, score.best_log_probs, strict=True), 1):
         if other_id != token_id:
@@ -53,5 +53,5 @@ def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int
 
 
 def finite(log_prob: float) -> float:
-    """Return a log-prob that JSON can hold."""
+    """Return a log-prob, limited to a finite minimum that JSON can represent."""
     return log_prob if log_prob > _LEAST_LOG_PROB else _LEAST_LOG_PROB

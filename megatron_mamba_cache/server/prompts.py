@@ -1,4 +1,4 @@
-"""Prompts: rendering and tokenizing of clients' texts and conversations."""
+"""Prompts: render and tokenize the texts and conversations that clients send."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,22 +25,22 @@ _TokensAfter = Callable[[Transcript, str], list[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt."""
+    """Tokenized prompt and its source."""
 
-    token_ids: tuple[int, ...]  # input of the engine
-    text: str | None  # the text that was tokenized; None if the client sent token ids
-    echo: Echo | None = None  # what to send before the reply; None sends nothing
-    conversation: Conversation | None = None  # source of the rendered text; None for a text of the client
-    breakpoints: tuple[PromptBreakpoint, ...] = ()  # the conversation's breakpoints whose position is known
-    add_special_tokens: bool | None = None  # as in `PromptReader.read`
-    reasoning: PromptReasoning = PromptReasoning.ALLOWED  # at the end of the prompt
+    token_ids: tuple[int, ...]  # input to the engine
+    text: str | None  # text that was tokenized; None if the client sent token ids
+    echo: Echo | None = None  # text to send before the reply; None: nothing
+    conversation: Conversation | None = None  # source of the rendered text; None if the client sent text or token ids
+    breakpoints: tuple[PromptBreakpoint, ...] = ()  # the conversation's breakpoints that have a known position
+    add_special_tokens: bool | None = None  # argument of `PromptReader.read`
+    reasoning: PromptReasoning = PromptReasoning.ALLOWED  # state at the end of the prompt
 
 
 class PromptReader:
-    """Tokenizes prompts, reusing the exact tokens of known prefixes. Thread-safe.
+    """Tokenizer of prompts that reuses the exact tokens of known prefixes. Thread-safe.
 
-    A prompt that is certain to have more than `max_tokens` is refused before it takes time and memory: a text may have
-    that many times the characters of the longest token.
+    A text with more characters than `max_tokens` times the length of the longest token is refused before tokenizing,
+    because it certainly has too many tokens.
     """
 
     def __init__(self, tokenizer: Any, transcripts: Transcripts, max_tokens: int) -> None:
@@ -52,14 +52,14 @@ class PromptReader:
         self._fits = _fits_of(tokenizer)
 
     def read(self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None) -> Prompt:
-        """Return a prompt of text or token ids.
+        """Return the prompt for a text or token ids.
 
         Args:
-            add_special_tokens: If the tokenizer adds special tokens around a text: True adds them, False does not, and
-                None adds them, but for a begin token that the text spells out.
+            add_special_tokens: For tokenizers that add special tokens around a text. True adds them; False does not;
+                None adds them, except for a begin token that the text already contains.
 
         Raises:
-            ApiError: 400 if the text has no tokens, or the prompt too many, or one that is not text.
+            ApiError: 400 if the prompt has no tokens, too many tokens, or a token that is not text.
         """
         if not isinstance(prompt, str):
             self._check_length(len(prompt), self._max_tokens, "tokens")
@@ -69,21 +69,21 @@ class PromptReader:
     def read_to_echo(
         self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None, *, has_tokens: bool
     ) -> Prompt:
-        """Return a prompt with its echo, as `read` and `echo_of`."""
+        """Return the prompt as `read` does, together with the echo that `echo_of` returns for it."""
         found = self.read(tenant, prompt, add_special_tokens)
         return replace(found, echo=echo_of(found.token_ids, found.text, self._tokenizer, has_tokens=has_tokens))
 
     def read_chat(self, tenant: Tenant, conversation: Conversation, *, add_special_tokens: bool = False) -> Prompt:
-        """Return the prompt of a conversation, rendered by the chat template.
+        """Return the prompt that the chat template renders from a conversation.
 
-        Known tokens are reused wherever they end, because each message is followed by the template's text.
+        Known tokens are reused wherever they end, because the template writes text after each message.
 
         Args:
-            add_special_tokens: True adds the tokenizer's special tokens to those that the template writes.
+            add_special_tokens: True adds the tokenizer's special tokens to the special tokens that the template writes.
 
         Raises:
-            ApiError: 400 if there is no template, it does not render tools or their calls, it refuses the messages, or
-                the prompt is too long or not only text.
+            ApiError: 400 if there is no template; if the template does not render tools or calls, or refuses the
+                messages; or if the prompt is too long or has tokens that are not text.
         """
         template = template_of(self._tokenizer, has_tools=bool(conversation.tools))
         if not template:
@@ -100,7 +100,7 @@ class PromptReader:
         conversation = fit.fitted(replace(conversation, breakpoints=marks))
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn, add_special_tokens)
         marks = conversation.breakpoints
-        ends = {replace(mark, keep_s=0) for mark in marks}  # one of the head is marked already
+        ends = {replace(mark, keep_s=0) for mark in marks}  # removes duplicates: a mark in the head may be set already
         counts = {end: self._tokens_before(end, tenant, conversation, prompt) for end in ends}
         breakpoints, head = _placed(marks[:count], counts), _placed(marks[count:], counts)
         if head and max(head) not in breakpoints:
@@ -108,14 +108,14 @@ class PromptReader:
         return replace(prompt, conversation=conversation, breakpoints=tuple(breakpoints))
 
     def begun_reply(self, prompt: Prompt) -> BegunReply:
-        """Return the part of a conversation's prompt that begins the reply."""
+        """Return the beginning of the reply that is at the end of a conversation's prompt."""
         assert prompt.conversation is not None and prompt.text is not None
         return begun_reply(prompt.conversation, prompt.text, prompt.token_ids, self._rendered)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Store the exact tokens of a prompt and its reply, unless that is empty or not text."""
+        """Store the exact tokens of a prompt and its reply, unless the reply is empty or has non-text tokens."""
         add = prompt.add_special_tokens
-        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # so no text follows it
+        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # then no text follows
         if prompt.text is None or not reply or not self._knows_continuations or ends_text:
             return
         if image_error(self._tokenizer, reply_ids) is not None:
@@ -124,9 +124,9 @@ class PromptReader:
         self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids), kind)
 
     def rewritten(self, prompt: Prompt, reply: ParsedReply) -> str | None:
-        """Return the text of a reply in the next turn's prompt.
+        """Return the text that the template writes for a reply in the next turn's prompt.
 
-        None if the template does not write the prompt's text again before it, such as when it drops reasoning.
+        None if the next prompt does not begin with this prompt's text, for example because reasoning is dropped.
         """
         if prompt.conversation is None or prompt.text is None or self._turn_end is None:
             return None
@@ -142,7 +142,7 @@ class PromptReader:
     def _tokens_before(
         self, mark: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
     ) -> int | None:
-        """Return the number of tokens certainly before a breakpoint; None if unknown."""
+        """Return the number of prompt tokens that certainly end before a breakpoint; None if unknown."""
         assert prompt.text is not None
         try:
             marked = self._rendered(conversation.marked(mark))
@@ -172,20 +172,20 @@ class PromptReader:
 
     def _check_length(self, length: int, limit: int, unit: str) -> None:
         if length > limit:
-            raise too_long(f"the prompt has {length} {unit}, and at most {limit} fit", self._max_tokens)
+            raise too_long(f"the prompt has {length} {unit}, and at most {limit} fit in the context", self._max_tokens)
 
     def _prompt(self, tenant: Tenant, text: str, tokens_after: _TokensAfter, add: bool | None) -> Prompt:
         self._check_length(len(text), self._max_characters, "characters")
         try:
             token_ids = tuple(self._token_ids(tenant, text, tokens_after, add))
-        except Exception as error:  # each tokenizer raises its own errors
+        except Exception as error:  # tokenizers raise different errors
             raise bad_request(f"the text cannot be tokenized: {error}; send valid Unicode", "prompt") from error
         if not token_ids:
             raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
         return Prompt(self._text_only(token_ids), text, add_special_tokens=add)
 
     def _text_only(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Check that a prompt's tokens are text; raise `ApiError` 400 if not."""
+        """Return the token ids; raise `ApiError` 400 if a token is not text."""
         reason = image_error(self._tokenizer, token_ids)
         if reason is not None:
             raise bad_request(reason, "prompt", "not_text")
@@ -204,7 +204,7 @@ class PromptReader:
         return self._tokenizer.tokenize(text, add_special_tokens=add)
 
     def _kind_of(self, add: bool | None) -> bool | None:
-        """Return the key of a text's transcripts: equal if the tokenizer adds no tokens."""
+        """Return the argument `adds` for transcripts: `add`, or None if the tokenizer adds no special tokens."""
         return add if getattr(self._tokenizer, "adds_special_tokens", False) else None
 
     def _next_turn(self, known: Transcript, rest: str) -> list[int] | None:
@@ -215,13 +215,13 @@ class PromptReader:
 
 
 def template_of(tokenizer: Any, *, has_tools: bool) -> str:
-    """Return the source of the chat template with or without tools; "" without one."""
+    """Return the source of the chat template for chats with or without tools; "" if there is no template."""
     found: str = getattr(tokenizer, "chat_template", "")
     return getattr(tokenizer, "tool_template", found) if has_tools else found
 
 
 def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
-    """Return the template fits of chats with and without tools."""
+    """Return the template fits for chats with tools (True) and without tools (False)."""
     plain, with_tools = (template_of(tokenizer, has_tools=has_tools) for has_tools in (False, True))
     if plain == with_tools:
         return dict.fromkeys((False, True), TemplateFit(lambda conversation: conversation.text(tokenizer), plain))
@@ -236,6 +236,6 @@ def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
 
 
 def _placed(marks: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:
-    """Return the breakpoints of known position, as tokens before them."""
+    """Return the breakpoints with a known position, as token counts."""
     counted = [(counts[replace(mark, keep_s=0)], mark.keep_s) for mark in marks]
     return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]

@@ -1,4 +1,4 @@
-"""The engine of a replica: in a thread next to the front end, or in its own process."""
+"""Run a replica's engine in a thread of the front end's process, or in a separate process."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from ..replicas.settings import RoutingSettings
 
 
 class ReplicaThread:
-    """Starts a coordinator and serves it in its own thread, with a `ReplicaEngine` that has no other user."""
+    """Thread that starts a coordinator and runs a replica's engine for it; nothing else uses the engine."""
 
     def __init__(self, engine: MambaCacheEngine, routing: RoutingSettings) -> None:
         self._engine = engine
@@ -27,12 +27,12 @@ class ReplicaThread:
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
     def start(self) -> str:
-        """Start and return the coordinator's address once all replicas have joined.
+        """Start the thread; return the coordinator's address once all replicas have joined.
 
-        A SIGTERM ends the process as usual until the engine is warm, which may take minutes, and is ignored after that.
-        If the engine fails first, raise `RuntimeError`.
+        Until the engine is warm, which may take minutes, SIGTERM ends the process as usual; then it is ignored until
+        the replicas have joined. Raise `RuntimeError` if the engine fails.
         """
-        with _ignored(signal.SIGINT):  # the coordinator inherits both, so it ends with the engines, not before
+        with _ignored(signal.SIGINT):  # the coordinator inherits this, so it outlives the engines
             self._thread.start()
             self._is_warm.wait()
             with _ignored(signal.SIGTERM):
@@ -43,7 +43,7 @@ class ReplicaThread:
         return self._address
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the engine to end after the coordinator's stop; return True without an error."""
+        """Wait until the engine has stopped; return True if it stopped in time and without an error."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._error is None
 
@@ -52,7 +52,7 @@ class ReplicaThread:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             asyncio.run(_serve(self._engine, self._routing, self._wait_to_join, self._note))
-        except BaseException as error:  # Megatron turns its loop's errors into SystemExit
+        except BaseException as error:  # Megatron's loop raises SystemExit for its errors
             self._error = error
         finally:
             self._is_warm.set()
@@ -68,9 +68,9 @@ class ReplicaThread:
 
 
 def serve_replica(engine: MambaCacheEngine, routing: RoutingSettings) -> None:
-    """Serve the first process's coordinator until it stops the engines.
+    """Run a replica's engine for the first process's coordinator until the coordinator stops the engines.
 
-    Signals are left to the first process, but until the engine is warm, a SIGTERM ends this process as usual.
+    The first process handles signals. Until the engine is warm, SIGTERM ends this process as usual.
     """
     with _ignored(signal.SIGINT), contextlib.ExitStack() as stack:
         asyncio.run(

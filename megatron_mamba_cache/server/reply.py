@@ -1,4 +1,4 @@
-"""Replies: text of tokens as they arrive, up to a stop."""
+"""Replies: convert tokens to text as they arrive, up to a stop."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,36 +19,36 @@ from .text_stream import IncrementalText, StopStrings
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token of a reply or an echoed prompt, or an alternative to one."""
+    """Token of a reply or an echoed prompt, or an alternative to such a token."""
 
     token_id: int
-    text: str = ""  # only with log-probs; U+FFFD for bytes of a partial character
-    content: bytes | None = None  # its bytes; None if unknown
-    offset: int = 0  # characters of the reply before the first one that the token is part of
+    text: str = ""  # set only with log-probs; U+FFFD for a partial character
+    content: bytes | None = None  # the token's bytes; None if unknown
+    offset: int = 0  # index in the reply of the token's first character
     log_prob: float | None = None  # if requested
     alternatives: tuple["TokenInfo", ...] = ()  # if requested: the most probable tokens, best first
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text and tokens that a step adds to a reply."""
+    """Text and tokens that one step adds to a reply."""
 
     text: str
     tokens: tuple[TokenInfo, ...]
-    finish_reason: str | None = None  # "stop", "length" or "tool_calls" with the last piece, else None
+    finish_reason: str | None = None  # "stop", "length" or "tool_calls" in the last piece, otherwise None
     is_prompt: bool = False
-    parts: tuple[Part, ...] = ()  # the parsed text
+    parts: tuple[Part, ...] = ()  # parts parsed from the text
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyReading:
-    """Settings of a reply's parsing."""
+    """Settings for parsing a reply."""
 
-    shown: Collection[str] | None = ()  # texts of the special tokens that are part of the reply's text; None: all are
-    # Makes the parser of a reply, given if it begins within reasoning and which tags are tokens.
+    shown: Collection[str] | None = ()  # special tokens whose text is part of the reply; None: all of them
+    # Returns the parser for a reply. Arguments: True if the reply begins within reasoning, and tags that are tokens.
     parser: Callable[[bool, Collection[str]], ReplyParser] = lambda _is_open, _tags: ReplyParser(plain_text)
-    tags: Mapping[int, str] = field(default_factory=dict)  # tokens that are tags, and their texts
-    most_calls: int | None = None  # tool calls that end the reply; None: it goes on
+    tags: Mapping[int, str] = field(default_factory=dict)  # ids and texts of the tags that are tokens
+    most_calls: int | None = None  # number of tool calls after which the reply ends; None: no limit
 
 
 def scored_token(
@@ -58,7 +58,7 @@ def scored_token(
     alternatives: Mapping[int, float] = MappingProxyType({}),
     offset: int = 0,
 ) -> TokenInfo:
-    """Return a token with its text, its bytes and its alternatives, which map token ids to log-probs."""
+    """Return a token with its text, bytes and alternatives; `alternatives` maps token ids to log-probs."""
     best = tuple(scored_token(reader, other, value) for other, value in alternatives.items())
     value = None if log_prob is None else finite(log_prob)
     return TokenInfo(token, reader.text_of(token), reader.bytes_of(token), offset, value, best)
@@ -66,22 +66,22 @@ def scored_token(
 
 @dataclass(frozen=True, slots=True)
 class ReplyPrompt:
-    """Properties of a prompt that its reply depends on."""
+    """Properties of a prompt that affect the text of its reply."""
 
     token_ids: Sequence[int] = ()
     opens_reasoning: bool = False  # True if the prompt ends within reasoning
-    num_echoed: int = 0  # characters that are sent before the reply
+    num_echoed: int = 0  # number of echoed characters sent before the reply
 
 
 class Reply:
     """Tokens and text of one reply, up to its end or the first stop string.
 
-    The text is what its tokens add to the text of the prompt's, as in `IncrementalText`.
+    The text is what the reply's tokens add to the text of the prompt's tokens; see `IncrementalText`.
 
     Args:
         stops: Stop strings; they are not part of the text.
-        end_ids: Tokens that end a reply; the next turn does not continue them. Special ones are not shown.
-        reading: None: all text is content.
+        end_ids: Tokens that end a reply; the next turn's prompt does not contain them. Special tokens are not shown.
+        reading: Settings for parsing the reply; None: all text is content.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Reply:
         self._special_stops = special_stops(tokenizer, stops)
         self._new_parser = partial(reading.parser, prompt.opens_reasoning)
         self._tags = TagPositions(reading.tags)
-        self._num_pushed = 0  # characters of the tokens' text, including a stop string and what follows
+        self._num_pushed = 0  # number of characters in the tokens' text, including a stop string and later text
         self._parser = self._new_parser(self._tags.texts)
         self._most_calls = reading.most_calls
         self._end_ids = end_ids
@@ -115,18 +115,18 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """The text returned so far."""
+        """Text of the reply so far."""
         return "".join(self._texts)
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the reply, if one did."""
+        """Stop string that ended the reply; None if no stop string did."""
         if self._stops.found is None and self.finish_reason == "stop" and self.token_ids:
             return self._special_stops.get(self.token_ids[-1])
         return self._stops.found
 
     def take(self, progress: Progress) -> Piece:
-        """Add a step's progress; return the next piece, maybe empty. Raise `ApiError` if the engine has failed."""
+        """Add a step's progress; return the next piece, which may be empty. Raise `ApiError` if the request failed."""
         self._note(progress)
         tokens, new, parts = [], [], []
         for index, token in enumerate(progress.tokens):
@@ -154,7 +154,7 @@ class Reply:
         return Piece(text, tuple(tokens), self.finish_reason, parts=tuple(found))
 
     def exact(self) -> tuple[str, list[int]]:
-        """Return the reply's text and its exact tokens, without end tokens."""
+        """Return the longest prefix of the text that ends with a whole token, and its tokens without end tokens."""
         length = len(self.text)
         inside = [
             (end, index)
@@ -166,24 +166,24 @@ class Reply:
 
     @property
     def is_parsed(self) -> bool:
-        """True when the reply has more than content."""
+        """True if the reply has parts other than content."""
         return any(not isinstance(part, Content) for part in self.parts)
 
     @property
     def is_whole(self) -> bool:
-        """True when the exact tokens cover the reply and no call is cut off."""
+        """True if the exact tokens cover the whole text and every call is complete."""
         return self.exact()[0] == self.text and self._parser.num_complete_calls == self._parser.num_calls
 
     def parsed(self) -> ParsedReply:
-        """Return the parsed text."""
+        """Return the reply parsed so far."""
         return assembled(self.parts)
 
     def same_in(self, text: str) -> str | None:
-        """Return the prefix of a text that means the same as this reply; None without one.
+        """Return the prefix of `text` that parses to this reply; None if there is no such prefix.
 
-        White space at its ends and inside arguments may differ. If the reply was cut after a call, by a stop string or
-        a limit, the prefix ends with that call: the reply lacks the closing marker that templates write. Otherwise it
-        is the whole text.
+        White space at both ends and inside arguments may differ. If a stop string or limit cut the reply after a call,
+        the prefix ends with that call, because the reply lacks the closing marker that templates write. Otherwise the
+        prefix is the whole text.
         """
         if self._was_cut and self._parser.num_calls:
             if self.text[len(self._through_calls(self.text)) :].strip():
@@ -194,7 +194,7 @@ class Reply:
         return text if _essence(found) == _essence(self.parsed()) else None
 
     def _through_calls(self, text: str) -> str:
-        """Return the shortest prefix of a text with as many complete calls; else all of it."""
+        """Return the shortest prefix of `text` with as many complete calls as this reply, or all of `text`."""
         parser = self._parser_of(text)
         for index, character in enumerate(text):
             parser.push(character)
@@ -203,7 +203,7 @@ class Reply:
         return text
 
     def _parser_of(self, rewritten: str) -> ReplyParser:
-        """Return a parser of this reply's text as rewritten by a template."""
+        """Return a parser for this reply's text as a template rewrote it."""
         own = self._tags.joined(self._parser.found_tags)
         parser = self._new_parser(own.texts)
         for position in own.in_rewritten(rewritten, self.text):
@@ -211,7 +211,7 @@ class Reply:
         return parser
 
     def _push(self, token: int) -> str:
-        """Return a token's text up to a stop string, which ends the reply even in held text."""
+        """Return a token's text up to a stop string; a stop string at the end of held text counts too."""
         self.token_ids.append(token)
         text = self._text.push(token)
         position = self._tags.find(token, text, self._num_pushed)
@@ -239,7 +239,7 @@ class Reply:
 
 
 def special_stops(tokenizer: Any, stops: Sequence[str]) -> dict[int, str]:
-    """Return the stop strings that are special tokens, by id."""
+    """Return the stop strings that are special tokens, by token id."""
     special: Collection[int] = getattr(tokenizer, "special_ids", ())
     ids = [tokenizer.id_of(stop) for stop in stops] if special else []
     return {token: stop for token, stop in zip(ids, stops, strict=False) if token in special}
@@ -251,7 +251,7 @@ def _essence(reply: ParsedReply) -> object:
 
 
 class EmptyReply(Reply):
-    """A reply without tokens: it ends once the prompt is computed."""
+    """Reply without tokens; ends once the prompt is processed."""
 
     def take(self, progress: Progress) -> Piece:
         self._note(progress)

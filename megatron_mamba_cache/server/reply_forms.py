@@ -1,4 +1,4 @@
-"""Grammars of replies: answers in a format or tool calls, with or without reasoning."""
+"""Grammars for replies: formatted answers or tool calls, with or without reasoning."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,16 +22,16 @@ _TOOLS, _CHOICE = "tools", "tool_choice"
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """A grammar that replies follow."""
+    """Grammar that replies must follow, with or without reasoning before it."""
 
-    field: str  # the request's field that sets it
-    grammar: Grammar  # for the text after reasoning
+    field: str  # request field that sets the grammar
+    grammar: Grammar  # grammar for the text after reasoning
     reasoning: ReasoningForm | None  # None: the grammar applies from the start
-    special_id: SpecialId  # returns the id of a tag that is a token
-    calls: CallsInReasoning | None = None  # calls that may begin within reasoning; None: there are none
+    special_id: SpecialId  # returns the token id of a tag; None if the tag is not a token
+    calls: CallsInReasoning | None = None  # calls that may begin within reasoning; None: no calls may
 
     def grammar_after(self, prompt: Prompt) -> str:
-        """Return the text of the grammar of replies to a prompt."""
+        """Return the grammar for replies to a prompt, serialized as text."""
         form = self.reasoning
         if form is None or prompt.reasoning is PromptReasoning.DONE:
             return self.grammar.text
@@ -40,7 +40,7 @@ class ReplyForm:
         return reasoning.before(self.grammar, self.calls, is_open=is_open).text
 
     def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
-        """Compile the grammars of replies to some prompts; raise `ApiError` 400 if one cannot be used."""
+        """Compile the grammars for replies to the prompts; raise `ApiError` 400 if a grammar is unusable."""
         for text in dict.fromkeys(map(self.grammar_after, prompts)):
             reason = grammars.error_of(text)
             if reason is not None:
@@ -48,28 +48,28 @@ class ReplyForm:
 
 
 class FormMaker:
-    """Makes the forms of replies of one model, which writes them with this syntax."""
+    """Factory of reply forms for one model; `syntax` is the model's reply syntax."""
 
     def __init__(self, syntax: ReplySyntax, tokenizer: Any) -> None:
         self._syntax = syntax
         self._tag_ids = syntax.tag_ids(tokenizer)
 
     def answer(self, field: str, grammar: Grammar) -> ReplyForm:
-        """Return the form of a completion that follows a grammar."""
+        """Return the form for a completion that must follow a grammar."""
         return ReplyForm(field, grammar, None, self._tag_ids.get)
 
     def chat(
         self, answer: tuple[str, Grammar] | None, chosen: ChosenTools, may_call_several: bool | None
     ) -> ReplyForm | None:
-        """Return the form of a reply to messages; None for any text.
+        """Return the form for a chat reply; None if any text is allowed.
 
         Args:
-            answer: The field that constrains the answer, and its grammar.
-            chosen: The tools that may be called, and whether one must be.
-            may_call_several: False allows one call.
+            answer: Name of the field that constrains the answer, and its grammar.
+            chosen: Tools that may be called, and if a call is required.
+            may_call_several: False allows only one call.
 
         Raises:
-            ApiError: 400 if a call is asked for and there is no such tool, or nothing is known of the model's calls.
+            ApiError: 400 if a call is required but the tool does not exist or the model's call format is unknown.
         """
         choice, tools = chosen.choice, chosen.tools
         is_forced = choice == "required" or isinstance(choice, NamedTool)
@@ -99,7 +99,7 @@ class FormMaker:
         return self._after_reasoning(field, any_of(calls, grammar), begun)
 
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
-        """Return the form of replies with strict tools, or with calls of only the allowed tools; None without any."""
+        """Return the form for replies if tools are strict or only some tools are allowed; otherwise None."""
         functions = [tool["function"] for tool in chosen.tools]
         is_held = chosen.are_some or any(function.get("strict") for function in functions)
         family = self._syntax.tool_calls
@@ -120,7 +120,7 @@ class FormMaker:
 
 @contextmanager
 def _refusing_tools() -> Iterator[None]:
-    """Turn the error of an unsupported schema into a 400."""
+    """Context manager: convert the error for an unsupported schema to `ApiError` 400."""
     try:
         yield
     except GrammarError as error:

@@ -1,4 +1,4 @@
-"""Responses with a job's replies, whole or streamed."""
+"""HTTP responses with the replies of a job, complete or streamed."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ _STREAM_HEADERS = [
 
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
-    """Return an error in the format of the request's API."""
+    """Return the response for an error in the format of the request's API."""
     exchange = exchange_of(scope)
     is_anthropic = is_of_anthropic(exchange.path)
     body = error.anthropic_body() | {"request_id": exchange.request_id} if is_anthropic else error.body()
@@ -35,7 +35,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 class JobResponse(Response):
-    """The replies to an order; if the client disconnects, its requests are cancelled."""
+    """Response with the replies to an order; cancels the engine's requests if the client disconnects."""
 
     def __init__(self, rules: JobRules, order: Order, form: Format) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class JobResponse(Response):
         self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the replies; raise `ApiError` if the order is refused, or fails before anything was sent."""
+        """Send the replies; raise `ApiError` if the order is refused or fails before anything is sent."""
         await unless_disconnected(receive, self._answer(send, exchange_of(scope)))
 
     async def _answer(self, send: Send, exchange: Exchange) -> None:
@@ -59,13 +59,13 @@ class JobResponse(Response):
 
 
 class WholeReply(JobResponse):
-    """One JSON object, once all replies have ended."""
+    """Response that sends one JSON object after all replies have ended."""
 
     async def _send(self, job: Job, send: Send, _exchange: Exchange) -> None:
         pieces: dict[int, list[Piece]] = defaultdict(list)
         async for choice, piece in job.pieces():
             pieces[choice.index].append(piece)
-        if job.scores_prompts:  # a response of megabytes would block the event loop
+        if job.scores_prompts:  # building megabytes of JSON would block the event loop
             response = await self._rules.threads.run(job.tenant.owner, lambda: self._body(job, pieces))
         else:
             response = self._body(job, pieces)
@@ -77,7 +77,7 @@ class WholeReply(JobResponse):
 
 
 class EventStream(JobResponse):
-    """A stream of server-sent events, starting once the engine has the job."""
+    """Response that streams server-sent events, starting once the job is submitted to the engine."""
 
     async def _send(self, job: Job, send: Send, exchange: Exchange) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -89,7 +89,7 @@ class EventStream(JobResponse):
         except ApiError as error:
             await self._fail(error, send, exchange)
         except Exception:
-            logger.exception("a stream of %s failed", exchange.path)
+            logger.exception("a stream on %s failed", exchange.path)
             await self._fail(unexpected(), send, exchange)
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -108,12 +108,12 @@ class EventStream(JobResponse):
 
 
 def reply_to(rules: JobRules, order: Order, form: Format, *, streams: bool) -> Response:
-    """Return the response to an order."""
+    """Return the response to an order: an event stream if `streams`, else one JSON object."""
     return (EventStream if streams else WholeReply)(rules, order, form)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work` and raise its errors; cancel it if the client disconnects first. Return whether it ended."""
+    """Run `work` and return True; if the client disconnects first, cancel `work` and return False."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:

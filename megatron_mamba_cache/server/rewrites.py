@@ -1,7 +1,7 @@
 """Rewrites of conversations for chat templates that would drop or refuse messages.
 
-Each takes the turns of a conversation and returns those of one that says the same. None changes a turn because of what
-comes after it, except for messages right next to it, so a longer conversation begins like a shorter one.
+Each rewrite takes the turns of a conversation and returns equivalent turns. A turn's rewrite depends on no later turns
+except its direct neighbors, so that a longer conversation still begins like a shorter one.
 """
 
 import re
@@ -20,46 +20,46 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message with the breakpoints in it."""
+    """Message of a conversation, with the breakpoints in it."""
 
     message: dict[str, Any]
-    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # each with its index in the conversation
+    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # with indexes among the conversation's breakpoints
 
     @property
     def role(self) -> str:
-        """The role of the message."""
+        """Role of the message."""
         return self.message["role"]
 
     @property
     def content(self) -> str:
-        """The text of the message."""
+        """Text of the message."""
         return self.message["content"]
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The tool calls of the message."""
+        """Tool calls in the message."""
         return self.message.get("tool_calls", [])
 
     @property
     def instructs(self) -> bool:
-        """True for a message with instructions."""
+        """True if the message has instructions."""
         return self.role in INSTRUCTING
 
     def has_name_of(self, other: "Turn") -> bool:
-        """Return True if both messages have one name, or none."""
+        """Return True if both messages have the same name or no name."""
         return self.message.get("name") == other.message.get("name")
 
     def with_role(self, role: str) -> Self:
-        """Return the turn with another role and only its text."""
+        """Return the turn with another role; keep only its text."""
         return replace(self, message={"role": role, "content": self.content})
 
     def after(self, text: str) -> Self:
-        """Return the turn with a text before its own."""
+        """Return the turn with `text` inserted before its own text."""
         breakpoints = tuple((index, replace(mark, end=mark.end + len(text))) for index, mark in self.breakpoints)
         return replace(self, message={**self.message, "content": text + self.content}, breakpoints=breakpoints)
 
     def joined(self, other: Self) -> Self:
-        """Return the turn with the text, the calls and the breakpoints of the next one."""
+        """Merge the next turn into this turn: text, reasoning, calls and breakpoints."""
         is_between = bool(self.content and other.content)
         moved = other.after(self.content + _JOINT * is_between)
         message = {**other.message, **self.message, "content": moved.content}
@@ -84,7 +84,7 @@ def turns_of(conversation: Conversation) -> list[Turn]:
 
 
 def with_turns(conversation: Conversation, turns: Sequence[Turn]) -> Conversation:
-    """Return a conversation with other turns and their breakpoints."""
+    """Return the conversation with its turns and their breakpoints replaced."""
     breakpoints = [*conversation.breakpoints]
     for index, turn in enumerate(turns):
         for number, mark in turn.breakpoints:
@@ -93,35 +93,35 @@ def with_turns(conversation: Conversation, turns: Sequence[Turn]) -> Conversatio
 
 
 def developer_as_system(turns: Sequence[Turn]) -> list[Turn]:
-    """Give instructions of the developer the role `system`."""
+    """Change the role `developer` to `system`."""
     return [
         replace(turn, message={**turn.message, "role": "system"}) if turn.role == DEVELOPER else turn for turn in turns
     ]
 
 
 def joined_instructions(turns: Sequence[Turn]) -> list[Turn]:
-    """Join neighbouring instructions of one role."""
+    """Merge adjacent instructions that have the same role and name."""
     return _joined(turns, lambda one, other: one.instructs and one.role == other.role and one.has_name_of(other))
 
 
 def joined_users(turns: Sequence[Turn]) -> list[Turn]:
-    """Join neighbouring messages of the user."""
+    """Merge adjacent user messages."""
     return _joined(turns, lambda one, other: one.role == other.role == "user")
 
 
 def joined_replies(turns: Sequence[Turn]) -> list[Turn]:
-    """Join neighbouring messages of the model, up to one that calls tools."""
+    """Merge adjacent assistant messages; a message that calls tools ends a merged message."""
     return _joined(turns, lambda one, other: one.role == other.role == "assistant" and not one.calls)
 
 
 def later_instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
-    """Put instructions after the first messages into the user's messages next to them."""
+    """Move instructions into adjacent user messages, except those at the start of the conversation."""
     first = next((index for index, turn in enumerate(turns) if not turn.instructs), len(turns))
     return [*turns[:first], *instructions_in_users(turns[first:])]
 
 
 def instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
-    """Put all instructions into the user's messages next to them, after any result that precedes one."""
+    """Move all instructions into adjacent user messages; move instructions before a tool result after it."""
     found: list[Turn] = []
     held: list[Turn] = []
     for turn in turns:
@@ -145,17 +145,17 @@ def instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def short_ids(turns: Sequence[Turn]) -> list[Turn]:
-    """Give calls and results ids of nine letters and digits."""
+    """Replace the ids of calls and results with ids of nine letters and digits."""
     return [replace(turn, message=_with_short_ids(turn.message)) for turn in turns]
 
 
 def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Split assistant messages with text and calls into two."""
+    """Split each assistant message that has text and calls into two messages."""
     return [part for turn in turns for part in (_text_and_calls(turn) if turn.calls and turn.content else [turn])]
 
 
 def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
-    """Put the text of a message with calls into the result that follows it."""
+    """Move the text of a message with calls into the tool result that follows."""
     found: list[Turn] = []
     for turn in turns:
         if found and turn.role == "tool" and found[-1].calls and found[-1].content:
@@ -168,7 +168,7 @@ def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def single_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Split messages with several calls into one per call, each followed by its result."""
+    """Split a message with several calls into one message per call, each followed by its result."""
     found: list[Turn] = []
     rest = [*turns]
     while rest:
@@ -184,12 +184,12 @@ def single_calls(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def user_text_in_results(turns: Sequence[Turn]) -> list[Turn]:
-    """Put a user's text that follows the result of a call into that result."""
+    """Merge user text that directly follows a tool result into that result."""
     return _joined(turns, lambda one, other: one.role == "tool" and other.role == "user")
 
 
 def calls_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """Write calls as assistant text and their results as user text."""
+    """Replace calls with assistant text and their results with user text."""
     names: dict[Any, str] = {}
     found: list[Turn] = []
     for turn in turns:
@@ -254,7 +254,7 @@ def _calls_with_results(turn: Turn, results: list[Turn]) -> Iterator[Turn]:
 
 
 def _with_written_calls(turn: Turn) -> Turn:
-    """Return a turn whose calls follow its text as text, breakpoints included."""
+    """Return the turn with its calls and their breakpoints moved into the text."""
     text, ends = turn.content, []
     for call in turn.calls:
         text += _JOINT * bool(text) + shown_call(call["function"]["name"], call["function"]["arguments"])

@@ -1,4 +1,4 @@
-"""The server's process, which drains on SIGTERM and ends with status 0."""
+"""Run the server's process; on SIGTERM it drains and exits with status 0."""
 
 import asyncio
 import contextlib
@@ -16,22 +16,22 @@ from .exchange import write_line
 
 logger = logging.getLogger(__name__)
 
-# Longer than clients keep idle connections, so that none is closed while a request is on its way.
+# Longer than clients keep idle connections, so that no connection is closed while a request is in transit.
 KEEP_ALIVE_S = 75
 _BACKSTOP_S = 1.0
 _READY_INTERVAL_S = 0.05
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, except that SIGTERM and SIGINT let accepted requests finish.
+    """uvicorn server that lets accepted requests finish after SIGTERM or SIGINT.
 
-    After the first signal, new requests are refused with 503, on old and new connections, until the accepted ones have
-    ended. Those not done `drain_s` later, or at a second signal, end with an error.
+    After the first signal, new requests get status 503, on open and new connections, until all accepted requests have
+    ended. Requests that are unfinished after `drain_s`, or at a second signal, end with an error.
 
     Args:
-        on_listening: Called once connections and signals are handled.
-        on_ready: Called after that, once requests are accepted.
-        log_level: Lowest level of uvicorn's own messages.
+        on_listening: Called once the server accepts connections and handles signals.
+        on_ready: Called later, once the engines are ready for requests.
+        log_level: Minimum level for uvicorn's own log messages.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Handle signals in the event loop while the block runs, if this is the main thread."""
+        """Context manager: handle signals in the event loop; do nothing outside of the main thread."""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -74,13 +74,13 @@ class DrainingServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, as uvicorn does, then call `on_listening`, and `on_ready` when the engines are."""
+        """Start listening as uvicorn does; call `on_listening`, and `on_ready` once the engines are ready."""
         await super().startup(sockets)
         self._on_listening()
         self._watch = asyncio.get_running_loop().create_task(self._tell_when_ready())
 
     def drain(self) -> None:
-        """Refuse new requests and stop once the accepted ones end; a second call ends them at once."""
+        """Refuse new requests, and stop once accepted requests have ended; a second call ends them immediately."""
         if self._drain is None:
             self._served.drain()
             if num_open := self._served.app.num_open:
@@ -92,7 +92,7 @@ class DrainingServer(uvicorn.Server):
             asyncio.get_running_loop().call_later(_BACKSTOP_S, self._abort_connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the connections as uvicorn does, without the rest of the drain time."""
+        """Wait until connections close as uvicorn does, then cancel the drain timer."""
         try:
             await super().shutdown(sockets)
         finally:
@@ -106,12 +106,12 @@ class DrainingServer(uvicorn.Server):
         self._on_ready()
 
     async def _end_in_time(self) -> None:
-        """Wait for the accepted requests, then let uvicorn stop; until then it accepts connections."""
+        """Wait until accepted requests have ended or `drain_s` has passed, then stop uvicorn."""
         seconds = self._served.settings.limits.drain_s
         try:
             await asyncio.wait_for(self._served.app.open_requests_end(), seconds)
         except TimeoutError:
-            logger.warning("requests that are unfinished %g s after the signal end with an error", seconds)
+            logger.warning("some requests are unfinished %g s after the signal; ending them with an error", seconds)
             self._served.end(f"the server was stopped, and the request was unfinished {seconds:g} s later")
         self.should_exit = True
         await asyncio.sleep(_BACKSTOP_S)

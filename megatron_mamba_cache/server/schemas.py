@@ -1,4 +1,4 @@
-"""Schemas of client requests: the supported fields. `unsupported` has the others."""
+"""Schemas for client requests, with the supported fields. The module `unsupported` has all other fields."""
 
 from typing import Annotated, Self
 
@@ -28,13 +28,13 @@ from .tool_schemas import ToolChoice
 from .unsupported import CHAT, COMMON, COMPLETION, LABELS, STREAM_OPTIONS, TEMPLATING, schema_error
 
 _MOST_STOP_TOKENS = 256
-_MOST_CHOICES = 2**16  # the limit of the server is lower
+_MOST_CHOICES = 2**16  # the server's own limit is lower
 
 BiasedToken = Annotated[Text, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 
 class StreamOptions(PartlySupported):
-    """Options of a stream."""
+    """Options for a streamed response."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported = STREAM_OPTIONS
@@ -44,12 +44,12 @@ class StreamOptions(PartlySupported):
 
 
 class GenerationFields(AnswerFields):
-    """Fields of completions and chat completions; unsupported ones are ignored or refused.
+    """Fields of completions and chat completions; unsupported fields are ignored or refused.
 
-    Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
-    `ignore_eos`, `add_special_tokens` (to the prompt's text, as the tokenizer's files say), `skip_special_tokens`,
-    `cache_salt` (prefixes are shared only between requests of the same salt), `return_token_ids`, `prompt_logprobs`
-    (whole replies only) and `request_id` (the end of the reply's id).
+    Extensions of OpenAI's API: `top_k` (0 or -1: off, 1: greedy), `min_p`, `repetition_penalty`, `min_tokens`,
+    `stop_token_ids`, `ignore_eos`, `add_special_tokens` (add the tokenizer's special tokens to the prompt),
+    `skip_special_tokens`, `cache_salt` (only requests with the same salt share prefixes), `return_token_ids`,
+    `prompt_logprobs` (only without streaming) and `request_id` (suffix of the response id).
     """
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
@@ -79,7 +79,7 @@ class GenerationFields(AnswerFields):
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     cache_salt: Name | None = None
     request_id: Name | None = None
-    # Accepted, without effect.
+    # The following fields are accepted but have no effect.
     user: Name | None = None
     metadata: Metadata | None = None
     store: Flag | None = None
@@ -90,7 +90,7 @@ class GenerationFields(AnswerFields):
 
     @property
     def logits(self) -> LogitsSettings:
-        """Changes of the logits before sampling."""
+        """Settings that change the logits before sampling."""
         settings = LogitsSettings(
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             min_tokens=self.min_tokens or 0,
@@ -103,17 +103,17 @@ class GenerationFields(AnswerFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Stop strings of the request."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
-        """True when a stream ends with the usage."""
+        """True if the last chunk of a stream reports the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def usage_in_every_event(self) -> bool:
-        """True when each event of a stream has the usage so far."""
+        """True if every chunk of a stream reports the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
@@ -127,15 +127,15 @@ class GenerationFields(AnswerFields):
     @model_validator(mode="after")
     def _options_belong_to_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise schema_error("no_stream", "stream_options needs stream to be true", "stream_options")
+            raise schema_error("no_stream", "stream_options requires stream to be true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            sentence = "prompt_logprobs comes with whole replies only; leave out stream, or send it as false"
+            sentence = "prompt_logprobs requires stream to be false or unset"
             raise schema_error("whole_only", sentence, "prompt_logprobs")
         return self
 
 
 class CompletionRequest(GenerationFields):
-    """A request of `/v1/completions`; a prompt is text or token ids."""
+    """Request to `/v1/completions`; each prompt is text or token ids."""
 
     unsupported = COMPLETION
 
@@ -151,7 +151,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or token ids."""
+        """Prompts of the request, each as text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -160,7 +160,7 @@ class CompletionRequest(GenerationFields):
 
 
 class ChatRequest(GenerationFields, Templated):
-    """A request of `/v1/chat/completions`."""
+    """Request to `/v1/chat/completions`."""
 
     unsupported = CHAT
 
@@ -174,15 +174,15 @@ class ChatRequest(GenerationFields, Templated):
     reasoning_effort: Name | None = None
     verbosity: Name | None = None
     include_reasoning: Flag | None = None
-    prediction: JsonObject | None = None  # accepted, without effect
+    prediction: JsonObject | None = None  # accepted but has no effect
 
     def conversation(self) -> Conversation:
-        """Return the conversation for the template."""
+        """Return the conversation that the chat template renders."""
         return self.conversation_of(self.messages, reasoning_effort=self.reasoning_effort, verbosity=self.verbosity)
 
 
 class TokenizeRequest(PartlySupported, Templated):
-    """A request of `/tokenize`, with a prompt as in `/v1/completions` or messages as in `/v1/chat/completions`."""
+    """Request to `/tokenize`: a prompt as for `/v1/completions`, or messages as for `/v1/chat/completions`."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported = TEMPLATING
@@ -196,12 +196,12 @@ class TokenizeRequest(PartlySupported, Templated):
     @model_validator(mode="after")
     def _has_one_text(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("one_text", "either prompt or messages is needed", {"field": "prompt"})
+            raise PydanticCustomError("one_text", "send either prompt or messages, and not both", {"field": "prompt"})
         return self
 
 
 class DetokenizeRequest(BaseModel):
-    """A request of `/detokenize`."""
+    """Request to `/detokenize`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -210,7 +210,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class FlushRequest(BaseModel):
-    """A request of `/admin/flush`; without a version, the current one is kept."""
+    """Request to `/admin/flush`; if `weights_version` is unset, the current version is kept."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Text for content that chat templates lack: foreign tool calls, results, images."""
+"""Text that replaces content that chat templates cannot render: foreign tool calls, their results, images."""
 
 import json
 from collections.abc import Mapping
@@ -22,22 +22,22 @@ _RESULTS = ("_output", "_tool_result")
 
 
 def shown_call(name: str, arguments: Any) -> str:
-    """Return a call as text."""
+    """Return a tool call as text."""
     return f"[Called {name} with {_written(arguments)}]"
 
 
 def shown_result(name: str, text: str) -> str:
-    """Return the result of a call as text."""
+    """Return the result of a tool call as text."""
     return f"[Result of {name}]\n{text}"
 
 
 def omitted(kind: str) -> str:
-    """Return the line that replaces an image, or another part that is not text."""
+    """Return the line of text that replaces an image or another part that is not text."""
     return f"[{kind} omitted: this model reads text only]"
 
 
 def text_instead(part: Any) -> Any:
-    """Return a text part instead of an image or document; others unchanged."""
+    """Replace an image or document part with a text part; return all other parts unchanged."""
     kind = _OMITTED.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     if kind is None:
         return part
@@ -48,19 +48,19 @@ def text_instead(part: Any) -> Any:
 
 
 def is_foreign_call(kind: str) -> bool:
-    """Return True if items of a type are calls of foreign tools."""
+    """Return True if items of this type are calls to foreign tools."""
     return kind.endswith(_CALLS)
 
 
 def is_foreign_result(kind: str) -> bool:
-    """Return True if items of a type are results of foreign tools."""
+    """Return True if items of this type are results of foreign tools."""
     return kind.endswith(_RESULTS)
 
 
 def foreign_call(item: Mapping[str, Any]) -> str:
     """Return a foreign tool call as text."""
     fields = {name: value for name, value in item.items() if name not in _NOT_SHOWN and value is not None}
-    if item["type"] == "image_generation_call":  # whose result is an image in base 64
+    if item["type"] == "image_generation_call":  # its result is a base64 image
         fields["result"] = omitted("image")
     return shown_call(tool_of(item), fields["input"] if [*fields] == ["input"] else fields)
 
@@ -72,7 +72,7 @@ def foreign_result(item: Mapping[str, Any], name: str) -> str:
 
 
 def tool_of(item: Mapping[str, Any]) -> str:
-    """Return the name of an item's tool: its own, or that of its type."""
+    """Return the name of an item's tool, or the name that its type implies."""
     kind = str(item["type"])
     for ending in ("_output", *_CALLS, "_tool_result"):
         kind = kind.removesuffix(ending)
@@ -80,7 +80,7 @@ def tool_of(item: Mapping[str, Any]) -> str:
 
 
 def _written(value: Any) -> str:
-    """Return text unchanged, parts as lines, and other values as JSON without images."""
+    """Return a value as text: text unchanged, parts joined as lines, other values as JSON without images."""
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [value]
@@ -95,7 +95,7 @@ def _written(value: Any) -> str:
 
 
 def _without_data(found: dict[str, Any]) -> Any:
-    """Return an object without images and files."""
+    """Return a JSON object with its images and files replaced with text."""
     kind = _OMITTED.get(str(found.get("type")))
     if kind is not None:
         return omitted(kind)

@@ -11,12 +11,12 @@ _REPLACEMENT = "\ufffd"
 
 
 def strict_value(text: str, *, allows_controls: bool = False) -> Any:
-    """Return the value of a JSON text, with U+FFFD for each lone surrogate.
+    """Parse a JSON text; replace each lone surrogate with U+FFFD.
 
-    With `allows_controls`, strings may have unescaped control characters, such as line ends.
+    If `allows_controls`, strings may contain unescaped control characters, such as line breaks.
 
     Raises:
-        ValueError: If the text is not JSON, has a number that is not finite or is nested too deeply.
+        ValueError: If the text is not JSON, contains a number that is not finite, or is nested too deeply.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite, strict=not allows_controls)
@@ -26,12 +26,12 @@ def strict_value(text: str, *, allows_controls: bool = False) -> Any:
 
 
 def strict_text(value: Any) -> str:
-    """Return a value as JSON, with U+FFFD for each lone surrogate; raise `ValueError` if a number is not finite."""
+    """Serialize a value as JSON, with U+FFFD for each lone surrogate; raise `ValueError` for NaN or Infinity."""
     return _SURROGATE.sub(_REPLACEMENT, json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def error_of(value: Any) -> str | None:
-    """Return why a value cannot be JSON for every client; None if it can."""
+    """Return why some clients could not read a value as JSON; None if all can."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -44,7 +44,7 @@ def error_of(value: Any) -> str | None:
 
 
 def strict_scalar(text: str) -> str:
-    """Return a number or a word as JSON; numbers that are not finite are quoted."""
+    """Return a number or word as JSON; quote numbers that are not finite."""
     try:
         return text if math.isfinite(float(text)) else json.dumps(text)
     except ValueError:
@@ -52,7 +52,7 @@ def strict_scalar(text: str) -> str:
 
 
 def nearest_number(text: str) -> str:
-    """Return a JSON number or word; beyond float64, the nearest finite number."""
+    """Return a number or word unchanged; replace a number beyond float64 with the nearest finite number."""
     try:
         number = float(text)
     except ValueError:

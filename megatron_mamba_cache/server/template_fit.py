@@ -1,4 +1,4 @@
-"""Fitting of conversations to chat templates that drop or refuse messages."""
+"""Fit conversations to chat templates that drop or refuse messages."""
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -32,9 +32,9 @@ _PROBE = ({"role": "user", "content": "x"},)
 
 
 class Efforts:
-    """Values of `reasoning_effort` of a template, found by rendering a conversation.
+    """Values of `reasoning_effort` that a template accepts, found by rendering a small conversation.
 
-    `render` returns the text of a conversation, or raises `ValueError` if the template refuses it.
+    `render` returns the text of a conversation, or raises `ValueError` if the template refuses the conversation.
     """
 
     def __init__(self, render: Callable[[Conversation], str], source: str) -> None:
@@ -43,9 +43,9 @@ class Efforts:
         self._takes = lru_cache(len(_LEVELS))(self._rendered)
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """Return a conversation with the nearest effort that the template accepts.
+        """Return the conversation with its effort replaced with the nearest effort that the template accepts.
 
-        `none` turns thinking off where the template has a switch for it, unless the conversation sets that.
+        `none` turns off the template's thinking switch if it has one, unless the conversation sets the switch.
         """
         values = dict(conversation.values)
         effort = values.get(_EFFORT)
@@ -59,7 +59,7 @@ class Efforts:
         return replace(conversation, values={**values, _EFFORT: nearest})
 
     def _rendered(self, effort: str) -> bool:
-        """Return True if the template takes an effort."""
+        """Return True if the template accepts an effort."""
         try:
             self._render(Conversation(_PROBE, values={_EFFORT: effort}))
         except ValueError:
@@ -81,7 +81,7 @@ _ORDER: tuple[Rewrite, ...] = (
     calls_as_text,
     joined_users,
 )
-"""All rewrites in the order in which they are applied."""
+"""All rewrites, in the order of application."""
 
 _SYSTEM, _DEVELOPER, _USER, _REPLY = "system", "developer", "user", "assistant"
 _CALL, _SAYING_CALL, _CALLS, _RESULT, _OTHER_RESULT = "call", "saying call", "calls", "result", "other result"
@@ -107,32 +107,33 @@ _PROBES: tuple[tuple[Rewrite, tuple[tuple[str, ...], ...]], ...] = (
     (text_in_results, _SAYING),
     (user_text_in_results, ((_USER, _CALL, _RESULT, _USER), (_USER, _CALL, _RESULT, _USER, _REPLY, _USER))),
 )
-"""For each rewrite, conversations that a template reads unchanged if it needs no rewrite."""
+"""For each rewrite, test conversations; a template that renders them completely does not need the rewrite."""
 
 Render = Callable[[Conversation], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Result of rendering a conversation: the messages that the template leaves out."""
+    """Messages that the template left out when it rendered a conversation."""
 
-    is_refused: bool = False  # True if the template raises
-    unread: tuple[int, ...] = ()  # indexes of messages that its text leaves out
-    unread_with_calls: tuple[int, ...] = ()  # indexes of those whose calls are read, but not their text
-    num_names: int = 0  # names of messages in its text, except names of results
+    is_refused: bool = False  # True if the template raised an error
+    unread: tuple[int, ...] = ()  # indexes of messages that are left out
+    unread_with_calls: tuple[int, ...] = ()  # indexes of messages with their calls rendered but their text left out
+    num_names: int = 0  # number of message names rendered, except names of tool results
 
     @property
     def is_whole(self) -> bool:
-        """True when nothing is left out."""
+        """True if no message text or call is left out."""
         return not self.is_refused and not self.unread and not self.unread_with_calls
 
 
 class TemplateFit:
-    """Rewrites conversations so that a chat template reads all their messages.
+    """Rewriter of conversations that makes a chat template render all of their messages.
 
-    What a template reads is found by rendering the conversation with a marker text instead of each text. Rewrites that
-    a template always needs are found once, from small conversations, so that each turn begins like the turn before.
-    Reasoning of earlier turns may be left out. `render` raises `ValueError` if the template refuses a conversation.
+    To find which messages a template renders, each text is replaced with a marker before rendering. The rewrites that a
+    template always needs are found once, with small test conversations, so that each turn's prompt begins like the
+    previous turn's. Reasoning in earlier turns may be left out. `render` raises `ValueError` if the template refuses
+    a conversation.
     """
 
     def __init__(self, render: Render, source: str) -> None:
@@ -141,12 +142,12 @@ class TemplateFit:
         self.efforts = Efforts(render, source)
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """Return an equivalent conversation that the template reads.
+        """Return an equivalent conversation that the template renders completely.
 
-        A conversation that the template refuses in every form is returned too; rendering it says why.
+        If the template refuses every rewrite, return one of them; rendering it raises the template's error.
 
         Raises:
-            ApiError: 400 if the template leaves out a message in every form.
+            ApiError: 400 if the template leaves out a message in every rewrite.
         """
         for rewrites in self._choices(conversation):
             found = _rewritten(conversation, rewrites)
@@ -157,18 +158,18 @@ class TemplateFit:
                 if reading.num_names < len(_named(conversation)):
                     note_ignored("the chat template does not read it", ["messages.name"])
                 return found
-        if reading.unread:  # of the conversation as it is, the last choice
+        if reading.unread:  # reading of the last choice, the unchanged conversation
             message = conversation.messages[reading.unread[0]]
             shown = f"begins with {message['content'][:60]!r}" if message["content"] else "calls tools"
             raise bad_request(
-                f"the model's chat template leaves out the message of role {message['role']} that {shown}; "
-                "move it, or leave it out",
+                f"the model's chat template leaves out the message with role {message['role']} that {shown}; "
+                "move or remove the message",
                 "messages",
             )
         return _rewritten(conversation, self._needed)
 
     def note_unread_values(self, conversation: Conversation) -> None:
-        """Count the variables of a conversation that the template does not read."""
+        """Count the conversation's variables that the template does not read."""
         note_ignored(
             "the chat template does not read it", [name for name in conversation.values if name not in self._source]
         )
@@ -227,7 +228,7 @@ def _rewritten(conversation: Conversation, rewrites: Set[Rewrite]) -> Conversati
 
 
 def _marked(conversation: Conversation) -> Conversation:
-    """Return the conversation with a marker instead of each text, and at most one tool."""
+    """Return the conversation with a marker in place of each text, and with at most one tool."""
     return replace(
         conversation,
         messages=[_with_markers(index, message) for index, message in enumerate(conversation.messages)],
@@ -256,12 +257,12 @@ def _with_markers(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the messages with a name, except results, whose names are those of their tools."""
+    """Return the messages that have a name, except tool results, which have their tool's name."""
     return [message for message in conversation.messages if "name" in message and message["role"] != "tool"]
 
 
 def _conversation_of(names: Sequence[str]) -> Conversation:
-    """Return a test conversation from the names of its messages."""
+    """Return a test conversation; `names` are roles or keys of `_CALLING`."""
     messages = [{"role": name, "content": "x"} | _CALLING.get(name, {}) for name in names]
     return Conversation(messages, tools=(MARKING_TOOL,) if "call" in " ".join(names) else (), adds_prompt=True)
 

@@ -1,4 +1,4 @@
-"""API keys, and tenants, which never share prefixes with each other."""
+"""API keys and tenants. Different tenants never share cached prefixes."""
 
 import base64
 import binascii
@@ -11,43 +11,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An API key and a salt, whose requests share prefixes."""
+    """An API key and a salt; requests with the same pair share cached prefixes."""
 
-    owner: str = ""  # digest of the API key; "" if the server has none
+    owner: str = ""  # digest of the API key; "" if the server has no keys
     salt: str = ""  # the request's `cache_salt`
 
     @property
     def name(self) -> str:
-        """The tenant's name in block keys; it does not reveal the API key."""
+        """Name of the tenant in block keys; does not reveal the API key."""
         if not (self.owner or self.salt):
             return ""
         return hashlib.sha256(json.dumps([self.owner, self.salt]).encode()).hexdigest()
 
 
 class ApiKeys:
-    """The keys that a server accepts; without any, it serves every request.
+    """API keys that a server accepts; a server without keys accepts every request.
 
     Args:
-        admin_keys: Keys that may also read metrics and flush; without any, every user's key may.
-        names: Names of keys in logs; an unnamed key is logged by digits of its digest.
+        admin_keys: Keys that may also read metrics and flush; if there are none, every key may.
+        names: Names of keys in logs; for other keys, logs show the first eight digits of the digest.
 
     Raises:
-        ValueError: If a key is empty or cannot be sent in a header, or there are admin keys but no user keys.
+        ValueError: If a key is empty or cannot be sent in a header, or if there are admin keys but no other keys.
     """
 
     def __init__(
         self, keys: Sequence[str] = (), admin_keys: Sequence[str] = (), names: Mapping[str, str] | None = None
     ) -> None:
         if any(not key.strip() for key in (*keys, *admin_keys)):
-            raise ValueError("an API key is empty; choose characters that cannot be guessed")
+            raise ValueError("an API key is empty; choose a key that cannot be guessed")
         if any(key != key.strip() or not (key.isascii() and key.isprintable()) for key in (*keys, *admin_keys)):
             raise ValueError(
-                "an API key has spaces around it or characters that are not printable ASCII, so that no header would "
-                "match it; give another"
+                "an API key begins or ends with a space or has characters that are not printable ASCII, so no header "
+                "can match it; choose another key"
             )
         if admin_keys and not keys:
             raise ValueError(
-                "an admin key is given, but no API key, so requests without a key would be served; give an API key"
+                "an admin key is set but no API key, so requests without a key would be served; set an API key"
             )
         self._owners = [_owner(key) for key in (*keys, *admin_keys)]
         self._admins = frozenset(_owner(key) for key in admin_keys)
@@ -56,7 +56,7 @@ class ApiKeys:
 
     @property
     def are_needed(self) -> bool:
-        """True when requests must carry a key."""
+        """True if requests must have an API key."""
         return bool(self._owners)
 
     @property
@@ -65,9 +65,9 @@ class ApiKeys:
         return len(set(self._owners)) or 1
 
     def owner_of(self, authorization: str) -> str | None:
-        """Return the digest of an Authorization header's key; "" if unneeded, None if unknown.
+        """Return the digest of the key in an Authorization header; "" if no key is needed, None if the key is unknown.
 
-        The header is "Bearer KEY", or HTTP Basic with the key as password, which browsers ask for.
+        The header is "Bearer KEY", or HTTP Basic with the key as password (from a browser's login dialog).
         """
         if not self._owners:
             return ""
@@ -76,11 +76,11 @@ class ApiKeys:
         return known[0] if known else None
 
     def name_of(self, owner: str) -> str:
-        """Return the name of a known owner's key in logs; "" if none is needed."""
+        """Return the name of an owner's key in logs; "" if no key is needed."""
         return self._names.get(owner, "")
 
     def may_administrate(self, owner: str) -> bool:
-        """Return True if a known owner may read metrics and flush the cache."""
+        """Return True if an owner may read metrics and flush the cache."""
         return not self._admins or owner in self._admins
 
 

@@ -1,4 +1,4 @@
-"""Streamed text of tokens, without partial characters or stop strings."""
+"""Decode streamed tokens to text, without partial characters or stop strings."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
@@ -7,40 +7,40 @@ from typing import Any
 from ..models.tokenizers.token_reader import REPLACEMENT, TokenReader
 
 _WINDOW = 16
-_CONTEXT = 8  # more tokens than a character has bytes
+_CONTEXT = 8  # number of tokens to keep; a character has at most 4 bytes
 _NOT_UTF8 = b"\xff"
 _Utf8 = getincrementaldecoder("utf-8")
 
 
 class IncrementalText:
-    """Decodes tokens one at a time; the pieces join to the text that the tokens add.
+    """Decoder that takes one token at a time; the returned pieces join to the text that the tokens add.
 
-    That is the tokenizer's text of all tokens without the part that it shares with its text of the earlier ones. If the
-    earlier tokens end inside a character, that character belongs to the token that completes it.
+    The added text is the text of all tokens without the prefix that it shares with the text of the earlier tokens. If
+    the earlier tokens end inside a character, that character belongs to the token that completes it.
 
-    Text that a later token may change is held back: an incomplete character, and tokens that are single bytes until
-    their run ends (see `TokenReader.joins`), unless it is certain that the run is not UTF-8.
+    Text that a later token may change is held back: an incomplete character, and single-byte tokens until their run
+    ends (see `TokenReader.joins`), unless the run is certainly not UTF-8.
 
     Attributes:
-        ends: For each token, the characters up to its end; None if its text is held back or it ends inside a character.
+        ends: Offset of each token's end, in characters; None if its text is held back or it ends inside a character.
     """
 
     def __init__(self, reader: TokenReader, before: Sequence[int] = ()) -> None:
         self._reader = reader
         self.ends: list[int | None] = []
-        self._newest_shown = 0  # its index
-        self._inside: dict[int, int] = {}  # by index, the characters up to the end of tokens in a run that is held back
+        self._newest_shown = 0  # index of the newest token with text
+        self._inside: dict[int, int] = {}  # offsets of token ends in a run that is held back, by token index
         self._length = 0
         self._restart(_last_tokens(reader, before) if reader.continues else [])
 
     @property
     def holds_back(self) -> bool:
-        """True when the newest token ends inside a character, or part of its text is held back."""
+        """True if the newest token ends inside a character or part of its text is held back."""
         return self._tail.may_change
 
     @property
     def held(self) -> str:
-        """The held text if its characters are complete, else ""."""
+        """Text that is held back; "" if its last character is incomplete."""
         if not self._tail.num_whole or self._tail.num_open:
             return ""
         text = self._reader.text(self._window)
@@ -48,11 +48,11 @@ class IncrementalText:
 
     @property
     def offset(self) -> int:
-        """Characters before the next token, including held ones."""
+        """Number of characters before the next token, including text that is held back."""
         return self._length + self._tail.num_whole
 
     def push(self, token: int) -> str:
-        """Return the text that is certain now."""
+        """Add a token; return the text that can no longer change."""
         if not self._reader.shows(token):
             self.ends.append(None if self.holds_back else self._length)
             return ""
@@ -81,14 +81,14 @@ class IncrementalText:
         return new
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         if not self.holds_back:
             return ""
         self._tail = _Tail(self._reader)
         return self._take_held(self._reader.text(self._window))
 
     def _restart(self, tokens: Sequence[int]) -> None:
-        """Restart after the text of these tokens, which is not new."""
+        """Restart with tokens whose text was already returned."""
         self._window: list[int] = []
         self._tail = _Tail(self._reader)
         for token in tokens:
@@ -98,7 +98,7 @@ class IncrementalText:
         self._taken = 0
 
     def _slide(self, num_held: int) -> None:
-        """Keep only the tokens that the decoding of the next ones depends on."""
+        """Keep only the tokens that affect the decoding of later tokens."""
         self._restart(self._window[-_CONTEXT:])
         self._taken = len(self._before) - num_held
         self._before = ""
@@ -106,11 +106,11 @@ class IncrementalText:
     def _add(self, token: int) -> None:
         was_invalid = self._tail.is_invalid
         self._tail.push(token)
-        if not (was_invalid and self._tail.is_invalid):  # more of an invalid run changes nothing that follows it
+        if not (was_invalid and self._tail.is_invalid):  # more tokens in an invalid run do not affect later text
             self._window.append(token)
 
     def _ended(self, certain: str, num_tokens: int) -> str:
-        """Return the held text of the window's first tokens if it is certain."""
+        """Return the held text of the window's first `num_tokens` tokens if it can no longer change."""
         earlier = self._reader.text(self._window[:num_tokens])
         if not certain.startswith(earlier):
             return ""
@@ -119,7 +119,7 @@ class IncrementalText:
     def _take_held(self, text: str) -> str:
         """Return the held text and record the ends of its tokens."""
         new = self._take(text)
-        if self._inside.get(self._newest_shown) == self._length:  # else the run became something else
+        if self._inside.get(self._newest_shown) == self._length:  # otherwise the run decoded to other text
             for index, end in self._inside.items():
                 self.ends[index] = end
         if self.ends:
@@ -127,7 +127,7 @@ class IncrementalText:
         return new
 
     def _take(self, text: str) -> str:
-        """Return the new text in the certain part of the window."""
+        """Return the part of `text` that was not returned before; `text` is the certain text of the window."""
         new = text[self._start(text) :]
         if not self._before.startswith(text):
             self._before = ""
@@ -140,7 +140,7 @@ class IncrementalText:
 
 
 def text_after(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> str:
-    """Return the text that tokens add after the tokens before them."""
+    """Return the text that `tokens` add after the tokens `before`."""
     stream = IncrementalText(TokenReader(tokenizer), before)
     return "".join([*map(stream.push, tokens), stream.finish()])
 
@@ -158,7 +158,7 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
-    """Return the last tokens that the decoding of later ones depends on."""
+    """Return the last tokens of `tokens`, as many as affect the decoding of later tokens."""
     found: list[int] = []
     num_before_run = 0
     for token in reversed(tokens):
@@ -171,13 +171,13 @@ def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
 
 
 class _Tail:
-    """The end of a text that later tokens may change.
+    """State of the end of a text, which later tokens may change.
 
     Attributes:
-        is_run: True when the newest token belongs to a run that is decoded as a whole.
-        is_invalid: True when that run is not UTF-8, whatever follows.
-        num_whole: Whole characters of a run that may change.
-        num_open: Bytes of an incomplete character.
+        is_run: True if the newest token belongs to a run that is decoded as a whole.
+        is_invalid: True if the run is not UTF-8, whatever tokens follow.
+        num_whole: Number of complete characters in a run that may change.
+        num_open: Number of bytes in an incomplete character.
     """
 
     def __init__(self, reader: TokenReader) -> None:
@@ -188,11 +188,11 @@ class _Tail:
 
     @property
     def may_change(self) -> bool:
-        """True when a later token may change the text."""
+        """True if a later token may change the text."""
         return self.num_open > 0 or (self.is_run and not self.is_invalid)
 
     def push(self, token: int) -> None:
-        """Add a token with text."""
+        """Add a token that has text."""
         is_run = self._reader.joins(token)
         if is_run != self.is_run:
             self._utf8 = _Utf8(errors="strict" if is_run else "replace")
@@ -209,30 +209,30 @@ class _Tail:
             self.num_open = len(self._utf8.getstate()[0])
 
     def num_held(self, text: str) -> int:
-        """Return the number of characters at the end of a text that stand for an incomplete one."""
+        """Return how many replacement characters at the end of `text` represent an incomplete character."""
         num_replaced = len(text) - len(text.rstrip(REPLACEMENT))
         return min(num_replaced, self._reader.replacements(self.num_open))
 
 
 class StopStrings:
-    """Passes text through up to the first of some stop strings, which may span several pieces."""
+    """Filter that passes text through up to the first stop string, which may span several pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None
-        """The stop string that ended the text."""
+        """Stop string that ended the text."""
 
     def __bool__(self) -> bool:
-        """Return True if there are any."""
+        """Return True if there are stop strings."""
         return bool(self._stops)
 
     def ends_in(self, text: str) -> bool:
-        """Return True if this text would complete a stop string."""
+        """Return True if `text` would complete a stop string."""
         return self.found is None and any(stop in self._held + text for stop in self._stops)
 
     def push(self, text: str) -> str:
-        """Return the text certainly before any stop string; "" once one was found."""
+        """Add text; return the text that is certainly before a stop string, or "" after a stop string."""
         if self.found is not None:
             return ""
         self._held += text
@@ -240,7 +240,7 @@ class StopStrings:
             (position + len(stop), position) for stop in self._stops if (position := self._held.find(stop)) >= 0
         ]
         if positions:
-            stop_end, end = min(positions)  # the one that is complete first, however the text was split
+            stop_end, end = min(positions)  # the stop string that is complete first, however the text was split
             self.found = self._held[end:stop_end]
         else:
             end = len(self._held) - self._begun()
@@ -248,12 +248,12 @@ class StopStrings:
         return new
 
     def finish(self) -> str:
-        """Return the held text: no stop string can be completed any more."""
+        """End the text; return the held text, which can no longer begin a stop string."""
         new, self._held = ("" if self.found is not None else self._held), ""
         return new
 
     def _begun(self) -> int:
-        """Return the length of the longest suffix of the held text that begins a stop string."""
+        """Return the length of the held text's longest suffix that is a prefix of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         ends = range(min(longest, len(self._held)), 0, -1)
         return next((size for size in ends if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)

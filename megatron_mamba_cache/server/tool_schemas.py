@@ -1,4 +1,4 @@
-"""Schemas of tools and tool calls of chat completions."""
+"""Schemas for tools and tool calls in chat completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,16 +32,16 @@ FunctionKind = Annotated[Text, AfterValidator(_function_only), Field(json_schema
 
 
 class ForeignTool(BaseModel):
-    """A tool of a foreign type, which cannot be called here, such as `web_search`."""
+    """Tool of a type that cannot be called here, such as `web_search`."""
 
     type: Text
     cache_control: CacheControl | None = None
 
 
 def own_or_foreign(*own: str) -> Discriminator:
-    """Return the discriminator of tools of these types, or without one, from foreign tools.
+    """Return a discriminator for tools: own tools have one of these types or no type, all others are foreign.
 
-    Errors leave out its tags because they have a hyphen.
+    The tags contain a hyphen, so that `errors.schema_error` removes them from error messages.
     """
 
     def tag(tool: Any) -> str:
@@ -54,18 +54,18 @@ def own_or_foreign(*own: str) -> Discriminator:
 OwnOrForeign = Annotated[
     Annotated[_Own, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")], own_or_foreign("function")
 ]
-"""A function of the request, or a tool of another type."""
+"""Function of the request, or a foreign tool."""
 
 
 def counted_foreign(tools: list[Any]) -> list[Any]:
-    """Count the foreign tools of a list and log a warning."""
+    """Count the foreign tools in a list and log a warning; return the list."""
     foreign = [tool for tool in tools if isinstance(tool, ForeignTool)]
     note_ignored("tools of this type cannot run here", [f"tools.type {tool.type}" for tool in foreign])
     return tools
 
 
 def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
-    """Return the callable tools; a foreign tool's breakpoint moves after the last one."""
+    """Return the callable tools; move a foreign tool's breakpoint to the last callable tool."""
     kept = [tool for tool in tools or () if not isinstance(tool, ForeignTool)]
     foreign = [tool for tool in tools or () if isinstance(tool, ForeignTool)]
     mark = next((tool.cache_control for tool in foreign if tool.cache_control is not None), None)
@@ -75,7 +75,7 @@ def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
 
 
 class Function(BaseModel):
-    """A function that the model may call; `parameters` is a JSON schema. Clients mark it here or on the tool."""
+    """Function that the model may call; `parameters` is a JSON schema. `cache_control` may be here or on the tool."""
 
     model_config = ConfigDict(regex_engine="rust-regex")
 
@@ -87,7 +87,7 @@ class Function(BaseModel):
 
 
 def _nested(found: Any) -> Any:
-    """Return a function, or a choice of one, nested as in chat completions."""
+    """Convert a flat function or function choice to the nested form of chat completions."""
     if not isinstance(found, Mapping) or found.get("type") != "function" or "function" in found or "name" not in found:
         return found
     outer = {name: found[name] for name in ("type", "cache_control") if name in found}
@@ -95,20 +95,20 @@ def _nested(found: Any) -> Any:
 
 
 class Tool(BaseModel):
-    """A tool: always a function."""
+    """Tool that the model may call; always a function."""
 
     type: FunctionKind
     function: Function
     cache_control: CacheControl | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the tool for a chat template."""
+        """Return the tool in the format that chat templates read."""
         hidden: Any = {"cache_control": True, "function": {"cache_control"}}
         return self.model_dump(exclude=hidden, exclude_unset=True, exclude_none=True)
 
     @property
     def mark(self) -> CacheControl | None:
-        """The breakpoint after it."""
+        """The cache breakpoint after this tool."""
         return self.cache_control or self.function.cache_control
 
 
@@ -116,7 +116,7 @@ def _distinct(tools: list[Tool | ForeignTool]) -> list[Tool | ForeignTool]:
     names = [tool.function.name for tool in own_tools(tools)]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise schema_error("repeated_name", f"two tools are named {repeated}; give each a different name")
+        raise schema_error("repeated_name", f"two tools are named {repeated}; give each tool a different name")
     return tools
 
 
@@ -129,20 +129,20 @@ Tools = Annotated[
 
 
 class NamedFunction(BaseModel):
-    """The name of a function."""
+    """Name of the function in a `tool_choice`."""
 
     name: Text
 
 
 class NamedTool(BaseModel):
-    """A `tool_choice` that names a function."""
+    """A `tool_choice` that requires a call to one function."""
 
     type: FunctionKind
     function: NamedFunction
 
 
 class AllowedTools(BaseModel):
-    """A `tool_choice` of some of the tools; the prompt shows all of them."""
+    """A `tool_choice` that allows only some tools; the prompt still shows all tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -154,7 +154,7 @@ class AllowedTools(BaseModel):
 
 
 def _plain_choice(found: Any) -> Any:
-    """Return a choice with `allowed_tools` flattened."""
+    """Return a tool choice with `allowed_tools` flattened."""
     inner = found.get("allowed_tools") if isinstance(found, Mapping) else None
     return {"type": "allowed_tools", **inner} if isinstance(inner, Mapping) else _nested(found)
 
@@ -175,7 +175,7 @@ ToolChoice = Annotated[
 
 
 def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
-    """Return a choice in the form of the responses API."""
+    """Return a tool choice in the format of the responses API."""
     if isinstance(choice, AllowedTools):
         tools = [flat_choice(tool) for tool in own_tools(choice.tools)]
         return {"type": choice.type, "mode": choice.mode, "tools": tools}
@@ -184,15 +184,15 @@ def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTools:
-    """The tools that a reply may call."""
+    """Tools that a reply may call or must call."""
 
     choice: str | NamedTool | None  # "auto", "none", "required", or the tool that must be called
-    tools: Sequence[Mapping[str, Any]]  # in OpenAI's form
-    are_some: bool = False  # True if the request has other tools, which may not be called
+    tools: Sequence[Mapping[str, Any]]  # function definitions in OpenAI's format
+    are_some: bool = False  # True if the request has further tools that may not be called
 
 
 def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[Mapping[str, Any]]) -> ChosenTools:
-    """Return the tools that a choice leaves; raise `ApiError` 400 if it allows one that the request does not have."""
+    """Return the tools that a choice allows; raise `ApiError` 400 if the request lacks an allowed tool."""
     if not isinstance(choice, AllowedTools):
         return ChosenTools(choice, tools)
     allowed = {tool.function.name for tool in own_tools(choice.tools)}
@@ -206,14 +206,14 @@ def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[
 
 
 class CalledFunction(BaseModel):
-    """A function and its arguments as JSON text."""
+    """Name of a called function, and its arguments as JSON text."""
 
     name: Name
     arguments: Text = "{}"
 
 
 class Call(BaseModel):
-    """A call of a tool in an earlier reply."""
+    """Tool call in an earlier reply."""
 
     id: Name | None = None
     type: FunctionKind = "function"
@@ -221,7 +221,7 @@ class Call(BaseModel):
     cache_control: CacheControl | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the call for a chat template."""
+        """Return the call in the format that chat templates read."""
         return called(self.function.name, self.function.arguments, self.id)
 
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: a span for each request, with the GenAI attributes.
+"""OpenTelemetry traces: one span for each request, with the GenAI attributes.
 
-The packages are those of the extra otel. Their own environment variables (`OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`,
-`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_SCHEDULE_DELAY` and so on) apply.
+Requires the extra `otel`. The environment variables of OpenTelemetry's packages apply (`OTEL_SERVICE_NAME`,
+`OTEL_TRACES_SAMPLER`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_SCHEDULE_DELAY` and so on).
 """
 
 import threading
@@ -22,22 +22,22 @@ _CLOSE_S = 3.0
 
 
 class Traces:
-    """Exports spans of requests; this class drops them."""
+    """Exporter of request spans; this base class ignores them."""
 
     def start(self) -> None:
-        """Begin to trace."""
+        """Start tracing."""
 
     def note(self, exchange: Exchange) -> None:
-        """Record the span of a request that has ended; returns at once."""
+        """Record the span of a request that has ended, without waiting for I/O."""
 
     def close(self) -> None:
         """Send the remaining spans within a few seconds."""
 
 
 class ExportedTraces(Traces):
-    """Sends spans to a collector's URL by OTLP over HTTP.
+    """Exporter that sends spans to a collector's URL with OTLP over HTTP.
 
-    A request with a `traceparent` header continues the caller's trace. Probes have no spans.
+    The span of a request with a `traceparent` header joins the caller's trace. Health probes have no spans.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
@@ -47,7 +47,7 @@ class ExportedTraces(Traces):
         self._tracer: Any = None
 
     def start(self) -> None:
-        """Set up the export of spans; raise `MissingExtraError` if the extra otel is not installed."""
+        """Set up the export of spans; raise `MissingExtraError` if the extra `otel` is not installed."""
         require_extra("otel", "--otlp-traces-endpoint")
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -90,7 +90,7 @@ class ExportedTraces(Traces):
 
 
 def _attributes(exchange: Exchange, operation: str | None, model_name: str) -> dict[str, Any]:
-    """Return a span's HTTP and model attributes."""
+    """Return the HTTP and GenAI attributes for a request's span."""
     found: dict[str, Any] = {
         "http.request.method": exchange.method,
         "url.path": exchange.path,

@@ -1,4 +1,4 @@
-"""Exact tokens of earlier texts: a reply's text may tokenize differently."""
+"""Exact tokens of earlier texts; tokenizing a reply's text may give different tokens."""
 
 import threading
 from array import array
@@ -15,23 +15,23 @@ _CHARACTER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A text and its exact tokens."""
+    """Text of a prompt and reply, with its exact tokens."""
 
     text: str
     token_ids: tuple[int, ...]
 
 
 class _Key(NamedTuple):
-    kind: tuple[str, bool | None]  # a tenant's salt, and which special tokens were added
+    kind: tuple[str, bool | None]  # (the tenant's salt, argument `adds`)
     text: str
 
 
 class Transcripts:
-    """A thread-safe LRU map from text to tokens, of at most `max_bytes` for each API key.
+    """Thread-safe LRU cache from text to tokens, with at most `max_bytes` for each API key.
 
-    An entry serves every later prompt of its tenant that begins with its text: a conversation's next turn, if the
-    template renders the earlier messages as before. If it rewrites them, by dropping reasoning or trimming replies, the
-    text is tokenized from the end of an entry that still matches, or from the start.
+    A later prompt of the same tenant reuses the longest entry that it begins with; only the rest is tokenized. A
+    conversation's next turn begins with an entry if the template renders the earlier messages unchanged, and not if it
+    drops reasoning or trims replies.
     """
 
     def __init__(self, max_bytes: int, max_entries: int = _MOST_ENTRIES) -> None:
@@ -42,7 +42,9 @@ class Transcripts:
         self._lock = threading.Lock()
 
     def longest(self, tenant: Tenant, text: str, adds: bool | None = None) -> Transcript | None:
-        """Return the tenant's longest entry that begins `text`, with equal special tokens; None without one."""
+        """Return the tenant's longest entry that is a prefix of `text`, for the same `adds`; None if there is none.
+
+        `adds` is True if special tokens were added, False if not, None for the tokenizer's default."""
         with self._lock:
             entries = self._entries.get(tenant.owner, OrderedDict())
             kind = (tenant.salt, adds)
@@ -54,7 +56,7 @@ class Transcripts:
             return Transcript(key.text, tuple(entries[key]))
 
     def remember(self, tenant: Tenant, text: str, token_ids: Sequence[int], adds: bool | None = None) -> None:
-        """Store the tokens of a non-empty text unless they exceed the whole limit."""
+        """Store the tokens of a non-empty text, unless they exceed `max_bytes` alone."""
         key, tokens = _Key((tenant.salt, adds), text), array("q", token_ids)
         size = _size(key, tokens)
         if not text or size > self._max_bytes:
@@ -68,7 +70,7 @@ class Transcripts:
                 self._drop(tenant.owner, next(iter(entries)))
 
     def num_bytes(self, owner: str) -> int:
-        """Return the size of an owner's entries, as counted against the limit."""
+        """Return the total size of an owner's entries, as counted against `max_bytes`."""
         return self._bytes.get(owner, 0)
 
     def _drop(self, owner: str, key: _Key) -> None:

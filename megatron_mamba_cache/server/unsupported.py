@@ -1,7 +1,7 @@
-"""Unsupported fields of OpenAI's and vLLM's requests, and their neutral values.
+"""Unsupported request fields of OpenAI's and vLLM's APIs, and their neutral values.
 
-To support a field, remove its entry here and add it to a schema. Fields that cannot change a reply are ignored and
-counted: those that name a client, a user or a session, and those that only ask for speed.
+To support a field, remove its entry here and add the field to a schema. Fields that cannot change a reply are ignored
+and counted: names of a client, user or session, and fields that only affect speed.
 """
 
 import json
@@ -16,14 +16,14 @@ from pydantic_core import PydanticCustomError
 
 logger = logging.getLogger(__name__)
 
-_MOST_NAMES = 1000  # names are the clients' own
+_MOST_NAMES = 1000  # limit on the number of names, because clients choose them
 
 _counts: Counter[tuple[str, str]] = Counter()
 _lock = threading.Lock()
 
 
 def note_ignored(reason: str, names: Iterable[str]) -> None:
-    """Count ignored parts of a request, for one reason; log each at counts of 1, 10, 100 and so on."""
+    """Count request fields that are ignored for a reason; log each name at counts 1, 10, 100 and so on."""
     with _lock:
         counts = {}
         for name in dict.fromkeys(names):
@@ -39,38 +39,38 @@ def note_ignored(reason: str, names: Iterable[str]) -> None:
 
 
 REFUSED = "unsupported_field"
-"""Type of a refusal among pydantic's errors; its context names the field."""
+"""Error type of a refusal among pydantic's errors; the error's context names the field."""
 
 
 def schema_error(kind: LiteralString, sentence: str, field: str | None = None) -> PydanticCustomError:
-    """Return an error that `errors.schema_error` reports with this sentence."""
+    """Return a pydantic error that `errors.schema_error` reports with this sentence."""
     named = {} if field is None else {"field": field}
     return PydanticCustomError(kind, "{sentence}", {**named, "sentence": sentence})
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Accepted values of an unsupported field, and the refusal of others."""
+    """Values that are accepted for an unsupported field, and the refusal of all other values."""
 
-    neutral: tuple[Any, ...] = ()  # values without effect, in addition to null
-    instead: str = ""  # the alternative to send; "" derives it from `neutral`
-    items: tuple[str, ...] = ()  # texts without effect in a field that is a list
+    neutral: tuple[Any, ...] = ()  # accepted values, in addition to null
+    instead: str = ""  # remedy in the refusal; "" derives it from `neutral`
+    items: tuple[str, ...] = ()  # accepted items if the field is a list
 
     def takes(self, value: Any) -> bool:
-        """Return True if a value has no effect."""
+        """Return True if a value is accepted because it has no effect."""
         if isinstance(value, list) and self.items:
             return all(item in self.items for item in value)
         return value is None or any(_is_same(value, neutral) for neutral in self.neutral)
 
     def refusal(self, name: str) -> str:
-        """Return the sentence that refuses the field."""
+        """Return the error message for a value that is not accepted."""
         instead = self.instead or " or ".join(
             ["leave it out", *(f"send {json.dumps(value)}" for value in self.neutral[:1])]
         )
         return f"`{name}` is not supported by this server; {instead}"
 
     def schema(self, name: str) -> dict[str, Any]:
-        """Return the JSON schema of the accepted values."""
+        """Return the JSON schema for the accepted values."""
         accepted: dict[str, Any] = {"enum": [None, *self.neutral]}
         if self.items:
             accepted = {"anyOf": [accepted, {"type": "array", "items": {"enum": [*self.items]}}]}
@@ -99,7 +99,7 @@ COMMON: Table = {
     "guided_decoding_backend": _NOTHING,
     "guided_whitespace_pattern": _NOTHING,
     "structural_tag": _NOTHING,
-    "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text here
+    "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text in this server
     "truncate_prompt_tokens": _NOTHING,
     "truncation_side": _NOTHING,
     "priority": Unsupported((0,)),
@@ -113,10 +113,10 @@ STRUCTURED_OUTPUTS: Table = {
     "whitespace_pattern": _NOTHING,
     "disable_any_whitespace": _OFF,
     "disable_additional_properties": _OFF,
-    "disable_fallback": Unsupported((False, True)),  # there is one backend
+    "disable_fallback": Unsupported((False, True)),  # this server has only one backend
 }
 
-_TEMPLATE = Unsupported(instead="leave it out: the chat template is the model directory's")
+_TEMPLATE = Unsupported(instead="leave it out; the server always uses the chat template in the model's directory")
 
 COMPLETION: Table = {**COMMON, "suffix": Unsupported(("",)), "prompt_embeds": _NOTHING}
 
@@ -152,13 +152,13 @@ LABELS = frozenset(
         *("prompt_cache_retention", "prediction"),
     }
 )
-"""Fields that do not change a reply, as do all names ending with "metadata"."""
+"""Fields that do not change a reply; names that end with "metadata" are treated the same."""
 
 
 def without_labels(labels: Collection[str], known: Container[str], fields: Any) -> Any:
-    """Count fields that cannot change a reply, and drop those that no schema has.
+    """Count the fields that cannot change a reply, and remove those that the schema does not have.
 
-    `labels` are their names, and `known` the names of all fields of the schema. Without labels, nothing is dropped.
+    `labels` are the names of such fields; `known` are the schema's field names. Without labels, nothing is removed.
     """
     if not labels or not isinstance(fields, Mapping):
         return fields
@@ -168,7 +168,7 @@ def without_labels(labels: Collection[str], known: Container[str], fields: Any) 
 
 
 def without_unsupported(table: Table, fields: Any) -> Any:
-    """Return an object without the fields of a table; refuse the first of them that has an effect."""
+    """Return the fields that are not in `table`; raise an error if a field in it has an effect."""
     if not isinstance(fields, Mapping):
         return fields
     for name, value in fields.items():
@@ -178,12 +178,12 @@ def without_unsupported(table: Table, fields: Any) -> Any:
 
 
 def schema_with(table: Table, labels: Collection[str], schema: dict[str, Any]) -> None:
-    """Add the fields of a table, and those that are ignored, to a request's JSON schema."""
+    """Add the fields in `table`, and the ignored fields, to a request's JSON schema."""
     ignored = {"default": None, "description": "Accepted, without effect."}
     schema["properties"] |= {name: ignored for name in sorted(labels) if name not in schema["properties"]}
     schema["properties"] |= {name: row.schema(name) for name, row in table.items()}
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Return True if two values are equal in JSON, where false is not 0."""
+    """Return True if two values are equal in JSON, which distinguishes false from 0."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

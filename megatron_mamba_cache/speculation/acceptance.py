@@ -103,7 +103,9 @@ class Acceptance:
             ValueError: If more tokens were accepted than drafted, or a number is negative.
         """
         if not 0 <= num_accepted <= num_drafted:
-            raise ValueError(f"need 0 <= num_accepted <= num_drafted, found {num_accepted} of {num_drafted}")
+            raise ValueError(
+                f"need 0 <= num_accepted <= num_drafted, found num_accepted={num_accepted}, num_drafted={num_drafted}"
+            )
         num_tried = min(num_accepted + 1, num_drafted)
         kept = self._keep**num_tried
         self._right = kept * self._right + num_accepted

@@ -51,9 +51,7 @@ class DraftPlanner:
                 f"has {vocab_size}; give a draft model with the same vocabulary, padded to the same size"
             )
         self.max_drafts = max_drafts
-        self.reads_hidden_states = isinstance(
-            drafter, ReadsHiddenStates
-        )  # cached, because isinstance with a protocol is slow
+        self.reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # cached, because this check is slow
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
@@ -236,10 +234,10 @@ class NoDrafts:
     max_drafts, reads_hidden_states = 0, False
 
     def warmup(self) -> None:
-        """Compile nothing."""
+        """Do nothing."""
 
     def capture_if_wanted(self, prepare: Callable[[], None]) -> None:
-        """Capture nothing."""
+        """Do nothing."""
 
     def check_weights(self) -> None:
         """Do nothing."""
@@ -252,7 +250,7 @@ class NoDrafts:
         return [0] * len(requests)
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
-        """Decide nothing."""
+        """Do nothing."""
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
         """Return True."""
@@ -263,13 +261,13 @@ class NoDrafts:
         return [Draft()] * len(limits)
 
     def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
-        """Count nothing."""
+        """Do nothing."""
 
     def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def forget(self, request_id: int) -> None:
-        """Forget nothing."""
+        """Do nothing."""

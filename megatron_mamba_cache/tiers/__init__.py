@@ -1,1 +1,1 @@
-"""Memory below the device: pinned host memory, disk files, and the threads that copy."""
+"""Host and disk tiers of the cache: pinned memory, files, and copy threads."""

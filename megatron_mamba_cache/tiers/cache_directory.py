@@ -1,7 +1,7 @@
-"""The directory of the disk tier: its entries, its generation, and the lock of the servers that use it.
+"""Directory for the disk tier: entries, generation, and a lock for the servers that use it.
 
-    DIR/<identity>/generation          how often its entries were flushed, in digits
-    DIR/<identity>/lock                held by each server that uses it
+    DIR/<identity>/generation          number of flushes so far, as decimal text
+    DIR/<identity>/lock                shared lock of all servers that use the directory
     DIR/<identity>/<generation>/<rank of ranks>/   entries
 
 An entry's keys contain the generation, so entries of earlier generations are never found. Directories have mode 0700.
@@ -25,12 +25,12 @@ _IDENTITY_DIGITS = 64
 
 
 class CacheDirectory:
-    """One rank's share of a cache directory, while a server uses it.
+    """One rank's part of a cache directory that a server is using.
 
     Args:
-        base: The directory of the setting; created if it does not exist.
-        form: The format of entries; its digest names the subdirectory of this model and weights.
-        part: Names this rank among those of the model.
+        base: Directory given by `disk_cache_dir`; created if it does not exist.
+        form: Format of the entries; its digest is the name of the subdirectory for this model and its weights.
+        part: Name of this rank's part, unique among the ranks of the model.
 
     Raises:
         CacheError: If the directory cannot be created or written.
@@ -50,13 +50,13 @@ class CacheDirectory:
 
     @property
     def entries(self) -> Path:
-        """Directory of this generation's entries."""
+        """Directory that contains the entries of this generation."""
         return self._home / str(self.generation) / self._part
 
     def open(self, generation: int) -> list[EntryName]:
-        """Use a generation, at least the known one, and return its entries, oldest first.
+        """Switch to `generation`, or to a later known generation; return its entries, oldest first.
 
-        Removes earlier generations; from then on, durably, none of them is used.
+        Earlier generations are removed and, even after a crash, never used again.
 
         Raises:
             CacheError: If the directory cannot be written.
@@ -71,29 +71,29 @@ class CacheDirectory:
             return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
 
     def next_generation(self) -> int:
-        """Return a generation that was never used."""
+        """Return a generation number that was never used."""
         with _explained(self._base):
             return max(self.generation, self.known_generation()) + 1
 
     def shared_entries(self) -> list[EntryName]:
-        """Return the entries on disk now, written by any server; oldest first."""
+        """Return the current entries on disk from all servers, oldest first."""
         with contextlib.suppress(OSError):
             return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
         return []
 
     def changed_at(self) -> int | None:
-        """Return when a file was last added or removed, in the file system's nanoseconds; None if unknown."""
+        """Return the directory's modification time in nanoseconds; None if unknown."""
         with contextlib.suppress(OSError):
             return os.stat(self.entries).st_mtime_ns
         return None
 
     def remove_unused(self, limit: int) -> None:
-        """Remove entries of other models or weights, least recently used first, until the directory is within a limit.
+        """Remove entries for other models or weights until the directory is within a limit.
 
-        Directories that another server uses now are kept.
+        The least recently used entries are removed first. Directories that another server is using are kept.
 
         Args:
-            limit: Bytes of the whole directory.
+            limit: Maximum size of the whole directory in bytes.
         """
         with contextlib.suppress(OSError):
             others = [found for found in self._base.iterdir() if found != self._home and _is_identity(found.name)]
@@ -107,13 +107,13 @@ class CacheDirectory:
                     total -= sizes[found]
 
     def close(self) -> None:
-        """Release the lock, so that other servers may remove the directory."""
+        """Release the lock, after which other servers may remove the directory."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def known_generation(self) -> int:
-        """Return the latest generation that any server has used, from the names of directories if its file is lost."""
+        """Return the latest generation used by any server, derived from directory names if the file is lost."""
         with _explained(self._base):
             used = list(self._generations())
             with contextlib.suppress(FileNotFoundError, ValueError):
@@ -121,11 +121,11 @@ class CacheDirectory:
         return max(used, default=0)
 
     def _generations(self) -> dict[int, Path]:
-        """Return the directories of generations by their numbers."""
+        """Return the directory of each generation, keyed by its number."""
         return {int(found.name): found for found in self._home.iterdir() if found.name.isdecimal()}
 
     def _set_generation(self, generation: int) -> None:
-        """Write the generation durably, unless a later one is known by now."""
+        """Write the generation durably, unless a later generation is already stored."""
         file = self._home / "generation"
         with _opened(self._home / "generation.lock", os.O_RDWR | os.O_CREAT) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Copies between a rank's device and host memory, by threads with CUDA streams of their own."""
+"""Copy between a rank's device and host memory in threads with separate CUDA streams."""
 
 import logging
 import threading
@@ -18,9 +18,9 @@ _LEAST_TOKENS = 256
 
 
 class MeasuredTimes:
-    """Keeps the shortest time per byte of each lane and per prompt token; ignores small copies and steps.
+    """Shortest measured times per byte for each lane and per prompt token, without small copies and steps.
 
-    An unmeasured direction counts as being as fast as the opposite one.
+    If only one direction was measured, the opposite direction is assumed to be equally fast.
     """
 
     def __init__(self) -> None:
@@ -28,17 +28,17 @@ class MeasuredTimes:
         self._token_s: float | None = None
 
     def note_copy(self, lane: Lane, num_bytes: int, seconds: float) -> None:
-        """Record a finished copy."""
+        """Record the time of a finished copy."""
         if num_bytes >= _LEAST_BYTES:
             self._byte_s[lane] = min(seconds / num_bytes, self._byte_s.get(lane, float("inf")))
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record a step that computed only prompt tokens."""
+        """Record the time of a step that processed only prompt tokens."""
         if num_tokens >= _LEAST_TOKENS:
             self._token_s = min(seconds / num_tokens, self._token_s or float("inf"))
 
     def times(self, block_bytes: int, state_bytes: int) -> CopyTimes | None:
-        """Return the copy times of a block and a state of these sizes; None before the first copy and prefill."""
+        """Return the copy times for a block and a state with these sizes; None before the first copy and prefill."""
         copy, read = self._of_either(Lane.TO_DEVICE, Lane.TO_HOST), self._of_either(Lane.FROM_DISK, Lane.TO_DISK)
         if copy is None or self._token_s is None:
             return None
@@ -64,14 +64,14 @@ _MOST_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Contiguous bytes to copy, with their offsets on both sides."""
+    """Contiguous range of bytes to copy, with its offset on both sides."""
 
     source: int
     target: int
     num_bytes: int
 
     def cut(self, first: int, most: int) -> "Iterator[Piece]":
-        """Yield parts: the first of up to `first` bytes, the others of up to `most`."""
+        """Split the range into a part of at most `first` bytes and further parts of at most `most` bytes."""
         begin, end = 0, min(first, self.num_bytes)
         while begin < self.num_bytes:
             yield Piece(self.source + begin, self.target + begin, end - begin)
@@ -80,17 +80,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Bytes of a block and of a state; on both sides unit n begins at n times its size."""
+    """Sizes of a block and a state in bytes; on both sides, unit n starts at n times its size."""
 
     block: int
     state: int
 
     def bytes_of(self, order: CopyOrder) -> int:
-        """Return the bytes of a copy."""
+        """Return the size of a copy in bytes."""
         return len(order.blocks) * self.block + len(order.states) * self.state
 
     def pieces(self, order: CopyOrder) -> Iterator[Piece]:
-        """Yield the pieces of a copy, consecutive units merged."""
+        """Yield the byte ranges of a copy, with consecutive units merged."""
         yield from _merged(order.blocks, self.block)
         yield from _merged(order.states, self.state)
 
@@ -100,13 +100,13 @@ Work = Callable[[CopyOrder], float | None]
 
 
 class CopyLanes:
-    """A thread for each lane; implements `Copies`. A copy that raises has failed, and is logged.
+    """Implementation of `Copies` with one thread per lane; a copy that raises is logged and fails.
 
     Args:
-        works: Makes the copies of each lane, in the lane's thread.
-        before: Called in the caller's thread for each order, right before it starts.
-        sizes: Sizes of the copied units.
-        times: Records how long copies take.
+        works: For each lane, the function that copies, called in the lane's thread.
+        before: Function called for each order in the caller's thread, immediately before the order starts.
+        sizes: Sizes of the units to copy.
+        times: Recorder for copy times.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class CopyLanes:
         del self._statuses[number]
 
     def close(self) -> None:
-        """End the threads after all started copies."""
+        """Finish all started copies, then end the threads."""
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:
@@ -171,16 +171,16 @@ class CopyLanes:
 
 
 class DeviceCopies:
-    """Copies between device and host on two CUDA streams, one for each direction.
+    """Copies between device and host memory on two CUDA streams, one for each direction.
 
     Args:
-        device, host: [bytes] uint8; for a CUDA device the host's is pinned, by calls that each cover whole parts of
-            `PART_BYTES`.
+        device, host: [bytes] uint8. For a CUDA device, the host memory is pinned, with each call covering whole parts
+            of `PART_BYTES`.
 
-    A step's own small copies share a copy engine with these and wait for submitted ones, so few bytes are submitted at
-    a time. A request waits for a restore, but for no write: a write pauses as long as it copies, which leaves half of
-    the bus and of the engine to the steps. Parts end at multiples of their size in the host's memory: CUDA refuses a
-    copy across the end of one pinned range.
+    Small copies of a step use the same copy engine and wait for copies that were submitted earlier, so only few bytes
+    are submitted at a time. Requests wait for restores, but not for writes. Therefore a write pauses after each part
+    for as long as the part took, which leaves half of the bus and copy engine to the steps. Parts end at multiples of
+    their size in host memory, because CUDA rejects a copy across the end of a pinned range.
     """
 
     def __init__(self, device: Tensor, host: Tensor, sizes: UnitSizes) -> None:
@@ -192,19 +192,19 @@ class DeviceCopies:
         self._streams = {lane: torch.cuda.Stream(device.device) for lane in lanes} if device.is_cuda else {}
 
     def works(self) -> dict[Lane, Work]:
-        """Return the copy functions of the two lanes."""
+        """Return the copy functions for the two lanes."""
         return {
             Lane.TO_HOST: lambda order: self._copy(order, self._device, self._host),
             Lane.TO_DEVICE: lambda order: self._copy(order, self._host, self._device),
         }
 
     def note_launched(self, order: CopyOrder) -> None:
-        """Make a copy wait for the work launched on the device so far."""
+        """Make a copy wait for all work launched on the device so far."""
         if order.lane in self._streams:
             event = self._launched[order.number] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device.device))
 
-    @torch.inference_mode()  # the memory may have been allocated in it
+    @torch.inference_mode()  # the memory may have been allocated in inference mode
     def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> float:
         stream, paused = self._streams.get(order.lane), 0.0
         if stream is None:
@@ -221,7 +221,7 @@ class DeviceCopies:
         return paused
 
     def _copy_parts(self, order: CopyOrder, source: Tensor, target: Tensor) -> Iterator[None]:
-        """Copy part by part; yield after each."""
+        """Copy one part at a time; yield after each part."""
         for piece in self._sizes.pieces(order):
             on_host = piece.target if target is self._host else piece.source
             for part in piece.cut(PART_BYTES - on_host % PART_BYTES, PART_BYTES):
@@ -231,16 +231,16 @@ class DeviceCopies:
 
 
 def _submit(parts: Iterator[None]) -> None:
-    """Submit parts to the current stream while few are in flight."""
+    """Submit parts to the current stream, with a limited number in flight."""
     submitted = deque([torch.cuda.Event() for _ in range(_MOST_IN_FLIGHT)])
     for _ in parts:
         submitted.rotate(-1)
         submitted[-1].record()
-        submitted[0].synchronize()  # the part before; an event never recorded counts as reached
+        submitted[0].synchronize()  # wait for the previous part; an unrecorded event counts as reached
 
 
 def _pause_between(parts: Iterator[None], stream: torch.cuda.Stream) -> float:
-    """Submit parts one by one, each after a pause as long as the part before took; return the seconds paused."""
+    """Submit parts with pauses as long as the copies; return the total pause in seconds."""
     began, paused = time.perf_counter(), 0.0
     for _ in parts:
         stream.synchronize()
@@ -252,7 +252,7 @@ def _pause_between(parts: Iterator[None], stream: torch.cuda.Stream) -> float:
 
 
 def _merged(pairs: IndexPairs, num_bytes: int) -> Iterator[Piece]:
-    """Yield one piece for each run of pairs that are consecutive on both sides; none for units without bytes."""
+    """Yield one byte range for each run of pairs that is consecutive on both sides; nothing for empty units."""
     if not num_bytes:
         return
     run: list[tuple[int, int]] = []

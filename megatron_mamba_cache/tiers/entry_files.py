@@ -1,7 +1,7 @@
-"""The files of resumable boundaries: names, format, writing and reading.
+"""Files with cached states and KV blocks: names, format, writing and reading.
 
-A file is a header, the state, the KV blocks in the order of the text, and the SHA-256 digest of all that. It is written
-under a temporary name and renamed once it is complete.
+A file contains a header, the state, the KV blocks in text order, and the SHA-256 digest of these bytes. It is written
+under a temporary name and renamed when it is complete.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})-([0-9]{1,9})-([0-9]{1,9})\.bo
 
 
 class BrokenEntryError(Exception):
-    """Raised when a file's content is not the entry that its name says."""
+    """Raised when the content of a file does not match the entry in its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryForm:
-    """The common format of all entries of a directory.
+    """Format shared by all entries in a directory.
 
     Args:
-        identity: Digest of everything but the tokens that their bytes depend on.
-        state_bytes, block_bytes: Sizes of a state and of a KV block.
+        identity: Digest of everything that determines the stored bytes, apart from the tokens.
+        state_bytes, block_bytes: Sizes of a state and a KV block in bytes.
     """
 
     identity: bytes
@@ -43,15 +43,15 @@ class EntryForm:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of a file without its blocks."""
+        """Size of a file without its blocks, in bytes."""
         return _HEADER.size + self.state_bytes + _DIGEST_BYTES
 
     def size_of(self, name: EntryName) -> int:
-        """Return the bytes of an entry's file."""
+        """Return the size of an entry's file in bytes."""
         return self.entry_bytes + name.num_blocks * self.block_bytes
 
     def header(self, name: EntryName) -> bytes:
-        """Return the header of an entry's file."""
+        """Return the header for an entry's file."""
         key, anchor = (number.to_bytes(_KEY_BYTES, "big") for number in (name.key, name.anchor))
         sizes = (name.depth, name.num_blocks, self.state_bytes, self.block_bytes)
         return _HEADER.pack(_MAGIC, self.identity, key, anchor, *sizes)
@@ -63,7 +63,7 @@ def file_name(name: EntryName) -> str:
 
 
 def entry_name(text: str) -> EntryName | None:
-    """Parse a file's name; None if it names no entry."""
+    """Parse a file name; return None if it does not name an entry."""
     found = _NAME.fullmatch(text)
     if found is None:
         return None
@@ -74,7 +74,7 @@ def entry_name(text: str) -> EntryName | None:
 def write_entry(
     directory: Path, name: EntryName, form: EntryForm, state: memoryview, blocks: Iterable[memoryview]
 ) -> None:
-    """Write an entry's file; raise `OSError`, and leave nothing, if that fails."""
+    """Write an entry's file; on failure, remove the partial file and raise `OSError`."""
     unfinished = directory / f"{name.key:064x}.{os.getpid()}{_UNFINISHED}"
     digest = hashlib.sha256()
     try:
@@ -93,20 +93,20 @@ def write_entry(
 def read_entry(
     directory: Path, name: EntryName, form: EntryForm, state: memoryview | None, blocks: Mapping[int, memoryview]
 ) -> None:
-    """Read an entry's file into memory, and check all of it.
+    """Read an entry's file into memory and verify its digest.
 
     Args:
-        state: Receives the state; None to skip it.
-        blocks: Receive blocks, by their number in the text; others are skipped.
+        state: Buffer for the state; None to skip it.
+        blocks: Buffers for blocks, keyed by block index in the text; other blocks are skipped.
 
     Raises:
-        BrokenEntryError: If it is another entry than its name says, or its bytes have changed; ignore the memory then.
-        OSError: If it cannot be read.
+        BrokenEntryError: If the content is another entry or is corrupt; the buffers are then invalid.
+        OSError: If the file cannot be read.
     """
     digest = hashlib.sha256()
     with open(directory / file_name(name), "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != form.size_of(name):
-            raise BrokenEntryError(f"{file.name} has another size than {form.size_of(name)} bytes")
+            raise BrokenEntryError(f"{file.name} does not have the expected size of {form.size_of(name)} bytes")
         header = memoryview(bytearray(_HEADER.size))
         spare = memoryview(bytearray(max(form.state_bytes if state is None else 0, form.block_bytes)))
         first = name.depth - name.num_blocks
@@ -122,16 +122,16 @@ def read_entry(
 
 
 def entries_in(directory: Path, form: EntryForm, unfinished_before: float) -> list[EntryName]:
-    """Return a directory's entries, oldest first, and remove all other files.
+    """Return the entries in a directory, oldest first; remove all other files.
 
     Args:
-        unfinished_before: Unfinished files changed before this time, in seconds since the epoch, are removed too; later
-            ones may belong to another server.
+        unfinished_before: Time in seconds since the epoch; unfinished files that were last modified earlier are
+            removed. Newer files may belong to another server.
     """
     found: list[tuple[int, str, EntryName]] = []
     with os.scandir(directory) as files:
         for file in files:
-            with contextlib.suppress(FileNotFoundError):  # another server has removed it
+            with contextlib.suppress(FileNotFoundError):  # another server has removed the file
                 known = file.stat(follow_symlinks=False)
                 name = entry_name(file.name)
                 if name is not None and file.is_file(follow_symlinks=False) and known.st_size == form.size_of(name):
@@ -144,7 +144,7 @@ def entries_in(directory: Path, form: EntryForm, unfinished_before: float) -> li
 
 
 def remove_entries(directory: Path, names: Sequence[EntryName]) -> None:
-    """Remove the files of entries, if they exist."""
+    """Remove the files of entries; ignore missing files."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             (directory / file_name(name)).unlink()
@@ -159,5 +159,5 @@ def _read_all(file: int, target: memoryview) -> None:
     while len(target):
         count = os.readv(file, [target])
         if not count:
-            raise BrokenEntryError("a file ends before its content does")
+            raise BrokenEntryError("the file is shorter than its content")
         target = target[count:]

@@ -1,4 +1,4 @@
-"""The host's available memory, and the number of processes that share it."""
+"""Find the host's available memory and the number of processes that share it."""
 
 import os
 from contextlib import suppress
@@ -10,12 +10,12 @@ _CGROUP_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def processes_of_host() -> int:
-    """Return how many processes share this host's memory for the tier: those that torchrun started on it."""
+    """Return the number of processes that torchrun started on this host, which share its memory."""
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def available_bytes() -> int:
-    """Return the memory that this process could allocate, by the limits of the host and of its container."""
+    """Return the number of bytes that this process can allocate under the limits of the host and its container."""
     found = []
     for line in _MEMORY_INFO.read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""The host's memory for cached boundaries, laid out like the device's slabs, and its copies to and from disk."""
+"""Host memory for cached states and KV blocks, with the device's slab layout, and its copies to disk."""
 
 import contextlib
 import mmap
@@ -26,14 +26,14 @@ _PINNED_AT_ONCE = 1024 * PART_BYTES
 
 
 class HostMemory:
-    """One rank's memory of the host tier; outlives the device's memory, which a suspended engine releases.
+    """One rank's memory for the host tier, which a suspended engine keeps.
 
     Args:
-        num_slabs: The same on all ranks of the model.
-        slab: How the device's slabs are cut.
-        unit: Bytes that this rank stores of a state and of a block.
-        rule: Eviction rule of states on the host.
-        device: For a CUDA device, pages are pinned, near it if the host reports its NUMA node.
+        num_slabs: Number of slabs, equal on all ranks of the model.
+        slab: Layout of the device's slabs.
+        unit: Sizes in bytes of this rank's part of a state and of a block.
+        rule: Eviction rule for states in host memory.
+        device: If this is a CUDA device, pages are pinned, on the device's NUMA node if it is known.
 
     Raises:
         CacheCapacityError: If the memory cannot be allocated or pinned.
@@ -60,11 +60,11 @@ class HostMemory:
         self.pools = CachePools.over(space, rule, block_size=block_size)
 
     def copies(self, device: Tensor, directory: Callable[[], CacheDirectory] | None) -> CopyLanes:
-        """Return the copy threads between a device's memory, this one, and a directory.
+        """Return the threads that copy between device memory, this host memory, and the disk.
 
         Args:
-            device: [bytes] uint8, cut into the same slabs.
-            directory: Returns the current directory; None if there is no disk tier.
+            device: [bytes] uint8, with the same slab layout.
+            directory: Function that returns the current directory; None without a disk tier.
         """
         sizes = UnitSizes(self.block_bytes, self.slot_bytes)
         by_device = DeviceCopies(device, self.bytes, sizes)
@@ -75,7 +75,7 @@ class HostMemory:
         return CopyLanes(by_device.works() | by_disk.works(), notes, sizes, self.times)
 
     def flush(self) -> None:
-        """Drop everything; no copy may be in flight."""
+        """Drop all entries; no copy may be in flight."""
         self.pools.slots.flush()
         self.pools.kv.flush()
 
@@ -93,7 +93,7 @@ def _allocated(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Return whole pages of zeros, [bytes] uint8; huge pages if the host has them."""
+    """Allocate whole zeroed pages, [bytes] uint8, as huge pages if the host supports them."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes)
@@ -103,12 +103,12 @@ def _pages(num_bytes: int) -> Tensor:
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
-    """Touch and register memory, piece by piece, from a CPU near the device."""
+    """Touch and pin memory piece by piece, from a CPU on the device's NUMA node."""
     allowed = os.sched_getaffinity(0)
     near = _cpus_near(device) & allowed
     try:
         if near:
-            os.sched_setaffinity(0, near)  # a page is allocated near the CPU that touches it first
+            os.sched_setaffinity(0, near)  # a page is allocated on the NUMA node of the first CPU that touches it
         for piece in memory.split(_PINNED_AT_ONCE):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
     finally:
@@ -137,10 +137,10 @@ def _range_of(part: str) -> range:
 
 
 class DiskCopies:
-    """Copies entries between host memory, [bytes] uint8, and disk.
+    """Copies of entries between host memory, [bytes] uint8, and disk.
 
     Args:
-        directory: Returns the current directory: it changes with the weights.
+        directory: Function that returns the current directory, which changes with the weights.
     """
 
     def __init__(self, host: Tensor, sizes: UnitSizes, directory: Callable[[], CacheDirectory]) -> None:
@@ -154,7 +154,7 @@ class DiskCopies:
         return {Lane.TO_DISK: self._write_or_remove, Lane.FROM_DISK: self._read}
 
     def note_started(self, order: CopyOrder) -> None:
-        """Bind a copy to the current generation, even if it is flushed before the copy is made."""
+        """Bind a copy to the current generation, even if a flush happens before the copy runs."""
         if order.files:
             directory = self._directory()
             self._homes[order.number] = directory.entries, directory.form

@@ -18,7 +18,7 @@ def bookkeeping(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("space", ["split", "slabs"])
 @pytest.mark.parametrize("depth", [1, 32, 500])
-def test_pools_are_full_of_unreferenced_chains(bookkeeping: ModuleType, space: str, depth: int) -> None:
+def test_benchmark_pools_are_full_of_unreferenced_blocks(bookkeeping: ModuleType, space: str, depth: int) -> None:
     pools, chains = bookkeeping._full_pools(1000, depth, bookkeeping.Setting(space, "cost"))
     num_in_last_slab = 8 if space == "slabs" else 0  # 1,000 blocks in slabs of 24
     assert sum(map(len, chains)) == pools.kv.num_cached == 1000
@@ -29,7 +29,7 @@ def test_pools_are_full_of_unreferenced_chains(bookkeeping: ModuleType, space: s
     pools.space.check_integrity()
 
 
-def test_every_operation_has_a_figure_for_both_pools(bookkeeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operation_is_measured_for_both_pools(bookkeeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bookkeeping, "POOL_SIZES", (1000,))
     monkeypatch.setattr(bookkeeping, "SLOT_POOL_SIZES", (1000,))
     split, slabs = (bookkeeping._of_space(space) for space in bookkeeping.SPACES)
@@ -37,13 +37,13 @@ def test_every_operation_has_a_figure_for_both_pools(bookkeeping: ModuleType, mo
     assert all(figure.microseconds > 0 for figure in (*split, *slabs))
 
 
-def test_new_chains_evict_old_ones(bookkeeping: ModuleType) -> None:
+def test_new_prefixes_evict_old_prefixes(bookkeeping: ModuleType) -> None:
     for space in bookkeeping.SPACES:
         calls = list(bookkeeping._new_chains(1000, bookkeeping.Setting(space, "lru"), 32))
         assert len(calls) == 125 and all(len(call) == 33 for call in calls)
 
 
-def test_eviction_is_reported_with_its_block_and_state_shares(bookkeeping: ModuleType) -> None:
+def test_eviction_time_is_split_into_blocks_and_states(bookkeeping: ModuleType) -> None:
     costs = {
         "allocate(1), evicting, chains of 1": 2.0,
         "allocate(1), evicting, chains of 4": 3.0,
@@ -69,7 +69,7 @@ def test_eviction_is_reported_with_its_block_and_state_shares(bookkeeping: Modul
 
 
 @pytest.mark.parametrize("text_len", [1, 4])
-def test_pools_of_two_commits_serve_the_same_requests(bookkeeping: ModuleType, text_len: int) -> None:
+def test_both_commits_run_the_same_pool_requests(bookkeeping: ModuleType, text_len: int) -> None:
     alongside = import_module("bookkeeping_compared")
     case = alongside.Case(64, text_len, "cost")
     split, slabs = alongside.pools_now(case)
@@ -83,7 +83,7 @@ def test_pools_of_two_commits_serve_the_same_requests(bookkeeping: ModuleType, t
         assert side.kv.num_referenced == side.slots.num_live == 0
 
 
-def test_module_of_another_tree_is_imported_alongside_ours(bookkeeping: ModuleType, tmp_path: Path) -> None:
+def test_module_from_another_checkout_is_imported_alongside_ours(bookkeeping: ModuleType, tmp_path: Path) -> None:
     policy = tmp_path / "megatron_mamba_cache" / "policy"
     policy.mkdir(parents=True)
     for folder in (policy.parent, policy):

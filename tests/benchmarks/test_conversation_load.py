@@ -25,7 +25,7 @@ def write_trace(folder: Path, *lines: dict[str, object]) -> Path:
     return file
 
 
-def test_load_depends_only_on_the_seed(load: ModuleType) -> None:
+def test_workload_depends_only_on_the_seed(load: ModuleType) -> None:
     for shape in load.LOADS.values():
         small = shape.scaled(sessions=1 / 20)
         assert load.conversations(small, 3, 1000) == load.conversations(small, 3, 1000)
@@ -47,14 +47,14 @@ def test_only_sessions_with_a_popular_prefix_share_text(load: ModuleType) -> Non
     assert {session.prefix for session in load.conversations(load.LOADS["unrelated"], 0, 1000)} == {()}
 
 
-def test_every_turn_adds_and_requests_tokens(load: ModuleType) -> None:
+def test_every_turn_adds_prompt_tokens_and_requests_reply_tokens(load: ModuleType) -> None:
     for session in load.conversations(load.LOADS["mixed"], 1, 50):
         assert session.turns and session.turns[0].think_s == 0
         assert all(turn.new_tokens and turn.num_reply >= 1 and turn.think_s >= 0 for turn in session.turns)
         assert all(0 <= token < 50 for turn in session.turns for token in (*session.prefix, *turn.new_tokens))
 
 
-def test_scaled_shape_has_fewer_sessions_and_shorter_texts(load: ModuleType) -> None:
+def test_scaled_workload_has_fewer_sessions_and_shorter_texts(load: ModuleType) -> None:
     shape = load.LOADS["repository"]
     assert len(load.conversations(shape.scaled(sessions=1 / 5), 0, 1000)) == 60
     longest = max(len(session.prefix) for session in load.conversations(shape, 0, 1000))
@@ -64,12 +64,12 @@ def test_scaled_shape_has_fewer_sessions_and_shorter_texts(load: ModuleType) -> 
     assert slow[-1].arrival_s == pytest.approx(2 * load.conversations(shape, 0, 1000)[-1].arrival_s)
 
 
-def test_scaling_leaves_every_turn_some_tokens(load: ModuleType) -> None:
+def test_every_turn_in_a_scaled_workload_has_tokens(load: ModuleType) -> None:
     for session in load.conversations(load.LOADS["mixed"].scaled(tokens=1e-6, sessions=0.1), 0, 1000):
         assert all(len(turn.new_tokens) == turn.num_reply == 1 for turn in session.turns)
 
 
-def test_trace_sets_lengths_times_and_shared_prefixes(load: ModuleType, tmp_path: Path) -> None:
+def test_workload_from_a_trace_has_its_lengths_times_and_prefixes(load: ModuleType, tmp_path: Path) -> None:
     file = write_trace(
         tmp_path,
         {**LINE, "arrival_s": 2.5, "prefix": "p", "prefix_tokens": 4},
@@ -95,7 +95,9 @@ def test_trace_sets_lengths_times_and_shared_prefixes(load: ModuleType, tmp_path
         ({"speed": 1}, "speed"),
     ],
 )
-def test_a_bad_line_is_named(load: ModuleType, tmp_path: Path, changed: dict[str, object], message: str) -> None:
+def test_error_names_the_invalid_line(
+    load: ModuleType, tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match="line 2: ") as error:
         load.read_trace(write_trace(tmp_path, LINE, {**LINE, **changed}), 1000, 0)
     assert message in str(error.value)

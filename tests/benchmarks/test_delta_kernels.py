@@ -45,7 +45,7 @@ def of_tokens(tokens: DeltaTokens, part: slice) -> DeltaTokens:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_every_step_has_its_own_states_and_moves_the_stated_bytes(bench: Any, num_drafts: int) -> None:
+def test_benchmark_steps_use_distinct_states_and_move_the_reported_bytes(bench: Any, num_drafts: int) -> None:
     states = bench.DecodeBench("tiny", 3, num_drafts, "cpu")
     state_bytes = HEADS[1] * 8 * 8 * 4
     assert states.num_bytes == 3 * (1 + 1 + num_drafts) * state_bytes  # each reads one, and writes one for each token
@@ -66,7 +66,7 @@ def test_gates_are_initialized_as_in_models(bench: Any) -> None:
     assert 0.0009 < steps.min() < 0.0012 and 0.09 < steps.max() < 0.11
 
 
-def test_figures_become_tables(bench: Any) -> None:
+def test_measurements_are_formatted_as_tables(bench: Any) -> None:
     figures = [
         bench.Figure("tiny", "8 requests, 0 drafts", "ours", 20.0, copy_us=18.0),
         bench.Figure("tiny", "8 requests, 0 drafts", "fla-core", 40.0, copy_us=18.0),
@@ -82,7 +82,7 @@ def test_figures_become_tables(bench: Any) -> None:
     ]
 
 
-def test_peer_that_fails_is_left_out(
+def test_failing_peer_library_is_left_out(
     bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> None:
@@ -96,6 +96,6 @@ def test_peer_that_fails_is_left_out(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_reports_a_missing_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device" in finished.stderr

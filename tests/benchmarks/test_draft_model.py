@@ -13,7 +13,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
 
 
-def test_right_drafts_are_accepted_and_wrong_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_drafts_are_accepted_and_wrong_drafts_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark, serving = import_module("draft_model"), import_module("loads.serving_engine")
     monkeypatch.setattr(benchmark, "NUM_ROUNDS", 1)
     monkeypatch.setattr(benchmark, "REPLY", 24)

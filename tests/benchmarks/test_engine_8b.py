@@ -31,7 +31,7 @@ def tiny_model(engine_8b: ModuleType) -> torch.nn.Module:
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", ["tiny", "tiny-experts", "tiny-granite", "tiny-qwen"])
-def test_tiny_models_agree_with_and_without_a_cache(
+def test_tiny_models_give_the_same_logits_with_and_without_a_cache(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -53,7 +53,7 @@ def test_tiny_models_agree_with_and_without_a_cache(
     assert "| cold | " in finished.stdout and "Seconds: building" in finished.stdout
 
 
-def test_requests_without_a_prefix_hit_are_an_error(
+def test_request_without_a_prefix_hit_raises_an_error(
     engine_8b: ModuleType, runs: ModuleType, tiny_model: torch.nn.Module
 ) -> None:
     scale = engine_8b.SCALES["tiny"]
@@ -99,7 +99,7 @@ def test_logits_are_compared_until_the_tokens_diverge(runs: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("median", "largest", "holds"), [(1.05, 4.2, True), (1.2, 3.0, False), (0.5, 4.5, False)])
-def test_tolerance_is_the_difference_of_uncached_runs(
+def test_tolerance_is_the_difference_between_uncached_runs(
     median: float, largest: float, holds: bool, engine_8b: ModuleType
 ) -> None:
     uncached = [engine_8b.Difference(8, 1.0, 3.0, 2.0), engine_8b.Difference(8, 0.5, 4.0, 2.0)]
@@ -107,7 +107,7 @@ def test_tolerance_is_the_difference_of_uncached_runs(
     assert engine_8b.are_no_larger(cached, uncached) is holds
 
 
-def test_first_reply_crosses_a_block_boundary_at_every_scale(engine_8b: ModuleType) -> None:
+def test_first_reply_crosses_a_block_boundary_for_every_workload_size(engine_8b: ModuleType) -> None:
     for scale in engine_8b.SCALES.values():
         work, block = scale.workload, scale.shape.block_size
         prompt = work.shared + work.first
@@ -115,6 +115,6 @@ def test_first_reply_crosses_a_block_boundary_at_every_scale(engine_8b: ModuleTy
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_reports_a_missing_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device, or --shape tiny" in finished.stderr

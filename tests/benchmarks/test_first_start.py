@@ -17,7 +17,7 @@ def first_start(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("first_start")
 
 
-def test_starts_serve_the_same_tokens(first_start: ModuleType) -> None:
+def test_server_generates_the_same_tokens_after_every_kind_of_start(first_start: ModuleType) -> None:
     found = first_start.starts(["--shape", "tiny"], 2)
     assert [one.tokens for one in found] == [found[0].tokens] * 2
     assert [len(reply) for reply in found[0].tokens] == [first_start.NUM_REPLY] * len(first_start.LENGTHS)
@@ -25,7 +25,7 @@ def test_starts_serve_the_same_tokens(first_start: ModuleType) -> None:
     assert "| later | " in first_start.table(found)
 
 
-def test_different_starts_are_distinguished(first_start: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_and_warm_starts_are_distinguished(first_start: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     one = first_start.Start(1.0, 1.0, 1.0, 0.0, 0.0, 0, 0, 0, [[1]])
     different = iter([one, replace(one, tokens=[[2]])])
     monkeypatch.setattr(first_start.subprocess, "run", lambda *_, **__: None)

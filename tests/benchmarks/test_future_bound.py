@@ -31,17 +31,17 @@ def most(bound: ModuleType, texts: list[BlockText], budget: int) -> float:
     return bound.future_bound(texts, budget, 10, 1, 4)
 
 
-def test_prefix_saves_nothing_before_it_is_computed(bound: ModuleType) -> None:
+def test_bound_counts_no_savings_before_a_prefix_is_computed(bound: ModuleType) -> None:
     assert most(bound, [text(1, 2), text(3, 4)], 1000) == 0
     assert most(bound, [text(1, 2), text(1, 2, 3), text(1, 5)], 1000) == pytest.approx(20 + 10)
 
 
-def test_last_token_of_a_prompt_is_computed(bound: ModuleType) -> None:
+def test_bound_never_skips_the_last_prompt_token(bound: ModuleType) -> None:
     again = text(1, 2, prompt_len=20)
     assert most(bound, [again, again], 1000) == pytest.approx(10)
 
 
-def test_cached_bytes_alongside_a_running_request_are_limited(bound: ModuleType) -> None:
+def test_bound_limits_cached_bytes_while_a_request_runs(bound: ModuleType) -> None:
     texts = [text(1, 2), text(8, 9), text(1, 2)]
     takes = 3 + 4  # the running request's blocks and its live state
     assert most(bound, texts, takes + 2 + 4) == pytest.approx(20)
@@ -49,19 +49,19 @@ def test_cached_bytes_alongside_a_running_request_are_limited(bound: ModuleType)
     assert most(bound, texts, takes) == pytest.approx(0)
 
 
-def test_text_is_kept_as_far_as_it_fits_next_to_another(bound: ModuleType) -> None:
+def test_bound_keeps_as_much_text_as_fits(bound: ModuleType) -> None:
     texts = [text(1, 2, 3, 4), text(8), text(1, 2, 3, 4), text(8)]
     with_short, with_long = 12 - 6, 12 - 9
     assert most(bound, texts, 12) == pytest.approx(40 * with_short / 8 + 10 * with_long / 5)
     assert most(bound, texts, 1000) == pytest.approx(50)
 
 
-def test_request_that_does_not_fit_saves_and_keeps_nothing(bound: ModuleType) -> None:
+def test_bound_ignores_a_request_that_does_not_fit(bound: ModuleType) -> None:
     long = text(*range(1, 21))
     assert most(bound, [long, long, text(30), text(30)], 20) == pytest.approx(10)
 
 
-def test_no_rule_or_split_saves_more_than_the_bound(bound: ModuleType) -> None:
+def test_no_eviction_rule_or_split_exceeds_the_bound(bound: ModuleType) -> None:
     sizes = import_module("loads.sized_cache").MODELS["8b"]
     texts = _conversations(random.Random(0))
     prompt_tokens = sum(text.prompt_len for text in texts)

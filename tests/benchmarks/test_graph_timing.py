@@ -40,7 +40,7 @@ def counted_bytes(
     return measured
 
 
-def test_copies_cover_all_of_the_memory(graph_timing: ModuleType) -> None:
+def test_measured_copies_cover_all_of_the_memory(graph_timing: ModuleType) -> None:
     memory = torch.arange(16 * 256, dtype=torch.int32).to(torch.uint8)
     source = memory.view(2, 8, 256)[0] + 3
     memory.view(2, 8, 256)[0] = source
@@ -69,7 +69,7 @@ def test_large_copies_are_scaled_from_the_limit(
     assert counted_bytes == [(4, 128 * 1024)]
 
 
-def test_note_names_the_copy_limit(graph_timing: ModuleType) -> None:
+def test_note_under_the_table_names_the_copy_limit(graph_timing: ModuleType) -> None:
     assert f"{graph_timing.MOST_COPIED >> 20} MiB" in graph_timing.MEMCPY_NOTE
 
 

@@ -29,7 +29,7 @@ def served_load(hit_rates: ModuleType) -> ModuleType:
 
 
 @pytest.mark.parametrize("rule", ["lru", "cost"])
-def test_every_turn_is_served_and_the_cache_stays_consistent(
+def test_simulated_turns_are_all_served_and_the_cache_stays_consistent(
     hit_rates: ModuleType, served_load: ModuleType, rule: str
 ) -> None:
     sessions = hit_rates.Work("mixed", 0).sessions()
@@ -57,19 +57,19 @@ def test_evicted_requests_are_served(hit_rates: ModuleType, served_load: ModuleT
     cache.check_integrity([])
 
 
-def test_larger_memory_saves_more_up_to_an_unlimited_one(hit_rates: ModuleType) -> None:
+def test_savings_grow_with_memory_up_to_an_unlimited_cache(hit_rates: ModuleType) -> None:
     work = hit_rates.Work("mixed", 1)
     for rule in ("lru", "cost"):
         small, large = (hit_rates.serve(work, gb, rule) for gb in (2.5, 40.0))
         assert 0 < small.saved_tokens < large.saved_tokens <= 1.001 * large.bound_tokens
 
 
-def test_cost_aware_rule_saves_more_if_memory_is_short(hit_rates: ModuleType) -> None:
+def test_cost_aware_eviction_saves_more_when_memory_is_short(hit_rates: ModuleType) -> None:
     lru, cost = (hit_rates.serve(hit_rates.Work("mixed", 0), 3.0, rule) for rule in ("lru", "cost"))
     assert cost.saved_tokens > lru.saved_tokens
 
 
-def test_table_has_a_row_for_each_load_and_budget(hit_rates: ModuleType) -> None:
+def test_table_has_a_row_for_each_workload_and_budget(hit_rates: ModuleType) -> None:
     works = [hit_rates.Work("few-shot", 0), hit_rates.Work("unrelated", 0)]
     figures = [hit_rates.serve(work, gb, rule) for work in works for gb in (3.0, 6.0) for rule in hit_rates.RULES]
     rows = [line for line in hit_rates.table(figures).splitlines() if line.startswith(("| few-shot", "| unrelated"))]

@@ -41,25 +41,25 @@ def test_benchmark_reports_that_it_needs_a_gpu(
 
 
 @pytest.mark.parametrize("count", [1, 4, 16, 64])
-def test_launches_read_every_source_slot_once(count: int, slot_copies: ModuleType) -> None:
+def test_copy_benchmark_reads_every_source_slot_once(count: int, slot_copies: ModuleType) -> None:
     lists = slot_copies.slot_numbers(count, "cpu")
     assert {len(slots) for slots in lists} == {count}
     assert torch.cat(lists).tolist() == list(range(slot_copies.NUM_SOURCES))
 
 
-def test_slots_have_the_sizes_of_the_models(slot_copies: ModuleType) -> None:
+def test_copy_benchmark_uses_the_state_sizes_of_the_models(slot_copies: ModuleType) -> None:
     sizes = {model.name: round(model.slot_bytes / 2**20, 1) for model in slot_copies.MODELS}
     assert sizes == {"8B bf16": 49.4, "8B fp32": 97.4, "Nano bf16": 23.8, "Nano fp32": 46.8}
 
 
-def test_copy_table_has_a_line_per_count_and_a_column_per_method(slot_copies: ModuleType) -> None:
+def test_copy_table_has_a_line_for_each_count_and_a_column_for_each_method(slot_copies: ModuleType) -> None:
     figures = [slot_copies.Figure("8B", count, way, 10.0, 9.0) for count in (1, 4) for way in ("op", "loop")]
     lines = slot_copies.table(figures).splitlines()
     assert lines[0] == "| model, slots | memcpy, µs | op: µs, of memcpy | loop: µs, of memcpy |"
     assert lines[3] == "| 8B, 4 | 9.0 | 10.0, 0.900 | 10.0, 0.900 |"
 
 
-def test_requests_of_a_case_can_be_attended(attention: ModuleType) -> None:
+def test_attention_runs_for_the_requests_in_every_case(attention: ModuleType) -> None:
     case = attention.Case("small", 2, 3, 300)
     rows = attention.rows_of(case, "cpu")
     cache = torch.randn(2, rows.block_table.numel(), attention.BLOCK_SIZE, 2, 8)
@@ -67,14 +67,14 @@ def test_requests_of_a_case_can_be_attended(attention: ModuleType) -> None:
     assert sorted(rows.block_table.flatten().tolist()) == list(range(4))
 
 
-def test_bytes_and_flops_of_a_case(attention: ModuleType) -> None:
+def test_attention_case_has_the_expected_bytes_and_flops(attention: ModuleType) -> None:
     shape = attention.shape_of("8b", torch.device("cpu"))
     prefill, decode = attention.Case("prefill", 1, 4, 6), attention.Case("decode", 3, 1, 10)
     assert attention.attention_flops(prefill, shape) == 4 * (3 + 4 + 5 + 6) * 32 * 128
     assert attention.attention_bytes(decode, shape) == 2 * 128 * (2 * 3 * 10 * 8 + 2 * 3 * 32)
 
 
-def test_attention_prints_one_line_per_figure(attention: ModuleType) -> None:
+def test_attention_benchmark_prints_one_line_per_measurement(attention: ModuleType) -> None:
     figures = [
         attention.Figure("decode", "twin", 10.0, 1e6, 1e9, 5.0, memcpy_us=2.5),
         attention.Figure("append", "op", 2.0, 1e4, memcpy_us=1.8),
@@ -102,7 +102,7 @@ def test_expert_layer_is_compared_with_torch(
 
 
 @pytest.mark.parametrize("name", ["qwen36-27b", "qwen36-35b"])
-def test_gated_attention_launches_match_the_engine(name: str, attention: ModuleType) -> None:
+def test_gated_attention_benchmark_launches_the_same_kernels_as_the_engine(name: str, attention: ModuleType) -> None:
     shape = attention.shape_of(name, torch.device("cpu"))
     heads = attention.GatedHeads(shape, 3)
     ways = heads.ways_of_inputs()

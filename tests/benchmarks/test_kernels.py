@@ -36,14 +36,14 @@ def scan_error(kernels: ModuleType) -> ModuleType:
 
 
 @pytest.mark.parametrize(("heads", "num_bytes", "num_flops"), [(128, 37_120, 5_373_952), (64, 20_608, 2_752_512)])
-def test_scan_floor_counts_inputs_and_outputs_once_and_its_gemms(
+def test_scan_lower_bound_counts_each_byte_once_and_all_gemms(
     heads: int, num_bytes: int, num_flops: int, ssd_scan: ModuleType
 ) -> None:
     assert ssd_scan.tokens_bytes(heads, 10) == 10 * num_bytes
     assert ssd_scan.scan_flops(heads, 10) == 10 * num_flops
 
 
-def test_batches_have_the_stated_tokens_and_requests(ssd_scan: ModuleType) -> None:
+def test_benchmark_batches_have_the_stated_numbers_of_tokens_and_requests(ssd_scan: ModuleType) -> None:
     batch = ssd_scan.with_boundaries(ssd_scan.make_batch(8, (300, 700), "cpu"), (256, 512), torch.bfloat16)
     assert batch.tokens.x.shape[0] == batch.num_tokens == 1000
     assert batch.pool.shape[0] == 6 and batch.pool.dtype == torch.bfloat16
@@ -51,7 +51,7 @@ def test_batches_have_the_stated_tokens_and_requests(ssd_scan: ModuleType) -> No
     assert stored == [2, 3, 4] and batch.rows.final_slots.tolist() == [0, 1]
 
 
-def test_error_is_small_in_fp32_and_within_rounding_in_bf16(scan_error: ModuleType, ssd_scan: ModuleType) -> None:
+def test_scan_error_is_small_in_fp32_and_within_rounding_in_bf16(scan_error: ModuleType, ssd_scan: ModuleType) -> None:
     torch.manual_seed(0)
     bf16, fp32 = scan_error.scan_errors(ssd_scan.make_batch(8, (600,), "cpu"))
     assert 0 < fp32.y < 1e-5 and 0 < fp32.state < 1e-5
@@ -59,7 +59,7 @@ def test_error_is_small_in_fp32_and_within_rounding_in_bf16(scan_error: ModuleTy
     assert scan_error.table([fp32]).splitlines()[2].startswith("| ours, fp32 tokens | ")
 
 
-def test_wrong_scan_has_a_large_error(
+def test_incorrect_scan_is_reported_with_a_large_error(
     scan_error: ModuleType, ssd_scan: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan_error, "ssd_scan", lambda tokens, *others: tokens.x)
@@ -68,7 +68,7 @@ def test_wrong_scan_has_a_large_error(
     )
 
 
-def test_scan_is_listed_with_its_floor_and_peer(
+def test_scan_table_lists_lower_bound_and_peer_library(
     kernel_figures: ModuleType, ssd_scan: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = {"ours": 25.0, "portable": 40.0, "mamba-ssm": 75.0}
@@ -88,7 +88,7 @@ def test_scan_is_listed_with_its_floor_and_peer(
     assert slow_products.floor_us == pytest.approx(4096 * 5.373952 / 80)
 
 
-def test_peers_are_listed_next_to_the_same_case(kernel_figures: ModuleType) -> None:
+def test_peer_libraries_are_listed_in_the_row_of_the_same_case(kernel_figures: ModuleType) -> None:
     states = import_module("state_kernels")
     measured = [
         states.Figure("state_verify", "8B", "64 rows", states.STATE_TILINGS[0], 8, 70.0, 63.0),
@@ -108,7 +108,7 @@ def test_peers_are_listed_next_to_the_same_case(kernel_figures: ModuleType) -> N
 
 
 @pytest.mark.parametrize(("longest_ns", "holds"), [(27.0, True), (30.0, False)])
-def test_growth_is_the_spread_of_the_time_per_token(
+def test_growth_is_the_ratio_of_the_largest_to_the_smallest_time_per_token(
     longest_ns: float, holds: bool, kernels: ModuleType, kernel_figures: ModuleType
 ) -> None:
     figures = [
@@ -120,7 +120,7 @@ def test_growth_is_the_spread_of_the_time_per_token(
     assert found["holds"] is holds and found["spread"] == pytest.approx(longest_ns / 25)
 
 
-def test_boundaries_are_ratios_to_the_scan_without_them(kernels: ModuleType, ssd_scan: ModuleType) -> None:
+def test_boundary_cost_is_relative_to_the_scan_without_boundaries(kernels: ModuleType, ssd_scan: ModuleType) -> None:
     ns = {"no boundary": 20.0, "three": 20.5, "every 256": 24.0}
     text, records = kernels.boundary_table(
         [ssd_scan.Figure("8B", "1 x 4k, float32 states", *pair) for pair in ns.items()]
@@ -129,7 +129,7 @@ def test_boundaries_are_ratios_to_the_scan_without_them(kernels: ModuleType, ssd
     assert records[0]["ratios"] == pytest.approx({"three": 1.025, "every 256": 1.2})
 
 
-def test_failed_section_is_reported_and_others_run(
+def test_benchmark_continues_after_a_failed_section(
     kernels: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
@@ -151,7 +151,7 @@ def test_quick_run_measures_a_subset(kernels: ModuleType) -> None:
     assert set(kernels.GROWTH_CASES) <= parts(kernels.FULL, "scan_cases")
 
 
-def test_absent_peers_are_named(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peer_libraries_are_named(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "copy_us", lambda num_bytes: num_bytes / 4e6)
     monkeypatch.setattr(kernels, "matmul_tflops", lambda: 790.0)
     monkeypatch.setattr(kernels, "missing_peer", lambda: "mamba-ssm is not installed")
@@ -162,12 +162,12 @@ def test_absent_peers_are_named(kernels: ModuleType, monkeypatch: pytest.MonkeyP
     assert len(record["missing peers"]) == 2
 
 
-def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_benchmark_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT, "--only", "Scans")
     assert finished.status == 2 and "no section Scans; there are Ceilings, Scan," in finished.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_reports_a_missing_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device" in finished.stderr

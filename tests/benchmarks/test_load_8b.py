@@ -11,7 +11,7 @@ SCRIPT = REPOSITORY / "benchmarks" / "load_8b.py"
 
 
 @pytest.mark.parametrize("flags", [(), ("--fp8",)], ids=str)
-def test_tiny_shape_is_saved_loaded_and_served_from_its_shared_prefix(
+def test_saved_tiny_workload_is_loaded_and_hits_its_shared_prefix(
     flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = run_script_here(capsys, SCRIPT, "--shape", "tiny", *flags, "--folder", tmp_path, "--json")
@@ -27,7 +27,7 @@ def test_tiny_shape_is_saved_loaded_and_served_from_its_shared_prefix(
     assert not list(tmp_path.iterdir())
 
 
-def test_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_result_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT, "--shape", "tiny")
     assert finished.status == 0, finished.stderr
     lines = finished.stdout.splitlines()

@@ -15,7 +15,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_every_turn_is_computed_in_one_step_with_all_requests(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_benchmark_turn_runs_in_one_step_with_all_requests(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed, serving = import_module("mixed_steps"), import_module("loads.serving_engine")
     monkeypatch.setattr(mixed, "REPEATED", 2)
     monkeypatch.setattr(mixed, "NUM_ALONE", 3)
@@ -41,7 +41,7 @@ def test_long_prompt_is_prefilled_while_requests_decode(monkeypatch: pytest.Monk
     assert "| 100 | " in long_context.table(lone, found)
 
 
-def test_dense_gemms_are_all_but_those_of_routed_experts() -> None:
+def test_dense_gemms_exclude_only_routed_experts() -> None:
     dense, scales = import_module("dense_gemms"), import_module("engine_8b").SCALES
     model = import_module("loads.random_checkpoint").random_model(scales["tiny-experts"].shape.fields, torch.float32)
     weights = dense.dense_weights(model)

@@ -32,14 +32,14 @@ def model(floors: Any) -> Any:
     return import_module("loads.random_checkpoint").random_model(fields, torch.float32)
 
 
-def test_prompt_flops_are_those_of_its_gemms(floors: Any, model: Any) -> None:
+def test_prompt_flops_equal_the_sum_over_its_gemms(floors: Any, model: Any) -> None:
     weights = 2 * MAMBA + ATTENTION + 2 * (SHARED + TOP_K * EXPERT)
     attention = 100 * 100 // 2 * 2 * 64  # scores and sums, of a token with those before it
     assert floors.prompt_flops(model, 100) == 2 * (100 * weights + attention + VOCAB * HIDDEN)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 64])
-def test_step_bytes_count_the_weights_that_requests_use(floors: Any, model: Any, num_rows: int) -> None:
+def test_step_bytes_include_only_weights_that_requests_use(floors: Any, model: Any, num_rows: int) -> None:
     shape, config = model_shape_of(model), CacheConfig(num_speculative_tokens=2).resolved()
     engine = SimpleNamespace(context=SimpleNamespace(shape=shape, cache_config=config))
     every = floors.step_bytes(model, engine, 50, num_rows, hits_all=True)
@@ -51,7 +51,7 @@ def test_step_bytes_count_the_weights_that_requests_use(floors: Any, model: Any,
 
 
 @pytest.mark.parametrize(("num_rows", "gigabytes"), [(1, 7.3), (8, 28.0), (64, 125.0)])
-def test_qwen3_next_step_bytes_are_those_of_the_whole_model(floors: Any, num_rows: int, gigabytes: float) -> None:
+def test_qwen3_next_step_bytes_match_the_whole_model(floors: Any, num_rows: int, gigabytes: float) -> None:
     """10, 75 and 367 of 512 experts a layer are hit, and each row has a state of 72 MiB and a convolution window."""
     fields = import_module("loads.model_sizes").MODEL_FIELDS["qwen3-next"] | {"num_hidden_layers": 48}
     architecture = import_module("loads.random_checkpoint").described(fields)[1]

@@ -39,7 +39,7 @@ def fields_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
-def test_sizes_match_the_published_ones(checkpoints: Any, name: str, billions: float) -> None:
+def test_benchmark_shapes_match_the_published_models(checkpoints: Any, name: str, billions: float) -> None:
     parameters = parameters_of(checkpoints.described(fields_of(name) | WHOLE.get(name, {}))[1])
     assert sum(prod(whole.shape) for whole in parameters.values()) / 1e9 == pytest.approx(billions, abs=0.06)
 
@@ -54,7 +54,7 @@ def test_granite_has_the_published_multipliers_and_shared_experts(checkpoints: A
     assert shared == [1536, 1024]
 
 
-def test_residual_projections_are_initialized_smaller_with_depth(checkpoints: Any) -> None:
+def test_residual_projections_have_smaller_initial_weights_in_deeper_models(checkpoints: Any) -> None:
     few = {"hidden_size": 64, "vocab_size": 128, "mamba_n_heads": 2} | SMALLER["granite-tiny"]
     family, architecture = checkpoints.described(fields_of("granite-tiny") | few)
     for name, tensor in checkpoints.random_tensors(family, architecture, "cpu"):
@@ -64,7 +64,7 @@ def test_residual_projections_are_initialized_smaller_with_depth(checkpoints: An
 
 
 @pytest.mark.parametrize("name", SMALLER)
-def test_weights_of_every_family_are_initialized(checkpoints: Any, name: str) -> None:
+def test_weights_of_every_model_family_are_initialized(checkpoints: Any, name: str) -> None:
     few = {"hidden_size": 64, "vocab_size": 128, "mamba_n_heads": 2} | SMALLER[name]
     model = checkpoints.random_model(fields_of(name) | few, torch.float32)
     tied = model.share_embeddings_and_output_weights

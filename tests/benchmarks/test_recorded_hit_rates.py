@@ -37,7 +37,7 @@ def trace(tmp_path: Path) -> Path:
     return file
 
 
-def test_load_is_named_without_folders(recorded: ModuleType) -> None:
+def test_workload_is_named_without_its_folder(recorded: ModuleType) -> None:
     part = recorded.RecordedPart(Path("/a/b/load.jsonl.gz"), 50, 20, Path("/c/other.jsonl"))
     assert part.name == "half of load.jsonl.gz, after session 20, 50 sessions, then half of other.jsonl"
 
@@ -48,7 +48,7 @@ def test_sessions_are_skipped_and_counted(recorded: ModuleType, trace: Path) -> 
     assert [text.prompt_len for text in part] == [text.prompt_len for text in every[4:9]]
 
 
-def test_concatenated_loads_share_no_text(recorded: ModuleType, trace: Path) -> None:
+def test_concatenated_workloads_share_no_text(recorded: ModuleType, trace: Path) -> None:
     both = recorded.texts_of(recorded.RecordedPart(trace, then=trace))
     every = recorded.texts_of(recorded.RecordedPart(trace))
     assert [text.prompt_len for text in both] == 2 * [text.prompt_len for text in every[:8]]
@@ -56,7 +56,7 @@ def test_concatenated_loads_share_no_text(recorded: ModuleType, trace: Path) -> 
     assert len(first) == len(second) and not first & second
 
 
-def test_slabs_and_splits_fit_the_budget(sized: ModuleType) -> None:
+def test_simulated_pools_fit_in_the_budget(sized: ModuleType) -> None:
     for sizes in sized.MODELS.values():
         assert 0 <= sizes.padding < 0.05
         slabs = sizes.slabs(10**10)
@@ -67,7 +67,7 @@ def test_slabs_and_splits_fit_the_budget(sized: ModuleType) -> None:
             assert 10**10 - sizes.block_bytes - sizes.state_bytes < taken <= 10**10
 
 
-def test_free_bytes_exclude_padding(sized: ModuleType) -> None:
+def test_reported_free_bytes_exclude_padding(sized: ModuleType) -> None:
     sizes = sized.MODELS["8b"]
     space = sizes.slabs(10**9)
     cache = sizes.make_cache(space, "cost", 1)
@@ -80,7 +80,7 @@ def test_free_bytes_exclude_padding(sized: ModuleType) -> None:
     assert sizes.free_bytes(space) == slabs["unused"] * sizes.state_bytes + used - held
 
 
-def test_case_is_measured_and_reported(recorded: ModuleType, trace: Path) -> None:
+def test_fragmentation_case_is_measured_and_reported(recorded: ModuleType, trace: Path) -> None:
     pytest.importorskip("scipy")
     case = recorded.Case(recorded.RecordedPart(trace), "nano", 0.5)
     (figure,) = recorded.measure([case], recorded.RULES, {("turns.jsonl", "nano", 0.5): 0.25}, 1)
@@ -94,19 +94,19 @@ def test_case_is_measured_and_reported(recorded: ModuleType, trace: Path) -> Non
     assert json.loads(json.dumps(recorded.document([figure.as_json()])))["figures"][0]["way"] == figure.way
 
 
-def test_table_without_bounds_explains_why(recorded: ModuleType) -> None:
+def test_table_without_bounds_explains_why_they_are_missing(recorded: ModuleType) -> None:
     figure = recorded.Figure("load", "8b", 10.0, 0.5, 0.4, 0.3, 0.5, "lru", 0.9, None, 0.01, None)
     assert figure.way is None
     text = recorded.table([figure], "a command")
     assert recorded.NO_SCIPY in text and "| - | - | 1.0% |" in text and "before" not in text
 
 
-def test_gap_from_the_best_split_to_the_bound(recorded: ModuleType) -> None:
+def test_gap_between_best_split_and_bound_is_computed(recorded: ModuleType) -> None:
     figure = recorded.Figure("load", "8b", 10.0, 0.5, 0.4, 0.3, 0.5, "lru", 0.9, 0.7, 0.01, None)
     assert figure.way == pytest.approx(0.5)
 
 
-def test_command_names_no_folder_of_this_machine(recorded: ModuleType) -> None:
+def test_recorded_command_contains_no_local_folder(recorded: ModuleType) -> None:
     words = ["--trace", "/x/y/a.jsonl.gz", "--cache-gb", "10", "2.5", "--append", "/x/out.md", "--json"]
     assert recorded.command(recorded.SCRIPT, [*words, "--before", "/z/old.json", "--processes", "1"]) == (
         "PYTHONPATH=. python benchmarks/recorded_hit_rates.py --trace traces/a.jsonl.gz --cache-gb 10 2.5 "

@@ -28,7 +28,7 @@ def two_sessions(folder: Path) -> Path:
     return written(folder / "load.jsonl", main, session(request(0, 70, 4, range(2))))
 
 
-def test_prompt_that_continues_another_is_its_next_turn(sessions: ModuleType, tmp_path: Path) -> None:
+def test_prompt_that_continues_another_becomes_its_next_turn(sessions: ModuleType, tmp_path: Path) -> None:
     found = sessions.recorded_conversations(read_load(two_sessions(tmp_path)), VOCABULARY)
     turns = [[(turn.think_s, len(turn.new_tokens), turn.num_reply) for turn in one.turns] for one in found]
     # Of all conversations whose text a prompt goes on after, it continues the longest.
@@ -40,7 +40,7 @@ def test_prompt_that_continues_another_is_its_next_turn(sessions: ModuleType, tm
     assert [one.arrival_s for one in found] == [0.0, 2.0, 900.0]
 
 
-def test_tokens_are_equal_exactly_if_content_is(sessions: ModuleType, tmp_path: Path) -> None:
+def test_token_ids_are_equal_only_for_equal_content(sessions: ModuleType, tmp_path: Path) -> None:
     main, agent, other = sessions.recorded_conversations(read_load(two_sessions(tmp_path)), VOCABULARY)
     assert main.turns[0].new_tokens[:128] == agent.turns[0].new_tokens[:128]
     assert main.turns[0].new_tokens[128:] != agent.turns[0].new_tokens[128:130]
@@ -51,7 +51,7 @@ def test_tokens_are_equal_exactly_if_content_is(sessions: ModuleType, tmp_path: 
 
 
 @pytest.mark.parametrize("script", ["serving.py", pytest.param("turn_latency.py", marks=pytest.mark.long)])
-def test_benchmarks_serve_a_recorded_load(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_run_a_recorded_workload(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load, figures = two_sessions(tmp_path), tmp_path / "figures.json"
     lines = [json.loads(load.read_text().splitlines()[0])] * 2
     flags: list[Any] = ["--shape", "tiny", "--recorded", written(load, *lines), "--json", figures]
@@ -61,7 +61,7 @@ def test_benchmarks_serve_a_recorded_load(script: str, tmp_path: Path, capsys: p
     assert json.loads(figures.read_text())
 
 
-def test_recorded_load_without_later_turns_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_workload_without_later_turns_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = written(tmp_path / "load.jsonl", session(request(0, 70, 4, range(2))))
     flags = ["--shape", "tiny", "--recorded", load]
     finished = run_script_here(capsys, REPOSITORY / "benchmarks" / "turn_latency.py", *flags)

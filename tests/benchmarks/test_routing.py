@@ -14,7 +14,7 @@ def routing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("routing")
 
 
-def test_figures_add_up_turns(routing: ModuleType) -> None:
+def test_report_sums_the_measurements_over_turns(routing: ModuleType) -> None:
     turns = [
         routing.Turn("a", 40, 0, 10, 1.0),
         routing.Turn("a", 60, 30, 10, 2.0, is_at_home=True),

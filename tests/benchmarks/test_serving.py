@@ -78,7 +78,7 @@ def test_every_turn_arrives_on_time_with_the_real_history(serving: ModuleType, l
         assert turn.token_moments == sorted(turn.token_moments)
 
 
-def test_modes_skip_at_most_what_a_cache_could(serving: ModuleType, load: ModuleType, tiny: Any) -> None:
+def test_no_mode_skips_more_tokens_than_an_ideal_cache(serving: ModuleType, load: ModuleType, tiny: Any) -> None:
     variants = [serving.Variant(mode, drafts) for mode in serving.MODES for drafts in (0, 3)]
     found = {name: each.figures for name, each in serving.serve_all(tiny, some_conversations(load), variants).items()}
     assert len(found) == 6 and all(each.num_ended == 6 and each.num_unsent == 0 for each in found.values())
@@ -91,7 +91,7 @@ def test_modes_skip_at_most_what_a_cache_could(serving: ModuleType, load: Module
     assert all(each.peak_state_gib > 0 and each.step_s > 0 for each in found.values())
 
 
-def test_load_ends_when_its_time_is_up(serving: ModuleType, load: ModuleType, tiny: Any) -> None:
+def test_workload_ends_after_its_time_limit(serving: ModuleType, load: ModuleType, tiny: Any) -> None:
     late = load.Conversation(60.0, (), (load.Turn(0.0, (1, 2), 3),))
     endless = load.Conversation(0.0, (), (load.Turn(0.0, (1,) * 30, 4000), load.Turn(0.0, (1,), 1)))
     found = serving.serve(serving.model_of(tiny), tiny, [endless, late], serving.Variant("full", 0), 1.0)
@@ -136,7 +136,7 @@ def turn_of(open_loop: ModuleType, prompt: list[int], reply: list[int], admitted
         ([1, 2, 3, 4, 5], None, 0, 0),
     ],
 )
-def test_upper_bound_of_a_skip_is_the_longest_known_prefix(
+def test_upper_bound_for_skipped_tokens_is_the_longest_known_prefix(
     open_loop: ModuleType,
     skippable_tokens: Any,
     prompt: list[int],
@@ -164,7 +164,7 @@ def test_percentiles_are_values_that_occurred(figures: ModuleType) -> None:
     assert figures.percentiles([]) is None
 
 
-def test_figures_are_computed_as_described(figures: ModuleType, open_loop: ModuleType) -> None:
+def test_summary_statistics_match_their_definitions(figures: ModuleType, open_loop: ModuleType) -> None:
     turns = [
         open_loop.ServedTurn(0, 0, 0.0, [1] * 8, 0.5, [1.0, 1.5, 2.0], [1, 1, 1], 0),
         open_loop.ServedTurn(0, 1, 3.0, [1] * 12, 3.0, [3.25], [1], 4),

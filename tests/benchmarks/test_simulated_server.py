@@ -45,20 +45,20 @@ def plenty() -> SplitSpace:
     return SplitSpace(2000, 2000)
 
 
-def test_step_times_are_interpolated() -> None:
+def test_simulated_step_times_are_interpolated() -> None:
     assert SETTINGS.step_s(0, 100) == pytest.approx(0.1)
     assert SETTINGS.step_s(2, 0) == pytest.approx(0.02)
     assert SETTINGS.step_s(9, 10) == pytest.approx(0.03 + 0.01)
 
 
-def test_lone_request_takes_its_prompt_and_one_step_per_token() -> None:
+def test_simulated_request_takes_one_prefill_and_one_step_per_token() -> None:
     (request,) = served_by_card([TimedRequest(text(1, 300, 100), None, 2.0)], plenty())
     assert request.arrived_s == 2.0
     assert request.first_token_s == pytest.approx(2.0 + 300 * 0.001)
     assert request.ended_s == pytest.approx(request.first_token_s + 99 * 0.01)
 
 
-def test_next_turn_follows_the_answer_and_skips_cached_tokens() -> None:
+def test_simulated_turn_starts_after_the_answer_and_skips_cached_tokens() -> None:
     turns = [TimedRequest(text(1, 300, 100), None, 0.0), TimedRequest(text(1, 450, 1), 0, 5.0)]
     first, second = served_by_card(turns, plenty())
     assert second.arrived_s == pytest.approx(first.ended_s + 5.0)
@@ -66,14 +66,14 @@ def test_next_turn_follows_the_answer_and_skips_cached_tokens() -> None:
     assert second.time_to_first_token == pytest.approx((450 - 384) * 0.001)
 
 
-def test_request_without_room_waits_for_another_to_end() -> None:
+def test_simulated_request_without_room_waits_until_another_ends() -> None:
     requests = [TimedRequest(text(1 + 100 * number, 128, 200), None, 0.0) for number in range(6)]
     served = served_by_card(requests, plenty())
     assert [request.admitted_s for request in served[:4]] == [0.0] * 4
     assert min(request.admitted_s for request in served[4:]) >= min(request.ended_s for request in served[:4])
 
 
-def test_request_that_exceeds_the_memory_is_named() -> None:
+def test_error_names_the_request_that_exceeds_the_memory() -> None:
     with pytest.raises(RuntimeError, match="request 0"):
         served_by_card([TimedRequest(text(1, 128 * BLOCK, 1), None, 0.0)], SlabSpace(4, 4, 1))
 
@@ -96,7 +96,9 @@ def small_device() -> SlabSpace:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_skipping_uneventful_steps_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_that_skips_uneventful_steps_gives_the_same_result(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = conversations(seed)
     jumped, _, _ = served_with_host(requests, small_device(), SlabSpace(60, 4, 1))
     monkeypatch.setattr(SimulatedServer, "_take_quiet_steps", lambda self, rows, step_s: 0)
@@ -107,7 +109,7 @@ def test_skipping_uneventful_steps_changes_nothing(seed: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_host_restores_evicted_blocks_and_everything_is_released(seed: int) -> None:
+def test_simulated_host_tier_restores_evicted_blocks(seed: int) -> None:
     requests = conversations(seed)
     alone, unlimited = served_by_card(requests, small_device()), served_by_card(requests, plenty())
     served, tiered, copies = served_with_host(requests, small_device(), SlabSpace(200, 4, 1))
@@ -122,7 +124,7 @@ def test_host_restores_evicted_blocks_and_everything_is_released(seed: int) -> N
     assert not tiered.cache.kv.num_referenced and not tiered.cache.slots.num_live and not tiered.tier.takes_room
 
 
-def test_request_waits_only_for_its_own_copy() -> None:
+def test_simulated_request_waits_only_for_its_own_copy() -> None:
     """A session returns after another has evicted it from the card."""
     first = [TimedRequest(text(1, 60 * BLOCK, 1), None, 0.0), TimedRequest(text(1, 61 * BLOCK, 1), 0, 60.0)]
     other = TimedRequest(text(1000, 60 * BLOCK, 1), None, 20.0)

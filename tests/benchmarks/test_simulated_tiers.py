@@ -38,7 +38,7 @@ def trace(tmp_path: Path) -> Path:
     return file
 
 
-def test_repeated_sessions_have_their_own_texts_and_start_evenly(sessions: ModuleType, trace: Path) -> None:
+def test_repeated_sessions_have_different_texts_and_start_evenly(sessions: ModuleType, trace: Path) -> None:
     load = sessions.with_repeats(read_load(trace), 5)
     by_session = [[request for request in load.requests if request.session == number] for number in range(5)]
     assert [len(requests) for requests in by_session] == [4, 3, 4, 4, 3]
@@ -49,7 +49,7 @@ def test_repeated_sessions_have_their_own_texts_and_start_evenly(sessions: Modul
     assert [request.arrival_s for request in load.requests] == sorted(request.arrival_s for request in load.requests)
 
 
-def test_prompts_share_no_more_than_the_previous_prompt_without_replies(simulated: ModuleType, trace: Path) -> None:
+def test_without_cached_replies_turns_share_only_the_previous_prompt(simulated: ModuleType, trace: Path) -> None:
     repeated, left_out = (
         [request.text for request in simulated.load_of(trace, 1, is_repeated)] for is_repeated in (True, False)
     )
@@ -69,7 +69,7 @@ def test_concurrent_requests_fill_half_of_the_memory(simulated: ModuleType) -> N
     assert simulated.settings_of(simulated.MODELS["nano"], 0.01).max_requests == 1
 
 
-def test_table_compares_each_cache_with_unlimited_and_device_only(simulated: ModuleType, trace: Path) -> None:
+def test_table_compares_each_cache_with_unlimited_and_device_only_caches(simulated: ModuleType, trace: Path) -> None:
     caches = [{}, {"host_gb": 4.0}, {"is_unlimited": True}]
     figures = [simulated.simulate(simulated.Case(trace, 6, "nano", 0.7, **cache)) for cache in caches]
     card, host, unlimited = figures
@@ -84,7 +84,7 @@ def test_table_compares_each_cache_with_unlimited_and_device_only(simulated: Mod
     assert columns == 1 and all(len(row) == 14 for row in rows)
 
 
-def test_command_names_neither_folder_nor_output(simulated: ModuleType) -> None:
+def test_recorded_command_contains_neither_folder_nor_output(simulated: ModuleType) -> None:
     words = ["--trace", "/a/b.jsonl.gz", "--processes", "2", "--append", "/c/d.md", "--models", "8b", "--json"]
     made_by = "PYTHONPATH=. python benchmarks/simulated_tiers.py --trace traces/b.jsonl.gz --models 8b"
     assert simulated.command(simulated.SCRIPT, words) == made_by

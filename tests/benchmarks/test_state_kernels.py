@@ -19,7 +19,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_every_step_has_its_own_states_and_moves_the_stated_bytes(bench: Any) -> None:
+def test_benchmark_steps_use_distinct_states_and_move_the_reported_bytes(bench: Any) -> None:
     layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
     states = bench.StateBench(layer, torch.float32, num_rows=3, num_drafts=2, device="cpu")
     assert states.num_bytes == 3 * 4 * (4 * 8 * 8 * 4)
@@ -33,7 +33,7 @@ def test_every_step_has_its_own_states_and_moves_the_stated_bytes(bench: Any) ->
     assert not (before == states.pool).flatten(1).all(dim=1).any()
 
 
-def test_replayed_requests_cover_every_ring_phase_and_fold_as_usual(bench: Any) -> None:
+def test_replay_benchmark_covers_every_ring_length_and_applies_it_as_usual(bench: Any) -> None:
     steady_rows = import_module("measuring.replay_bench").steady_rows
 
     for kept in (1, 2, 8):
@@ -43,7 +43,7 @@ def test_replayed_requests_cover_every_ring_phase_and_fold_as_usual(bench: Any) 
         assert rows.slots.tolist() == list(range(3, 67)) and rows.computed.diff().abs().max() > 1
 
 
-def test_a_wrong_replay_is_noticed(bench: Any) -> None:
+def test_benchmark_detects_an_incorrect_replay(bench: Any) -> None:
     layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
     tokens, weights = bench.random_tokens(layer, 6, "cpu"), bench.random_weights(layer, "cpu")
     states = bench.ReplayBench(tokens, weights, torch.float32, 16, num_rows=3, kept=2, num_steps=2)
@@ -56,11 +56,11 @@ def test_a_wrong_replay_is_noticed(bench: Any) -> None:
         states.check(lambda tokens, *others: tokens.x)
 
 
-def test_steps_accept_none_half_or_all_drafts(bench: Any) -> None:
+def test_benchmark_steps_accept_none_half_or_all_drafts(bench: Any) -> None:
     assert [bench.kept_counts(drafts) for drafts in (0, 1, 3, 7)] == [[1], [1, 2], [1, 2, 4], [1, 4, 8]]
 
 
-def test_a_wrong_update_is_noticed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_detects_an_incorrect_update(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
     states = bench.StateBench(layer, torch.bfloat16, num_rows=3, num_drafts=1, device="cpu")
     states.check(bench.STATE_TILINGS[0])
@@ -69,7 +69,7 @@ def test_a_wrong_update_is_noticed(bench: Any, monkeypatch: pytest.MonkeyPatch) 
         states.check(bench.STATE_TILINGS[0])
 
 
-def test_convolutions_read_slices_of_a_projection(bench: Any) -> None:
+def test_benchmarked_convolutions_read_slices_of_a_projection(bench: Any) -> None:
     layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
     convs = bench.ConvBench(layer, "cpu")
     prompts = convs.prompts(2, 300, bench.CONV_TILINGS[0])
@@ -78,7 +78,7 @@ def test_convolutions_read_slices_of_a_projection(bench: Any) -> None:
     assert len(steps) * convs.decode_bytes(5) >= 2**15 and steps[-1]().shape == (5, layer.conv_dim)
 
 
-def test_figures_become_tables(bench: Any) -> None:
+def test_measurements_are_formatted_as_tables(bench: Any) -> None:
     tiling = bench.STATE_TILINGS[0]
     figures = [
         bench.Figure("state_verify", "8B", "bf16, 64 rows, K = 0", tiling, 268_435_456, 70.0, 63.0),
@@ -92,6 +92,6 @@ def test_figures_become_tables(bench: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_reports_a_missing_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device" in finished.stderr

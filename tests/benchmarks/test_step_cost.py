@@ -26,7 +26,7 @@ def serving_engine(step_cost: ModuleType) -> ModuleType:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes captured steps without CUDA")
-def test_host_calls_grow_with_requests(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_host_calls_grows_with_requests(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     host_work = import_module("host_work")
     for name, count in (("NUM_PROFILED", 3), ("NUM_TIMED", 3), ("NUM_COUNTED", 30), ("NUM_REPLY", 100)):
         monkeypatch.setattr(host_work, name, count)
@@ -57,7 +57,9 @@ def test_requests_with_extra_outputs_are_timed(serving_engine: ModuleType, monke
     assert "| greedy, all log-probs | " in changed.table(found, {"median": 20.0})
 
 
-def test_right_drafts_are_all_accepted_and_wrong_ones_never(step_cost: ModuleType, serving_engine: ModuleType) -> None:
+def test_correct_drafts_are_all_accepted_and_wrong_drafts_never(
+    step_cost: ModuleType, serving_engine: ModuleType
+) -> None:
     shape = serving_engine.SHAPES["tiny"]
     speeds = step_cost.draft_speeds(serving_engine.model_of(shape), shape, 72, 41)
     assert [speed.accepted for speed in speeds.values()] == [0, 1, 0]
@@ -96,12 +98,12 @@ def test_profiler_separates_gpu_work_from_host_waits(step_cost: ModuleType) -> N
     assert 0 < found.waiting_s < found.wall_s
 
 
-def test_line_is_fitted_by_least_squares(step_cost: ModuleType) -> None:
+def test_step_times_are_fitted_by_least_squares(step_cost: ModuleType) -> None:
     line = step_cost.Line.through([0, 1, 2], [1.0, 2.0, 6.0])
     assert (line.at_0, line.slope) == (approx(0.5), approx(2.5))
 
 
-def test_idle_time_is_the_step_less_its_replay(step_cost: ModuleType) -> None:
+def test_idle_time_is_step_time_minus_replay_time(step_cost: ModuleType) -> None:
     cost = step_cost.StepCost(8, 10.0, host_ms=4.0, replay_ms=8.0, kernels_ms=7.0, floor_ms=6.0)
     eager = step_cost.StepCost(16, 14.0, host_ms=8.0, kernels_ms=7.0, floor_ms=7.0)
     assert (cost.idle_share, eager.idle_share) == (approx(0.2), approx(0.5))
@@ -112,7 +114,7 @@ def test_idle_time_is_the_step_less_its_replay(step_cost: ModuleType) -> None:
     assert "The host's work: 0.000 ms and 500.00 µs a row." in text
 
 
-def test_only_reads_from_the_gpu_count_as_waits(step_cost: ModuleType, device: str) -> None:
+def test_only_device_to_host_copies_count_as_waits(step_cost: ModuleType, device: str) -> None:
     wait = HostCopy.wait
     with import_module("measuring.gpu_time").noted_waits() as waits:
         assert HostCopy(torch.ones(1, 2, device=device)).wait() == [[1.0, 1.0]]

@@ -27,7 +27,7 @@ def under_way(copies: TimedCopies, numbers: Sequence[int]) -> list[int]:
     return [number for number in numbers if copies.status(number) is CopyStatus.UNDER_WAY]
 
 
-def test_single_copy_runs_at_the_rate_of_one_lane() -> None:
+def test_simulated_single_copy_runs_at_the_rate_of_one_lane() -> None:
     copies, clock = copies_and_clock()
     copies.start([order(0, Lane.TO_HOST, num_blocks=5)])
     assert copies.next_end() == 1.5
@@ -38,14 +38,14 @@ def test_single_copy_runs_at_the_rate_of_one_lane() -> None:
     assert copies.num_bytes == {Lane.TO_HOST: 150}
 
 
-def test_copies_of_one_lane_run_in_order() -> None:
+def test_simulated_copies_in_one_lane_run_in_order() -> None:
     copies, clock = copies_and_clock()
     copies.start([order(number, Lane.TO_DEVICE) for number in range(3)])
     clock.now = 2.0
     assert under_way(copies, range(3)) == [2] and copies.next_end() == 3.0
 
 
-def test_copies_in_both_directions_share_the_combined_rate() -> None:
+def test_simulated_copies_in_both_directions_share_the_combined_rate() -> None:
     copies, clock = copies_and_clock()
     copies.start([order(0, Lane.TO_HOST), order(1, Lane.TO_DEVICE, num_states=2)])
     assert copies.next_end() == 100 / 80
@@ -54,7 +54,7 @@ def test_copies_in_both_directions_share_the_combined_rate() -> None:
     assert copies.next_end() == pytest.approx(100 / 80 + 1.0)  # the rest, 100 bytes, alone
 
 
-def test_offload_copies_pause_in_between() -> None:
+def test_simulated_offload_pauses_between_copies() -> None:
     copies, clock = copies_and_clock(CopyRates(alone=100.0, both=160.0, writing=0.5))
     copies.start([order(0, Lane.TO_HOST), order(1, Lane.TO_DEVICE)])
     assert copies.next_end() == 100 / 80
@@ -63,7 +63,7 @@ def test_offload_copies_pause_in_between() -> None:
     assert copies.next_end() == pytest.approx(100 / 80 + 1.0)  # the rest, 50 bytes, alone
 
 
-def test_waiting_advances_time_to_the_end_of_the_copies() -> None:
+def test_waiting_advances_simulated_time_to_the_end_of_the_copies() -> None:
     copies, clock = copies_and_clock()
     copies.start([order(number, Lane.TO_HOST) for number in range(3)])
     copies.wait([1, 0])
@@ -73,7 +73,7 @@ def test_waiting_advances_time_to_the_end_of_the_copies() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(LANES), st.integers(1, 30), st.floats(0, 0.5)), min_size=1, max_size=20))
-def test_copies_are_ordered_and_no_faster_than_their_rates(
+def test_simulated_copies_are_ordered_and_no_faster_than_their_rates(
     orders: list[tuple[Lane, int, float]],
 ) -> None:
     copies, clock = copies_and_clock()

@@ -15,13 +15,13 @@ LOAD = RecordedLoad(
 )
 
 
-def test_open_loop_requests_arrive_as_recorded() -> None:
+def test_open_loop_requests_arrive_at_their_recorded_times() -> None:
     assert [(request.after, request.delay_s) for request in open_loop(LOAD, 64)] == [
         (None, request.arrival_s) for request in LOAD.requests
     ]
 
 
-def test_agents_wait_only_for_their_own_answers() -> None:
+def test_each_agent_waits_only_for_its_own_answers() -> None:
     assert [(request.after, request.delay_s) for request in closed_loop(LOAD, 64)] == [
         (None, 0.0),
         (None, 5.0),
@@ -33,6 +33,6 @@ def test_agents_wait_only_for_their_own_answers() -> None:
     ]
 
 
-def test_lone_sub_agents_first_request_arrives_as_recorded() -> None:
+def test_first_request_of_a_lone_sub_agent_arrives_at_its_recorded_time() -> None:
     load = replace(LOAD, requests=(asked(3, 0, agent=1), asked(4, 0)))
     assert [(request.after, request.delay_s) for request in closed_loop(load, 64)] == [(None, 3.0), (None, 4.0)]

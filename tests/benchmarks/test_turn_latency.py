@@ -37,7 +37,7 @@ def test_later_turn_skips_replies_only_with_the_full_cache(
     assert f"{cold.ratio:.3f} of without" in turn_latency.cold_sentence(cold)
 
 
-def test_turns_of_each_length_reuse_the_whole_history(
+def test_turns_of_every_length_reuse_the_whole_history(
     turn_latency: ModuleType, serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn_latency, "NUM_TURNS", 2)
@@ -47,11 +47,11 @@ def test_turns_of_each_length_reuse_the_whole_history(
     assert "| 100 | " in turn_latency.table_of_lengths(times)
 
 
-def test_every_variant_runs_first_once(turn_latency: ModuleType) -> None:
+def test_variants_take_turns_running_first(turn_latency: ModuleType) -> None:
     assert [turn_latency.rotated(["a", "b"], number) for number in (-1, 0, 1)] == [["b", "a"], ["a", "b"], ["b", "a"]]
 
 
-def test_failed_request_is_an_error(turn_latency: ModuleType, serving_engine: ModuleType) -> None:
+def test_failed_request_raises_an_error(turn_latency: ModuleType, serving_engine: ModuleType) -> None:
     shape = serving_engine.SHAPES["tiny"]
     model, mode = serving_engine.model_of(shape), serving_engine.MODES["full"]
     with (
@@ -61,7 +61,7 @@ def test_failed_request_is_an_error(turn_latency: ModuleType, serving_engine: Mo
         turn_latency.run(engine, {7: [1] * (shape.max_length + 1)}, 4)
 
 
-def test_required_ratios_are_measured_after_1000_reply_tokens(
+def test_required_ratios_are_checked_after_1000_reply_tokens(
     turn_latency: ModuleType, serving_engine: ModuleType
 ) -> None:
     for name, scale in turn_latency.SCALES.items():

@@ -43,7 +43,7 @@ def test_admin_keys_are_read_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--api-key-file", "--admin-api-key-file"])
-def test_unusable_key_file_is_named_with_its_flag(flag: str, tmp_path: Path) -> None:
+def test_error_for_an_unusable_key_file_names_file_and_flag(flag: str, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n \n")
     for path in (empty, tmp_path / "missing"):

@@ -80,7 +80,9 @@ BAD_FOR_THE_MODEL = [
 
 
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS + [(["--random-model", *f], m) for f, m in BAD_FOR_THE_MODEL])
-def test_bad_flag_exits_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flag_exits_with_a_one_line_error(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     finished = run_here(capsys, *flags)
     assert finished.status == 2
     assert message in finished.stderr
@@ -88,7 +90,7 @@ def test_bad_flag_exits_with_one_line(flags: list[str], message: str, capsys: py
 
 
 @pytest.mark.parametrize("command", [[], ["sing"], ["doctor", "--fast"]])
-def test_bad_command_exits_with_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_command_exits_with_a_one_line_error(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -99,7 +101,7 @@ def test_bad_flag_in_a_subprocess_prints_no_traceback(tmp_path: Path) -> None:
     assert finished.stderr.startswith("mamba-cache: error: --load: ") and finished.stderr.count("\n") == 1
 
 
-def test_cuda_without_a_device_exits_with_one_line(tmp_path: Path) -> None:
+def test_cuda_without_a_device_exits_with_a_one_line_error(tmp_path: Path) -> None:
     hide = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
     code = (
         hide + "from megatron_mamba_cache.command_line.main import main; exit(main(['generate', '--device', 'cuda']))"
@@ -141,7 +143,7 @@ def test_closed_stdout_prints_no_traceback(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-def test_sampling_flags_default_to_greedy_if_any_is_given() -> None:
+def test_missing_sampling_flags_are_greedy_when_one_is_given() -> None:
     def sampling(*flags: str) -> tuple[float, int, float]:
         parsed = with_sampling(command_parser().parse_args(["generate", *flags]), EDITING)
         return parsed.temperature, parsed.top_k, parsed.top_p
@@ -165,7 +167,7 @@ def test_sampling_flags_default_to_greedy_if_any_is_given() -> None:
         (["--block-size", "4", "--num-speculative-tokens", "4"], "below block_size_tokens=4\n"),
     ],
 )
-def test_error_names_the_typed_flag_and_the_values_in_use(
+def test_error_names_the_flag_as_typed_and_its_value(
     flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = run_here(capsys, *flags)
@@ -173,17 +175,17 @@ def test_error_names_the_typed_flag_and_the_values_in_use(
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])  # plan names the flag in the other order
-def test_flag_with_an_alias_is_named_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_a_flag_with_an_alias_only_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--model"]) == 2
     assert capsys.readouterr().err == "mamba-cache: error: --model: expected one argument\n"
 
 
-def test_limits_that_do_not_fit_the_model_are_named_with_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_limits_that_do_not_fit_gives_the_model_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_here(capsys, "--max-tokens-per-step", "8", "--random-model")
     assert finished.status == 2 and "max_tokens is 8; it must be at least max_requests=16" in finished.stderr
 
 
-def test_short_flags_set_megatrons_flags() -> None:
+def test_short_flags_set_the_same_arguments_as_megatrons() -> None:
     parser = command_parser()
     for field, (flag, *aliases) in FLAGS.items():
         value = {"eviction": "lru", "decode_checkpoints": "all", "attention_backend": "reference"}.get(field, "7")

@@ -64,7 +64,7 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     drafts=st.sampled_from((0, 1, 4, 8)),
     stored=st.sampled_from(("live", "int8")),
 )
-def test_pools_use_the_memory_fraction_and_fit_in_it(
+def test_kv_and_state_pools_fill_but_fit_the_memory_fraction(
     shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, stored: str
 ) -> None:
     card = Card(free_gib * GIB, fraction, widest_layer=21_504)
@@ -82,7 +82,7 @@ def test_pools_use_the_memory_fraction_and_fit_in_it(
     assert config.block_size_tokens % shape.grain == 0 and config.block_size_tokens >= 256
 
 
-def test_8b_model_on_a_139_gib_card_runs_256_requests() -> None:
+def test_8b_model_on_a_139_gib_gpu_runs_256_requests() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(120 * GIB, 0.9, 21_504), {})
     assert settings["max_requests"] == 256 and settings["max_sequence_length"] == 131_072
     assert settings["cache_gb"] > 100 and "buffer_size_gb" not in settings
@@ -99,7 +99,7 @@ def test_small_layers_leave_memory_for_graphs(max_tokens: int, more_tokens: int)
     assert larger - smaller == pytest.approx(4 * 21_504 * 2 * more_tokens, rel=1e-6)
 
 
-def test_small_card_runs_fewer_requests_and_still_caches() -> None:
+def test_small_gpu_runs_fewer_requests_and_still_caches() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(12 * GIB, 0.9, 21_504), {})
     assert 1 <= settings["max_requests"] < 64
     assert settings["cache_gb"] > 0.5 + settings["max_requests"] * 0.1
@@ -107,7 +107,7 @@ def test_small_card_runs_fewer_requests_and_still_caches() -> None:
 
 @pytest.mark.parametrize("num_drafts", range(5))
 @pytest.mark.parametrize(("shape", "cache_gb"), [(DENSE_8B, 0.5), (NANO_30B, 0.2), (NANO_30B, 4.0)])
-def test_draft_state_mode_is_the_one_that_memory_was_sized_for(
+def test_settings_include_the_draft_state_mode_used_for_sizing(
     shape: HybridModelShape, cache_gb: float, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: True)
@@ -129,7 +129,7 @@ def test_draft_state_mode_is_the_one_that_memory_was_sized_for(
     [(free_gib, {}) for free_gib in (8, 12, 20, 40, 120)]
     + [(120, {"cache_gb": cache_gb}) for cache_gb in (1.0, 4.0, 20.0)],
 )
-def test_replayed_drafts_do_not_reduce_concurrent_requests(
+def test_drafts_do_not_reduce_requests_when_states_are_replayed(
     shape: HybridModelShape, state: str, free_gib: int, memory: dict[str, float]
 ) -> None:
     """Their pools have a slot for each of them in the same memory."""
@@ -147,7 +147,7 @@ def test_replayed_drafts_do_not_reduce_concurrent_requests(
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize(("asked", "length"), [(256, 65_536), (256, 4096), (2, 65_536)])
-def test_refusal_names_the_smallest_sufficient_budget(
+def test_budget_error_gives_the_smallest_sufficient_budget(
     shape: HybridModelShape, num_drafts: int, asked: int, length: int
 ) -> None:
     """Although a larger one has room for more requests, and so for more rings."""
@@ -171,7 +171,7 @@ def test_refusal_names_the_smallest_sufficient_budget(
         CacheCapacity.of(shape.resolved(replace(config, cache_gb=0.9999 * least_gb)), shape, OneRank())
 
 
-def test_draft_windows_limit_concurrent_requests() -> None:
+def test_one_state_per_draft_reduces_concurrent_requests() -> None:
     given_fields = {"cache_gb": 20.0, "draft_states": "window"}
     alone = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), given_fields)
     drafted = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), given_fields | {"num_speculative_tokens": 7})
@@ -184,7 +184,7 @@ def test_fields_set_by_flags_are_kept() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["MM--", "**--"])
-def test_stage_with_one_layer_type_gives_it_all_the_memory(pattern: str) -> None:
+def test_pipeline_stage_with_one_layer_type_uses_all_memory_for_it(pattern: str) -> None:
     shape, card = shape_of(pattern), Card(100 * GIB, 0.9, 21_504)
     config = CacheConfig(**card_settings(shape, 4096, card, {}))
     assert 0.85 * 90 * GIB <= bytes_taken(shape, config) <= 90 * GIB
@@ -205,7 +205,7 @@ def test_draft_model_fits_wherever_its_model_fits(free_gib: int) -> None:
 
 
 @pytest.mark.parametrize(("free_gib", "given_fields"), [(3, {}), (10, {"max_requests": 200})])
-def test_card_that_is_too_small_is_refused_with_the_remedy(free_gib: int, given_fields: dict[str, int]) -> None:
+def test_error_for_a_too_small_gpu_gives_the_remedy(free_gib: int, given_fields: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=f"leave {free_gib}.0 GiB .*lower --max-running-requests or --max-tokens"):
         card_settings(DENSE_8B, 131_072, Card(free_gib * GIB, 0.9, 21_504), given_fields)
 
@@ -222,9 +222,7 @@ def test_more_requests_raise_step_tokens_and_logits_memory() -> None:
 @pytest.mark.parametrize(
     ("latent_size", "num_ranks", "expected"), [(None, 1, 6 * (1856 + 2688) // 2), (1024, 2, 6 * (928 + 1024) // 2)]
 )
-def test_experts_leave_room_for_the_outputs_of_their_gemms(
-    latent_size: int | None, num_ranks: int, expected: int
-) -> None:
+def test_memory_is_reserved_for_expert_gemm_outputs(latent_size: int | None, num_ranks: int, expected: int) -> None:
     config = SimpleNamespace(
         num_moe_experts=128,
         moe_router_topk=6,
@@ -260,7 +258,7 @@ def other_scratch_bytes(sizes: GatedDelta, hidden_size: int, num_rows: int, num_
 
 @pytest.mark.parametrize("num_requests", [256, 4096])
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"])
-def test_thousands_of_one_token_prompts_have_room_for_their_tiles(name: str, num_requests: int, tmp_path: Path) -> None:
+def test_memory_is_reserved_for_scans_of_many_one_token_prompts(name: str, num_requests: int, tmp_path: Path) -> None:
     """A step of one prompt that resumes within a chunk, and of new ones, of one token except for the last."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN[name]))
     shape = shard_shape(*read_sizes(tmp_path), num_tensor_ranks=1)
@@ -282,7 +280,7 @@ def test_thousands_of_one_token_prompts_have_room_for_their_tiles(name: str, num
 
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_gated_delta_steps_have_room_for_scan_scratch(name: str, num_ranks: int, tmp_path: Path) -> None:
+def test_memory_is_reserved_for_gated_delta_scan_buffers(name: str, num_ranks: int, tmp_path: Path) -> None:
     """A step of 256 rows and the largest graphs: but for a twentieth of what is kept for workspaces."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN[name]))
     architecture, dtype = read_sizes(tmp_path)
@@ -314,7 +312,7 @@ def test_gated_delta_steps_have_room_for_scan_scratch(name: str, num_ranks: int,
     assert 0 < needed <= reserved + 2 * GIB / 20
 
 
-def test_explicit_budget_overrides_the_memory_left_on_the_card() -> None:
+def test_explicit_budget_overrides_the_free_gpu_memory() -> None:
     settings = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), {"cache_gb": 20.0})
     assert settings["cache_gb"] == 20.0 and "buffer_size_gb" not in settings
     # Half of it holds live states of 98 MiB and the KV of 2,048 tokens each.
@@ -337,7 +335,7 @@ def test_request_length_is_limited_by_the_budget(shape: HybridModelShape, stored
 
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
-def test_quantization_fits_3_6_times_as_many_states(shape: HybridModelShape) -> None:
+def test_quantized_cache_holds_3_6_times_as_many_states(shape: HybridModelShape) -> None:
     """Not counting the live states, which both forms hold when the server is full."""
     config = CacheConfig(max_requests=32, max_sequence_length=4096, cache_gb=40.0).resolved()
     for dtype, least in (("fp32", 3.6), ("bf16", 1.85)):
@@ -347,7 +345,7 @@ def test_quantization_fits_3_6_times_as_many_states(shape: HybridModelShape) -> 
         assert quantized.num_slots >= least * exact
 
 
-def test_live_states_beyond_the_budget_are_refused_with_the_remedy() -> None:
+def test_error_for_live_states_beyond_the_budget_gives_the_remedy() -> None:
     config = CacheConfig(cache_gb=2.0, cached_state_dtype="int8", max_sequence_length=256).resolved()
     with pytest.raises(ValueError, match=r"live states of max_requests=64: set --cache-gb to .* or max_requests$"):
         CacheCapacity.of(config, DENSE_8B, OneRank())
@@ -375,7 +373,7 @@ def test_ranks_with_different_layers_agree_on_request_length() -> None:
     assert len(lengths) == 1 and lengths.pop() < 2**24
 
 
-def test_ranks_with_different_layers_agree_on_state_priority_and_report_slab_waste(
+def test_ranks_with_different_layers_agree_on_state_length_and_warn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = CacheConfig(cache_gb=2.0, max_sequence_length=4096).resolved()

@@ -97,7 +97,7 @@ def take_turn(
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
 @pytest.mark.parametrize("num_turns", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_turn_computes_its_new_text_and_at_most_two_blocks(num_turns: int, num_drafts: int) -> None:
+def test_later_turn_prefills_new_text_and_at_most_two_blocks(num_turns: int, num_drafts: int) -> None:
     engine = start_engine(num_drafts)
     for name, conversation in converse(engine, num_turns).items():
         assert len(conversation.computed_counts) == num_turns

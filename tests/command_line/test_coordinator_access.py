@@ -43,7 +43,7 @@ def test_key_file_protects_all_sockets(launch: Launch, key_file: Path) -> None:
 
 
 @pytest.mark.parametrize("launch", [ONE_HOST, TWO_HOSTS])
-def test_only_an_explicit_flag_opens_the_coordinator(launch: Launch) -> None:
+def test_coordinator_accepts_other_hosts_only_with_an_explicit_flag(launch: Launch) -> None:
     assert isinstance(settings_of(launch, "--insecure-coordinator").access(), InsecureAccess)
 
 
@@ -51,8 +51,8 @@ def test_several_hosts_without_an_access_flag_are_refused() -> None:
     with pytest.raises(UsageError) as refused:
         settings_of(TWO_HOSTS)
     assert str(refused.value) == (
-        "8 processes on several hosts need --coordinator-key-file FILE, the same on each (made with: (umask 077; "
-        "openssl rand -hex 32 > FILE)), or --insecure-coordinator on a network that you trust"
+        "8 processes on several hosts need --coordinator-key-file FILE with the same key on each (create it with: "
+        "(umask 077; openssl rand -hex 32 > FILE)), or --insecure-coordinator on a trusted network"
     )
 
 
@@ -71,12 +71,12 @@ def test_torchrun_sets_the_number_of_local_processes() -> None:
     ("flags", "message"),
     [
         ((), "2 processes on several hosts need --coordinator-key-file FILE"),
-        (("--coordinator-key-file", "no-file"), "--coordinator-key-file: key file no-file: No such file"),
+        (("--coordinator-key-file", "no-file"), "--coordinator-key-file: cannot read key file no-file: No such file"),
         (("--coordinator-key-file", "a", "--insecure-coordinator"), "not allowed with argument --coordinator-key-file"),
         (("--coordinator-key-file",), "--coordinator-key-file: expected one argument"),
     ],
 )
-def test_serve_refuses_in_one_line_before_loading_a_model(
+def test_serve_prints_a_one_line_error_before_loading_a_model(
     flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):

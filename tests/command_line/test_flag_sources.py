@@ -75,14 +75,14 @@ def test_command_line_overrides_environment_overrides_file(
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "max-model-len", "--max-model-len", "inference-max-seq-length"])
-def test_key_is_any_long_name_with_dashes_or_underscores(name: str, tmp_path: Path) -> None:
+def test_config_key_may_be_any_long_name_with_dashes_or_underscores(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f'"{name}": 77\nhf-model:\nload: ~\n')
     arguments = served("--config", str(path))
     assert (arguments.inference_max_seq_length, arguments.hf_model, arguments.load) == (77, None, None)
 
 
-def test_variable_of_any_alias_sets_a_flag_unless_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonempty_variable_for_any_alias_sets_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAMBA_CACHE_KV_GB", "2.5")
     monkeypatch.setenv("MAMBA_CACHE_MODEL", "a")
     monkeypatch.setenv("MAMBA_CACHE_PORT", "")
@@ -91,7 +91,9 @@ def test_variable_of_any_alias_sets_a_flag_unless_empty(monkeypatch: pytest.Monk
     assert arguments.hf_model == "a" and arguments.port == 5000
 
 
-def test_flag_overrides_the_one_that_it_excludes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flag_overrides_a_conflicting_flag_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MAMBA_CACHE_HF_MODEL", "a")
     assert served("--load", "b").load == "b" and served("--load", "b").hf_model is None
     assert served("c").hf_model == "c"
@@ -100,7 +102,9 @@ def test_flag_overrides_the_one_that_it_excludes(monkeypatch: pytest.MonkeyPatch
     assert served("--config", str(path)).load is None
 
 
-def test_variable_names_the_config_file_of_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_gives_the_config_file_of_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.yaml"
     monkeypatch.setenv("MAMBA_CACHE_CONFIG", str(path))
     for words in (["serve"], ["generate"], ["doctor"], ["plan", "--trace", "x"]):
@@ -155,7 +159,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES)
-def test_mistake_in_a_file_is_named_in_one_line(
+def test_error_in_a_config_file_is_reported_in_one_line(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "serve.yaml"
@@ -166,13 +170,13 @@ def test_mistake_in_a_file_is_named_in_one_line(
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "~"])
-def test_empty_file_sets_nothing(text: str, tmp_path: Path) -> None:
+def test_empty_config_file_sets_no_flags(text: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     assert served("--config", str(path)).set_flags == ()
 
 
-def test_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_config_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1\n")
     for words in (["--config", str(path)], [f"--config={path}"]):
@@ -183,7 +187,9 @@ def test_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("name", "reason"), [("none.yaml", "No such file"), ("", "Is a directory"), ("b", "decode")])
-def test_unreadable_file_is_named(name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_an_unreadable_config_file(
+    name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "b").write_bytes(b"port: \xff")
     path = tmp_path / name
     assert main(["plan", "--config", str(path)]) == 2
@@ -203,7 +209,7 @@ BAD_VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), BAD_VARIABLES)
-def test_mistake_in_a_variable_is_named_in_one_line(
+def test_error_in_an_environment_variable_is_reported_in_one_line(
     name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(f"MAMBA_CACHE_{name}", value)
@@ -221,7 +227,7 @@ def test_two_variables_for_one_flag_are_refused(
     assert "MAMBA_CACHE_MODEL and MAMBA_CACHE_HF_MODEL set the same flag" in capsys.readouterr().err
 
 
-def test_overridden_source_is_not_named_in_errors(
+def test_errors_do_not_name_an_overridden_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "serve.yaml"
@@ -233,7 +239,7 @@ def test_overridden_source_is_not_named_in_errors(
     assert capsys.readouterr().err.startswith("mamba-cache: error: MAMBA_CACHE_PORT: --port is 90000;")
 
 
-def test_only_misspelled_variables_of_ours_are_reported(tmp_path: Path) -> None:
+def test_only_misspelled_mamba_cache_variables_are_reported(tmp_path: Path) -> None:
     code = (
         "import os; names = ('BLOCKSIZE', 'MAX_NUM_SEQS', 'PROMPTS', 'XYZ')\n"
         "os.environ |= {f'MAMBA_CACHE_{name}': '1' for name in names}\n"
@@ -262,7 +268,7 @@ UNKNOWN_FLAGS = [
 
 
 @pytest.mark.parametrize(("words", "message"), UNKNOWN_FLAGS)
-def test_unknown_flag_suggests_a_similar_one(
+def test_error_for_an_unknown_flag_suggests_a_similar_flag(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -270,7 +276,7 @@ def test_unknown_flag_suggests_a_similar_one(
     assert message in error and error.count("\n") == 1, error
 
 
-def test_advice_for_vllm_flags_covers_no_flag_of_serve() -> None:
+def test_vllm_flags_with_advice_are_not_flags_of_serve() -> None:
     for flag in VLLM_FLAGS:
         with pytest.raises(Exception, match=f"unknown flag {flag}: "):
             served(flag)

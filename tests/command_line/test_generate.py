@@ -49,7 +49,7 @@ def generate(run_lines: Callable[..., Finished], tmp_path: Path) -> Generate:
     return run
 
 
-def test_output_file_has_every_promised_key_and_consistent_sums(generate: Generate) -> None:
+def test_output_file_has_documented_keys_and_consistent_sums(generate: Generate) -> None:
     document = generate([{"prompt": PREFIX + "a"}, {"prompt_tokens": [1, 2, 3], "num_tokens_to_generate": 2}])
     text, tokens = document["requests"]
     assert list(text) == [
@@ -76,7 +76,7 @@ def test_output_file_has_every_promised_key_and_consistent_sums(generate: Genera
     assert summary["kv_blocks"]["in_use"] == 0 and summary["kv_blocks"]["cached"] > 0
 
 
-def test_later_turn_starts_from_the_cached_earlier_one(generate: Generate) -> None:
+def test_later_turn_reuses_the_cached_earlier_turn(generate: Generate) -> None:
     document = generate([{"prompt": PREFIX, "session": "s"}, {"prompt": PREFIX + "and more", "session": "s"}])
     first, second = document["requests"]
     assert first["cached_tokens"] == 0
@@ -113,7 +113,7 @@ UNFIT = {
 }
 
 
-def test_unfit_line_fails_alone(generate: Generate) -> None:
+def test_invalid_prompt_does_not_fail_other_lines(generate: Generate) -> None:
     good = {"prompt": PREFIX}
     lines = [good, *({**line, "session": 1} for line, _ in UNFIT.values()), {**good, "session": 1}]
     document = generate(lines)
@@ -126,7 +126,7 @@ def test_unfit_line_fails_alone(generate: Generate) -> None:
     assert document["summary"]["failed_requests"] == len(UNFIT)
 
 
-def test_file_with_only_unfit_lines_ends(run_lines: Callable[..., Finished]) -> None:
+def test_run_with_only_invalid_prompts_finishes(run_lines: Callable[..., Finished]) -> None:
     finished = run_lines([{"prompt": ""}, {"prompt_tokens": [300]}])
     assert finished.status == 0 and "nothing was skipped: no request ran" in finished.stdout
 
@@ -144,13 +144,13 @@ def test_sampling_depends_on_the_seed_not_on_cache_or_batch(generate: Generate) 
     assert tokens(generate(lines, *flags, "--seed", 1)) != base
 
 
-def test_bf16_and_another_block_size_run(generate: Generate) -> None:
+def test_generate_runs_in_bf16_and_with_another_block_size(generate: Generate) -> None:
     lines = [{"prompt": PREFIX, "session": 1}, {"prompt": PREFIX + "b", "session": 1}]
     document = generate(lines, "--dtype", "bf16", "--inference-dynamic-batching-block-size", 128)
     assert document["summary"]["dtype"] == "bf16" and document["requests"][1]["cached_tokens"] == 128
 
 
-def test_drafts_change_no_token_and_are_counted_per_request(generate: Generate) -> None:
+def test_drafts_do_not_change_tokens_and_are_counted_per_request(generate: Generate) -> None:
     lines = [{"prompt": CODE, "num_tokens_to_generate": 24}, {"prompt": CODE[5:], "num_tokens_to_generate": 9}]
     plain = generate(lines, model=SHIPPED)
     document = generate(lines, "--num-speculative-tokens", 4, "--drafter", "prompt-lookup", model=SHIPPED)
@@ -178,7 +178,7 @@ def test_report_mentions_drafts_if_there_are_any(run_lines: Callable[..., Finish
     assert "nothing was drafted in 0 decode steps" in idle.stdout
 
 
-def test_comparing_run_has_neither_drafts_nor_cache(
+def test_comparison_run_disables_drafts_and_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, bool]] = []
@@ -205,12 +205,12 @@ def test_report_explains_why_nothing_was_skipped(run_lines: Callable[..., Finish
     assert finished.stderr.count("WARNING") == 1 and "UserWarning" not in finished.stderr
 
 
-def test_flags_ignored_by_greedy_decoding_are_named(run_lines: Callable[..., Finished]) -> None:
+def test_note_names_flags_that_greedy_decoding_ignores(run_lines: Callable[..., Finished]) -> None:
     assert "--top-k 1 is greedy" in run_lines([{"prompt": "x"}], "--temperature", 0.7).stderr
     assert run_lines([{"prompt": "x"}]).stderr == ""
 
 
-def test_different_outputs_exit_1_and_name_the_request(
+def test_different_outputs_exit_with_status_1_and_name_the_request(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "first_difference", lambda *_: Difference(3, 1, 7, 8))

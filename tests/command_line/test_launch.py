@@ -30,7 +30,7 @@ def test_torchrun_sets_the_process_index() -> None:
 @pytest.mark.parametrize(
     ("found", "num_replicas"), [(sizes(), 8), (sizes(2), 4), (sizes(2, 2), 2), (sizes(expert=4), 8), (sizes(4, 2), 1)]
 )
-def test_remaining_processes_are_replicas(found: Namespace, num_replicas: int) -> None:
+def test_replica_count_is_processes_divided_by_model_size(found: Namespace, num_replicas: int) -> None:
     assert Launch(0, 8).num_replicas(found) == num_replicas
 
 
@@ -43,13 +43,13 @@ def test_remaining_processes_are_replicas(found: Namespace, num_replicas: int) -
         (sizes(pipeline=0), "--pipeline-model-parallel-size is 0; it must be at least 1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(found: Namespace, message: str) -> None:
+def test_parallel_sizes_that_do_not_divide_the_processes_are_refused(found: Namespace, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Launch(0, 8).num_replicas(found)
 
 
 @pytest.mark.parametrize(("rank", "num_lines"), [("0", 1), ("1", 0)])
-def test_only_the_first_process_reports_a_mistake(
+def test_only_the_first_process_reports_an_error(
     rank: str, num_lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):

@@ -84,7 +84,7 @@ def test_budget_that_is_too_small_is_refused_before_loading(
 
 @pytest.mark.parametrize("draft_family", ["nemotron_h", "bamba"])
 @pytest.mark.parametrize("command", ["generate", "serve"])
-def test_refusal_names_a_budget_with_room_for_the_draft_model(
+def test_budget_error_includes_room_for_the_draft_model(
     command: str, draft_family: str, nemotron: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save_model(draft_family, tmp_path / "draft")
@@ -148,14 +148,14 @@ def test_example_runs_a_directory_as_the_readme_describes(
     assert device == "auto" or document["summary"]["device"] == device
 
 
-def test_bf16_another_block_and_no_cache_run(
+def test_model_directory_runs_in_bf16_and_without_cache(
     tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--hf-model", nemotron, "--prompts", lines_file, "--num-tokens-to-generate", 2)
     assert run_here(capsys, *flags, "--dtype", "bf16", BLOCK, 32).status == 0
     finished = run_here(capsys, *flags, "--no-prefix-caching")
     assert finished.status == 0 and "prefix caching is off" in finished.stdout
-    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "chunk of 16")
+    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "chunk size 16")
 
 
 def test_megatron_checkpoint_matches_its_source_directory(
@@ -223,7 +223,7 @@ def test_generation_stops_at_the_end_of_text_token(
     assert generated() == free[: free.index(free[5]) + 1]
 
 
-def test_text_prompt_without_a_tokenizer_is_a_bad_line(
+def test_error_for_a_text_prompt_without_a_tokenizer_names_the_line(
     tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_lines(tmp_path, [{"prompt_tokens": [1]}, {"prompt": "one"}])
@@ -236,10 +236,10 @@ def test_tokenizer_of_another_model_is_refused(nemotron: Path, capsys: pytest.Ca
     save_tokenizer(nemotron, vocabulary=513)
     finished = run_here(capsys, "--hf-model", nemotron)
     files = (f"{nemotron}/tokenizer.json", f"{nemotron}/config.json")
-    assert ends_with_one_line(finished, "--hf-model: ", *files, "512", "vocabulary of 512")
+    assert ends_with_one_line(finished, "--hf-model: ", *files, "512", "is 512")
 
 
-def test_unloadable_directory_exits_with_one_line(
+def test_unloadable_directory_exits_with_a_one_line_error(
     tmp_path: Path, nemotron: Path, lines_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (nemotron / "model.safetensors").write_bytes(b"no tensors")
@@ -271,7 +271,7 @@ def test_shipped_model_is_the_default_if_its_files_exist(
 DRAFTS = ("--num-speculative-tokens", 4, "--drafter", "draft-model", "--draft-hf-model")
 
 
-def test_unusable_draft_model_exits_with_one_line(
+def test_unusable_draft_model_exits_with_a_one_line_error(
     tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other_vocabulary = run_here(capsys, "--random-model", *DRAFTS, nemotron)
@@ -294,10 +294,12 @@ def test_draft_model_with_sharded_experts_is_refused_before_loading(
     finished = run_here(
         capsys, "--hf-model", nemotron, "--prompts", lines_file, *DRAFTS, tmp_path / "draft", "--dtype", "fp32"
     )
-    assert ends_with_one_line(finished, "--draft-hf-model ", "has experts, and 2 expert-parallel ranks", "take a draft")
+    assert ends_with_one_line(
+        finished, "--draft-hf-model ", "is an MoE model, and 2 expert-parallel ranks", "use a draft"
+    )
 
 
-def test_self_drafts_are_always_accepted(
+def test_drafts_from_the_same_model_are_always_accepted(
     tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out.json"
@@ -316,7 +318,7 @@ def test_self_drafts_are_always_accepted(
     assert tried["draft_tokens"] < 30 and always["tokens_per_decode_row"] > 3  # each draft takes as long as a token
 
 
-def test_draft_model_is_captured_if_the_model_is(
+def test_draft_model_uses_cuda_graphs_when_the_model_does(
     lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
@@ -336,7 +338,9 @@ def test_draft_model_is_captured_if_the_model_is(
     assert half >= 2 and set(counts[:half]) == {0} and set(counts[half:]) == {3}
 
 
-def test_draft_model_shares_the_budget(lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draft_model_and_model_share_the_cache_budget(
+    lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, *DRAFTS, nemotron, "--max-model-len", 128)
     assert run_here(capsys, *flags, "--cache-gb", 0.02).status == 0
     cache_gb, parts = 0.0002, []

@@ -27,7 +27,7 @@ def planned(capfd: pytest.CaptureFixture[str], trace: Path, *flags: str) -> tupl
     return status, *capfd.readouterr()
 
 
-def test_json_has_one_entry_per_size(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_json_has_one_entry_per_cache_size(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, out, _ = planned(capfd, trace, *KV, *STATE, "--block-size", "64", "--cache-gb", "0.0004", "1", "--json")
     # 711 computed tokens of the first turn end with a state at 704.
     assert status == 0 and json.loads(out) == [
@@ -43,7 +43,7 @@ def test_json_has_one_entry_per_size(trace: Path, capfd: pytest.CaptureFixture[s
     ]
 
 
-def test_table_has_one_line_per_size_and_one_for_an_unlimited_cache(
+def test_plan_table_has_a_line_per_size_and_for_an_unlimited_cache(
     trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = planned(capfd, trace, *KV, *STATE, "--cache-gb", "1", "2")
@@ -51,7 +51,7 @@ def test_table_has_one_line_per_size_and_one_for_an_unlimited_cache(
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["1", "2", "unlimited"]
 
 
-def test_every_device_size_is_planned_with_every_host_size(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_combines_every_device_size_with_every_host_size(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = (*KV, *STATE, "--cache-gb", "1", "2", "--host-cache-gb", "0", "4")
     status, out, _ = planned(capfd, trace, *flags, "--json")
     combined = [(1, 0), (1, 4), (2, 0), (2, 4)]
@@ -63,7 +63,7 @@ def test_every_device_size_is_planned_with_every_host_size(trace: Path, capfd: p
     assert unlimited.split()[1] == "1,312"
 
 
-def test_model_sizes_come_from_its_configuration(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_model_sizes_from_the_configuration(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
     inner = config["mamba_num_heads"] * config["mamba_head_dim"]
     conv_dim = inner + 2 * config["n_groups"] * config["ssm_state_size"]
@@ -75,7 +75,7 @@ def test_model_sizes_come_from_its_configuration(trace: Path, capfd: pytest.Capt
     assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
 
 
-def test_quantized_models_cache_is_sized_as_in_bf16(
+def test_cache_of_a_quantized_model_is_sized_as_in_bf16(
     trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
@@ -88,7 +88,7 @@ def test_quantized_models_cache_is_sized_as_in_bf16(
     assert sizes[0] == sizes[1]
 
 
-def test_sizes_of_a_wrapper_are_those_of_its_language_model(
+def test_sizes_of_a_multimodal_model_are_those_of_its_language_model(
     trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN["Qwen3.6-35B-A3B"]))
@@ -122,7 +122,7 @@ def test_quantized_state_takes_a_byte_per_value_and_a_scale_per_channel(
         ((*KV, *STATE, "--cache-gb", "0"), "--cache-gb is 0.0"),
         ((*KV, *STATE, "--cache-gb", "nan"), "--cache-gb is nan"),
         ((*KV, *STATE, "--block-size", "0"), "--block-size is 0"),
-        ((*KV, *STATE, "--block-size", "96"), "--block-size 96: blocks of 96 tokens and hashes of 64 do not fit"),
+        ((*KV, *STATE, "--block-size", "96"), "--block-size 96: block size 96 and 64 tokens per hash do not match"),
         ((*KV, *STATE, "--host-cache-gb", "-1"), "--host-cache-gb is -1.0"),
         ((*KV, *STATE, "--host-cache-gb", "nan"), "--host-cache-gb is nan"),
     ],

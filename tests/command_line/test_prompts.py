@@ -54,7 +54,7 @@ def test_written_prompts_are_read_back(
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_bad_line_is_named_with_its_number(name: str, tmp_path: Path) -> None:
+def test_error_for_an_invalid_prompt_line_gives_its_number(name: str, tmp_path: Path) -> None:
     line, message = BAD_LINES[name]
     file = tmp_path / "lines.jsonl"
     file.write_text('{"prompt": "good"}\n' + line + '\n{"prompt": "good"}\n')
@@ -66,7 +66,7 @@ def test_bad_line_is_named_with_its_number(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"), [(b"", "empty"), (b"\n \n", "empty"), (b"\xff\n", "not UTF-8"), (None, "No such file")]
 )
-def test_bad_file_is_named(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_error_names_an_invalid_prompts_file(content: bytes | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     if content is not None:
         file.write_bytes(content)
@@ -81,7 +81,7 @@ def test_byte_order_mark_carriage_returns_and_trailing_blank_lines_are_ignored(t
     assert [line.prompt for line in read_prompts(str(file))] == ["a", "b"]
 
 
-def test_session_1_and_session_text_1_differ() -> None:
+def test_integer_and_string_session_ids_are_distinct() -> None:
     number, text = (parse_line(0, json.dumps({"prompt": "", "session": session})) for session in (1, "1"))
     assert number.session != text.session
 

@@ -66,7 +66,7 @@ def test_quiet_process_logs_only_errors(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.splitlines() == ["ERROR: broken"]
 
 
-def test_coordinator_process_hides_what_its_parent_hides() -> None:
+def test_coordinator_process_applies_the_log_levels_of_its_parent() -> None:
     code = (
         "import warnings, logging, sys\n"
         "from megatron_mamba_cache.replicas.launch import _Quiet\n"

@@ -46,7 +46,7 @@ def run_lines(
 
 
 @pytest.mark.parametrize("position", [0, 2999])
-def test_long_session_of_unfit_lines_finishes(position: int) -> None:
+def test_long_session_of_invalid_lines_finishes(position: int) -> None:
     prompts = [UNFIT] * 3000
     prompts[position] = [1, 2, 3]
     lines = [PromptLine(number, prompt, session="a") for number, prompt in enumerate(prompts)]
@@ -63,7 +63,7 @@ def test_line_with_an_image_token_is_refused() -> None:
     assert not first.generated_tokens and len(second.generated_tokens) == 2 and second.error is None
 
 
-def test_tokens_are_read_once_from_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_runner_does_not_reread_all_tokens_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, counter, reported = EngineRun.start(tiny_hybrid()).engine, [0], []
     add_request = engine.add_request
 
@@ -78,7 +78,7 @@ def test_tokens_are_read_once_from_the_engine(monkeypatch: pytest.MonkeyPatch) -
     assert counter[0] < 4 * 200, "a few readers of the whole reply at its end, but none at each step"
 
 
-def test_interrupted_requests_tokens_are_reported_once() -> None:
+def test_tokens_of_an_interrupted_request_are_reported_once() -> None:
     engine, reported = EngineRun.start(tiny_hybrid()).engine, []
 
     def suspend_in_between(count: int) -> None:

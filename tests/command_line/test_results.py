@@ -26,7 +26,7 @@ def result_of(*records: RequestRecord, states_evicted: int = 0, **counters: int)
     return RunResult(numbered, CacheSnapshot(CacheCounters(states_evicted=states_evicted, **counters)), 2.0)
 
 
-def test_reason_for_no_skip_matches_the_run() -> None:
+def test_report_gives_the_reason_why_no_tokens_were_skipped() -> None:
     short, failed, hit = (
         replace(LONG, prompt_tokens=[1] * 64),
         replace(LONG, error="why"),

@@ -33,7 +33,7 @@ def test_each_line_runs_once_after_earlier_lines_of_its_session(
 
 
 @given(sessions=SESSIONS)
-def test_only_lines_of_a_session_wait(sessions: list[int | str | None]) -> None:
+def test_lines_without_a_session_start_immediately(sessions: list[int | str | None]) -> None:
     lines = [PromptLine(number, "", session=session) for number, session in enumerate(sessions)]
     waiting = [line for line in lines if line not in SessionQueue(lines).initial_lines()]
     assert all(line.session is not None and line.session in sessions[: line.request_id] for line in waiting)

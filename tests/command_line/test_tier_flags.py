@@ -40,7 +40,7 @@ BAD = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("case", BAD)
-def test_unusable_tier_flags_exit_2_before_allocation(
+def test_invalid_tier_flags_exit_with_status_2_before_allocation(
     command: str, case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def allocate(*_: Any, **__: Any) -> None:
@@ -58,14 +58,14 @@ def test_unusable_tier_flags_exit_2_before_allocation(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_directory_without_permission_is_refused(tmp_path: Path) -> None:
+def test_disk_cache_directory_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     arguments = command_parser().parse_args(["generate", *MEMORY, "--disk-cache-dir", str(tmp_path / "below" / "that")])
     with pytest.raises(UsageError, match="cannot be created or written to"):
         check_tiers(arguments)
 
 
-def test_directory_is_created_after_the_model_is_loaded(tmp_path: Path) -> None:
+def test_disk_cache_directory_is_created_after_the_model_is_loaded(tmp_path: Path) -> None:
     check_tiers(command_parser().parse_args(["generate", *MEMORY, "--disk-cache-dir", str(tmp_path / "a" / "b")]))
     assert not any(tmp_path.iterdir())
 
@@ -76,7 +76,7 @@ def test_host_tier_works_with_every_way_to_give_a_budget(memory: list[str]) -> N
 
 
 @pytest.mark.long
-def test_process_with_unusable_flags_prints_one_line(tmp_path: Path) -> None:
+def test_invalid_tier_flags_print_a_one_line_error(tmp_path: Path) -> None:
     flags = ["--random-model", "--device", "cpu", "--port", "0", "--cache-gb", "0.1", "--host-cache-gb", "1e-6"]
     finished = run_process("-m", "megatron_mamba_cache", "serve", *flags, cwd=tmp_path)
     assert finished.status == 2 and finished.stderr.count("\n") == 1 and "set --host-cache-gb to" in finished.stderr
@@ -101,7 +101,7 @@ def test_generate_keeps_prefixes_on_disk_for_the_next_run(tmp_path: Path, capsys
     assert f"; {second['cached_tokens']} from the disk)" in finished.stdout
 
 
-def test_only_the_cached_run_of_a_comparison_has_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_uses_tiers_only_in_the_cached_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-tokens-to-generate", "2", *MEMORY, "--disk-cache-dir", tmp_path / "disk"]
     finished = run_here(capsys, "--random-model", "--output-path", tmp_path / "out.json", *flags)
     assert finished.status == 0 and "outputs identical" in finished.stdout, finished.stderr
@@ -110,7 +110,7 @@ def test_only_the_cached_run_of_a_comparison_has_tiers(tmp_path: Path, capsys: p
     assert summary["without_cache"]["host_bytes"] == summary["without_cache"]["disk_bytes"] == {}
 
 
-def test_summary_names_the_tiers_that_tokens_were_restored_from() -> None:
+def test_summary_counts_the_tokens_restored_from_each_tier() -> None:
     record = RequestRecord(0, [1] * 100, [7], cached_tokens=80, cached_tokens_from_host=48, cached_tokens_from_disk=16)
     line = summary_line(RunResult([record], CacheSnapshot(CacheCounters()), 1.0))
     assert line.startswith(

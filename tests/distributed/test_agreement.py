@@ -10,7 +10,7 @@ TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def test_capacities_are_the_least_of_all_ranks_even_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
+def test_capacity_is_the_minimum_over_all_ranks_also_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.capacities, layout, "M*M*", [40, 30], [9, 12], [5, 4])
     num_live = 4
     assert first == second
@@ -30,7 +30,7 @@ def test_stage_without_a_layer_type_does_not_limit_its_capacity(worlds: Worlds) 
         ([{}, {"max_tokens": 128}], "max_tokens differs between the ranks of the model: [64, 128]"),
     ],
 )
-def test_contradicting_settings_are_an_error_on_all_ranks(settings: list[dict], message: str, worlds: Worlds) -> None:
+def test_different_settings_raise_an_error_on_all_ranks(settings: list[dict], message: str, worlds: Worlds) -> None:
     for error in worlds.of(2).run(agreement_cases.error_of_settings, TENSOR, settings):
         assert message in error and error.startswith("ValueError")
 
@@ -38,7 +38,7 @@ def test_contradicting_settings_are_an_error_on_all_ranks(settings: list[dict], 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("no model", "TypeError: serving needs a MambaModel, found Linear"),
+        ("no model", "TypeError: only a MambaModel can be served, found Linear"),
         ("sequence_parallel", "ValueError: sequence_parallel is True"),
         ("the part's modules", "ValueError: planted"),
         ("attention", "ValueError: planted"),
@@ -50,7 +50,7 @@ def test_contradicting_settings_are_an_error_on_all_ranks(settings: list[dict], 
         ("step buffers", "CacheCapacityError: cannot allocate the step buffers"),
     ],
 )
-def test_build_error_of_one_rank_is_the_same_on_all(broken: str, message: str, worlds: Worlds) -> None:
+def test_build_error_on_one_rank_is_raised_on_all(broken: str, message: str, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.error_of_one_rank, TENSOR, broken)
     assert second.startswith(message) and first == second
 
@@ -66,7 +66,7 @@ def test_build_error_of_one_rank_is_the_same_on_all(broken: str, message: str, w
         (PIPELINE, 4, "another slot", "reserved states"),
     ],
 )
-def test_diverging_rank_is_found_with_the_decision_named(
+def test_error_names_the_first_decision_that_differs_between_ranks(
     layout: Layout, every: int, part: str, kind: str, worlds: Worlds
 ) -> None:
     outcomes = worlds.of(2).run(agreement_cases.error_of_a_part, layout, every, part)
@@ -79,20 +79,20 @@ def test_diverging_rank_is_found_with_the_decision_named(
 
 
 @pytest.mark.parametrize(("num_on_both", "other"), [(0, "nothing"), (1, "step 1, request 0, tokens of the step")])
-def test_rank_without_its_only_request_is_found(num_on_both: int, other: str, worlds: Worlds) -> None:
+def test_rank_that_lacks_a_request_is_detected(num_on_both: int, other: str, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.error_of_a_missing_request, TENSOR, num_on_both)
     assert first == second
     assert f"rank 0: step 1, request {num_on_both}, admission" in first and f"rank 1: {other}" in first
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def test_tokens_come_from_one_rank(layout: Layout, worlds: Worlds) -> None:
+def test_sampled_tokens_come_from_one_rank(layout: Layout, worlds: Worlds) -> None:
     for tokens, with_others_wrong in worlds.of(2).run(agreement_cases.broadcast_outcomes, layout):
         assert tokens == with_others_wrong
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def test_drafter_error_on_one_rank_costs_drafts_on_all(layout: Layout, worlds: Worlds) -> None:
+def test_drafter_error_on_one_rank_disables_drafts_on_all(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.failures_of_one_drafter, layout)
     assert first == second
     num_failures, num_accepted = first

@@ -14,7 +14,7 @@ from tests.distributed.world import Worlds
         pytest.param(Layout(pipeline=2), id="pipeline"),
     ],
 )
-def test_all_ranks_have_the_tokens_of_one_process(layout: Layout, worlds: Worlds) -> None:
+def test_all_ranks_generate_the_same_tokens_as_one_process(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(changed_logits_cases.replies, layout)
     (alone,) = worlds.of(1).run(changed_logits_cases.replies, Layout())
     assert first == second == alone

@@ -52,7 +52,7 @@ def run_ranks(prompts: Path, count: int, *flags: object) -> Finished:
 @pytest.mark.long
 @starts_ranks
 @pytest.mark.parametrize("flags", [("--tensor-model-parallel-size", 2), ()], ids=["shared", "replicas"])
-def test_ranks_write_the_output_of_one_process_once(flags: tuple, prompts: Path, by_one_process: list[dict]) -> None:
+def test_output_is_written_by_only_one_rank(flags: tuple, prompts: Path, by_one_process: list[dict]) -> None:
     done = run_ranks(prompts, 2, *flags)
     assert done.status == 0, done.stderr
     document = json.loads((prompts.parent / "out.json").read_text())
@@ -65,12 +65,12 @@ def test_ranks_write_the_output_of_one_process_once(flags: tuple, prompts: Path,
     assert done.stdout.count("request  prompt tokens") == 1
 
 
-def test_mistake_found_by_one_process_ends_all(worlds: Worlds) -> None:
+def test_error_found_by_one_process_ends_all_processes(worlds: Worlds) -> None:
     errors = worlds.of(2).run(generate_cases.error_of_one_process)
     assert errors == ["this process cannot"] * 2
 
 
 @pytest.mark.parametrize(("kind", "size"), [("expert", 2), ("tensor", 3)])
-def test_unsplittable_random_model_is_refused_in_one_line(worlds: Worlds, kind: str, size: int) -> None:
+def test_random_model_that_ranks_cannot_split_is_refused_in_one_line(worlds: Worlds, kind: str, size: int) -> None:
     for error in worlds.of(size).run(generate_cases.error_of_the_random_model, kind):
         assert error.startswith("--random-model: ") and f"--{kind}-model-parallel-size" in error

@@ -19,7 +19,9 @@ TENSOR_OF_4 = Layout(tensor=4)
         ("qwen3_5-5", [ONE, TENSOR]),  # one KV head, of which both ranks have a copy
     ],
 )
-def test_checkpoint_generates_the_same_under_every_layout(name: str, layouts: list[Layout], worlds: Worlds) -> None:
+def test_checkpoint_generates_the_same_tokens_under_every_parallel_layout(
+    name: str, layouts: list[Layout], worlds: Worlds
+) -> None:
     _assert_same_tokens(worlds, 2, name, layouts)
 
 

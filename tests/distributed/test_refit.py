@@ -21,7 +21,7 @@ TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
         pytest.param(Layout(expert=2), True, id="expert-resident", marks=pytest.mark.long),
     ],
 )
-def test_ranks_refit_together(layout: Layout, resident_pools: bool, worlds: Worlds) -> None:
+def test_all_ranks_load_new_weights_together(layout: Layout, resident_pools: bool, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(refit_cases.refit, layout, resident_pools)
     assert first == second
     assert first.computed[:2] == (PROMPT_LEN, PROMPT_LEN) and first.computed[2] < PROMPT_LEN
@@ -45,7 +45,7 @@ def test_ranks_refit_together(layout: Layout, resident_pools: bool, worlds: Worl
         for at, (name, layout) in enumerate((("tensor", TENSOR), ("pipeline", PIPELINE)))
     ],
 )
-def test_ranks_with_different_versions_all_report_it_and_stay_suspended(
+def test_ranks_stay_suspended_when_their_weights_versions_differ(
     versions: list[str | None], message: str, layout: Layout, worlds: Worlds
 ) -> None:
     for errors in worlds.of(2).run(refit_cases.errors_of_versions, layout, versions, layout.tensor > 1):

@@ -108,7 +108,7 @@ def run_on_each(
 
 
 @pytest.mark.parametrize(("layout", "flavour", "seed", "num_graphs", "digest_steps", "form"), SHARED, ids=name_of)
-def test_ranks_make_the_same_plans_and_generate_the_oracles_tokens(
+def test_ranks_make_the_same_plans_and_generate_the_reference_tokens(
     layout: Layout,
     flavour: str,
     seed: int,
@@ -130,7 +130,9 @@ def test_ranks_make_the_same_plans_and_generate_the_oracles_tokens(
 @pytest.mark.parametrize(
     ("layout", "num_graphs"), [(TENSOR, 3), pytest.param(PIPELINE, 0, marks=pytest.mark.long)], ids=name_of
 )
-def test_ranks_follow_grammars_alike(layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals) -> None:
+def test_grammar_gives_the_same_tokens_on_all_ranks(
+    layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals
+) -> None:
     first, *others = worlds.of(2).run(run_workloads, layout, "disturbed", 8, num_graphs, 1, "dense", True)
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
     assert all(seen["ended by a grammar"] for seen in first.seen)
@@ -147,7 +149,9 @@ def test_ranks_follow_grammars_alike(layout: Layout, num_graphs: int, worlds: Wo
     ],
     ids=name_of,
 )
-def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals) -> None:
+def test_draft_model_gives_the_same_drafts_on_all_ranks(
+    layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals
+) -> None:
     """The draft model is split like the model for which it drafts."""
     outcomes = worlds.of(2).run(run_workloads, layout, "disturbed", 12, num_graphs, 1, "dense", False, "live", True)
     first, *others = outcomes
@@ -168,7 +172,7 @@ def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, wor
     ],
     ids=name_of,
 )
-def test_ranks_quantize_states_alike(layout: Layout, flavour: str, form: str, worlds: Worlds) -> None:
+def test_states_are_quantized_equally_on_all_ranks(layout: Layout, flavour: str, form: str, worlds: Worlds) -> None:
     """Each rank has its shard of every cached state, which may be empty."""
     first, *others = worlds.of(2).run(run_workloads, layout, flavour, 11, 3, 1, form, False, "int8")
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
@@ -194,7 +198,7 @@ def test_kv_and_states_evict_each_other_on_every_rank(
 
 
 @pytest.mark.parametrize(("layout", "flavours", "seed", "num_graphs", "digest_steps", "form"), REPLICAS, ids=name_of)
-def test_concurrent_replicas_generate_the_oracles_tokens(
+def test_concurrent_replicas_generate_the_reference_tokens(
     layout: Layout,
     flavours: tuple[str, ...],
     seed: int,

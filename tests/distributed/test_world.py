@@ -17,7 +17,7 @@ def fail_or_wait(failing_rank: int) -> None:
 
 
 @pytest.mark.skipif(is_rank(), reason="starts ranks of its own")
-def test_first_failure_of_a_rank_is_reported_at_once() -> None:
+def test_first_failing_rank_is_reported_immediately() -> None:
     world = SpawnedWorld(2)
     began = time.monotonic()
     with pytest.raises(AssertionError) as failure:

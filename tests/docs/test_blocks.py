@@ -17,7 +17,7 @@ PAGES = [pytest.param(page, id=page.name) for page in pages()]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_fence_has_a_marked_block(page: Path) -> None:
+def test_every_code_fence_has_a_mark(page: Path) -> None:
     blocks = blocks_of(page)
     num_fences = len(re.findall(r"^\s*(?:```|~~~)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert num_fences == 2 * len(blocks), "a fence is not closed, is indented, or is not made of three backticks"
@@ -25,18 +25,18 @@ def test_every_fence_has_a_marked_block(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_comment_before_a_block_is_a_mark(page: Path) -> None:
+def test_every_comment_before_a_code_block_is_a_valid_mark(page: Path) -> None:
     comments = page.read_text(encoding="utf-8").count("<!--")
     assert comments == len(blocks_of(page))
 
 
-def test_most_blocks_run() -> None:
+def test_most_code_blocks_are_executed() -> None:
     kinds = [block.kind for block in BLOCKS]
     assert kinds.count("run") > 2 * kinds.count("needs")
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind in ("run", "needs", "file")], ids=str)
-def test_block_kind_follows_its_language(block: Block) -> None:
+def test_kind_of_a_code_block_is_derived_from_its_language(block: Block) -> None:
     match block.language:
         case "bash":
             for arguments in arguments_in(block.text):
@@ -62,7 +62,7 @@ def imported_modules(tree: ast.Module) -> set[str]:
     return found | {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
 
 
-def test_block_without_a_mark_is_an_error(tmp_path: Path) -> None:
+def test_code_block_without_a_mark_raises_an_error(tmp_path: Path) -> None:
     page = REPOSITORY / "docs" / "page.md"
     bare = Block(page, 1, "bash", "true\n", "", ())
     assert error_of([bare], 0) is not None
@@ -71,7 +71,7 @@ def test_block_without_a_mark_is_an_error(tmp_path: Path) -> None:
     assert error_of([Block(page, 1, "bash", "true\n", "needs", ("luck",))], 0) is not None
 
 
-def test_command_lines_are_found_after_launchers_and_pipes() -> None:
+def test_our_commands_are_found_after_launchers_and_pipes() -> None:
     text = "torchrun -m megatron_mamba_cache serve \\\n --port 0 &\nX=1 mamba-cache doctor | grep ready\n"
     assert arguments_in(text) == [["serve", "--port", "0"], ["doctor"]]
     with pytest.raises(Exception, match="--no-such-flag"):
@@ -96,7 +96,7 @@ def test_output_is_compared_except_times_and_ellipses(expected: str, printed: st
     assert matches(expected, printed, times_vary=True) is same
 
 
-def test_only_pip_lines_are_skipped() -> None:
+def test_only_pip_install_lines_are_skipped() -> None:
     text = "pip install -e '.[server,hf]'\npip install -e . && python x.py\necho pip install\n"
     assert without_pip(text) == "python x.py\necho pip install\n"
     assert pip_lines(text) == ["pip install -e '.[server,hf]'", "pip install -e ."]

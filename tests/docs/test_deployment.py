@@ -63,14 +63,14 @@ def test_dockerfile_copies_every_file_of_the_build() -> None:
     assert {"pyproject.toml", "setup.py", "README.md", "megatron_mamba_cache"} <= copied
 
 
-def test_image_installs_the_readmes_gpu_packages() -> None:
+def test_image_installs_the_gpu_packages_in_the_readme() -> None:
     (extras,) = re.findall(r"pip install -e '\.(\[.*gpu.*\])'", (REPOSITORY / "README.md").read_text())
     commands = [value for name, value in instructions() if name == "RUN"]
     assert f"pip install --no-cache-dir '.{extras}'" in commands
 
 
 @pytest.mark.parametrize(("index", "status"), [("https://index", 0), ("https://broken", 1), ("", 0)])
-def test_image_needs_flashinfer_kernels_of_its_release(index: str, status: int, tmp_path: Path) -> None:
+def test_image_has_flashinfer_kernels_for_its_flashinfer_release(index: str, status: int, tmp_path: Path) -> None:
     (command,) = [value for name, value in instructions() if name == "RUN" and "flashinfer" in value]
     for program, script in {
         "python": "echo 0.6.18.post1",
@@ -98,7 +98,7 @@ def test_image_runs_the_server_unprivileged() -> None:
     assert f":{serve.port}/health" in probe[2]
 
 
-def test_pod_runs_the_server_with_existing_flags() -> None:
+def test_kubernetes_pod_uses_only_existing_server_flags() -> None:
     serve = parsed(container()["args"])
     assert serve.command == "serve" and serve.host == "0.0.0.0"
     (port,) = container()["ports"]
@@ -109,7 +109,7 @@ def test_pod_runs_the_server_with_existing_flags() -> None:
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
-def test_probes_ask_for_health(probe: str) -> None:
+def test_kubernetes_probes_request_the_health_endpoint(probe: str) -> None:
     assert container()[probe]["httpGet"] == {"path": "/health", "port": "http"}
 
 
@@ -133,7 +133,7 @@ def test_pod_is_not_root_and_has_a_gpu_and_shared_memory() -> None:
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
 
 
-def test_caches_and_keys_are_on_volumes() -> None:
+def test_kubernetes_caches_and_keys_are_on_volumes() -> None:
     volumes = {volume["name"]: volume for volume in pod()["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container()["volumeMounts"]}
     environment = {entry["name"]: entry["value"] for entry in container()["env"]}

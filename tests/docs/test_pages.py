@@ -68,7 +68,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_readme_is_short() -> None:
+def test_readme_has_a_maximum_length() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
@@ -78,7 +78,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 
 @pytest.mark.parametrize("page", LINKING_PAGES)
-def test_links_resolve(page: Path) -> None:
+def test_links_in_the_documentation_resolve(page: Path) -> None:
     for link in LINK.findall(prose_of(page)):
         if link.startswith(("http://", "https://")):
             assert urlsplit(link).netloc, link
@@ -91,12 +91,12 @@ def test_links_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_flag_exists(page: Path) -> None:
+def test_every_flag_in_the_documentation_exists(page: Path) -> None:
     known = own_flags() | set().union(*FOREIGN.values())
     assert set(FLAG.findall(page.read_text(encoding="utf-8"))) <= known
 
 
-def test_foreign_flags_are_mentioned_and_not_ours() -> None:
+def test_flags_of_other_programs_are_used_and_not_ours() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages())
     foreign = set().union(*FOREIGN.values())
     assert foreign <= set(FLAG.findall(text))
@@ -127,7 +127,7 @@ def test_routing_settings_match_the_code() -> None:
         assert rows[field.name][0] == shown, field.name
 
 
-def test_picture_shows_the_measured_figures() -> None:
+def test_readme_plot_shows_the_recorded_measurements() -> None:
     table = (REPOSITORY / "benchmarks" / "results" / "turn_latency.md").read_text(encoding="utf-8")
     picture = (REPOSITORY / "docs" / "later_turn.svg").read_text(encoding="utf-8")
     widths = re.findall(r'<rect x="210" y="\d+" width="([\d.]+)"', picture)
@@ -155,17 +155,17 @@ def paths_of(prose: str) -> set[str]:
     return {name for name in names if name.endswith((".py", "/")) or name.startswith(("tests/", "docs/"))}
 
 
-def test_architecture_page_reads_in_ten_minutes() -> None:
+def test_architecture_page_has_a_maximum_number_of_words() -> None:
     assert len(ARCHITECTURE.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_THE_MAP
 
 
-def test_files_named_on_the_maps_exist() -> None:
+def test_files_named_on_architecture_pages_exist() -> None:
     paths = paths_of(prose_of_the_maps())
     assert len(paths) > 50
     assert [path for path in sorted(paths) if not ((PACKAGE / path).exists() or (REPOSITORY / path).exists())] == []
 
 
-def test_map_names_every_folder_of_the_package() -> None:
+def test_architecture_page_names_every_folder_in_the_package() -> None:
     folders = {f"{init.parent.relative_to(PACKAGE)}/" for init in PACKAGE.rglob("*/__init__.py")}
     assert folders <= paths_of(prose_of(ARCHITECTURE))
     picture_text = re.search(r"^## The picture\n\n((?:    .*\n)+)", ARCHITECTURE.read_text(encoding="utf-8"), re.M)
@@ -175,7 +175,7 @@ def test_map_names_every_folder_of_the_package() -> None:
     assert set(re.findall(r"\b(\w+/|\w+\.py)", picture_text[1])) == top | modules
 
 
-def test_readme_tree_has_the_folders_of_the_package() -> None:
+def test_readme_lists_the_folders_in_the_package() -> None:
     picture_text = re.search(r"^    megatron_mamba_cache/\n((?:      .*\n)+)", README.read_text(encoding="utf-8"), re.M)
     assert picture_text is not None
     assert set(re.findall(r"^      (\w+)/ ", picture_text[1], re.M)) == {
@@ -183,7 +183,7 @@ def test_readme_tree_has_the_folders_of_the_package() -> None:
     }
 
 
-def test_identifiers_on_the_maps_exist() -> None:
+def test_identifiers_on_architecture_pages_exist() -> None:
     """A method is looked for in the class that the map names."""
     names = re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", prose_of_the_maps())
     own = {name for name in names if ("_" in name or name[0].isupper()) and not name.endswith(".py")} - {PACKAGE.name}
@@ -204,13 +204,13 @@ def placed_names() -> set[tuple[str, str]]:
     return placed
 
 
-def test_identifiers_on_the_maps_are_defined_in_their_files() -> None:
+def test_identifiers_on_architecture_pages_are_defined_in_the_named_files() -> None:
     placed, defined = placed_names(), names_by_file()
     assert len(placed) > 30
     assert sorted((name, file) for name, file in placed if name not in defined.get(file, ())) == []
 
 
-def test_methods_of_a_step_are_called_in_order() -> None:
+def test_step_methods_are_called_in_the_documented_order() -> None:
     """Items 2 to 7 follow `StepRunner.run` from top to bottom."""
     life = prose_of(ARCHITECTURE).partition("## The life of a step")[2].partition("\n### ")[0]
     items = "".join(re.findall(r"^[2-7]\. .*\n(?:   .*\n)*", life, re.M))
@@ -219,7 +219,7 @@ def test_methods_of_a_step_are_called_in_order() -> None:
     assert len(named) > 3 and all(name in called for name in named), named
 
 
-def test_methods_make_the_calls_on_the_maps() -> None:
+def test_methods_make_the_documented_calls() -> None:
     stated_calls = re.findall(r"`(\w+\.\w+)` calls\s+`(?:\w+\.)?(\w+)`", prose_of_the_maps())
     assert len(stated_calls) > 1
     assert [(caller, name) for caller, name in stated_calls if name not in calls_of(caller)] == []

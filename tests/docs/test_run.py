@@ -66,14 +66,14 @@ def python_blocks(page: Path) -> list[Block]:
 
 
 @pytest.mark.long
-def test_python_blocks_print_the_pages_output(runner: BlockRunner) -> None:
+def test_python_blocks_print_the_output_shown_on_the_page(runner: BlockRunner) -> None:
     blocks = [block for page in pages() if not asks_a_server(page) for block in python_blocks(page)]
     assert sum(block.kind == "prints" for block in blocks) > 5
     runner.run(blocks)
 
 
 @pytest.mark.long
-def test_server_blocks_print_the_pages_output(
+def test_server_blocks_print_the_output_shown_on_the_page(
     runner: BlockRunner, one_world_at_a_time: Callable[[], AbstractContextManager[None]]
 ) -> None:
     asking = sorted((page for page in pages() if asks_a_server(page)), key=served_by)
@@ -86,7 +86,7 @@ def test_server_blocks_print_the_pages_output(
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", ["base", "server"])
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in pages()])
-def test_every_block_of_the_page_prints_its_output(page: Path, environment: str, runner: BlockRunner) -> None:
+def test_every_code_block_on_the_page_prints_its_output(page: Path, environment: str, runner: BlockRunner) -> None:
     runner.run(blocks_to_run(page, environment))
 
 
@@ -95,14 +95,14 @@ def block(kind: str, language: str, text: str, *values: str) -> Block:
     return Block(REPOSITORY / "docs" / "page.md", 1, language, text, kind, values)
 
 
-def test_block_with_other_output_fails(runner: BlockRunner) -> None:
+def test_code_block_with_different_output_fails(runner: BlockRunner) -> None:
     with pytest.raises(BlockError, match="but this was printed\n3"):
         runner.run([block("run", "python", "print(1 + 2)", "base"), block("prints", "text", "4\n")])
     with pytest.raises(BlockError, match="but this was printed\nb"):
         runner.run([block("run", "bash", "echo b", "base"), block("prints", "text", "a\n")])
 
 
-def test_failed_or_silent_block_fails(runner: BlockRunner) -> None:
+def test_code_block_that_fails_or_prints_nothing_fails(runner: BlockRunner) -> None:
     with pytest.raises(BlockError, match="ended with status 3"):
         runner.run([block("run", "bash", "exit 3", "base")])
     with pytest.raises(BlockError, match="ZeroDivisionError"):
@@ -111,7 +111,7 @@ def test_failed_or_silent_block_fails(runner: BlockRunner) -> None:
         runner.run([block("run", "bash", "echo no port >&2; exit 1", "server", "serves")])
 
 
-def test_python_block_has_its_own_namespace_unless_it_continues(runner: BlockRunner) -> None:
+def test_python_blocks_have_separate_namespaces_unless_marked_as_continued(runner: BlockRunner) -> None:
     first = block("run", "python", "a = 1", "base")
     runner.run([first, block("run", "python", "print(a)", "base", "continues"), block("prints", "text", "1\n")])
     with pytest.raises(BlockError, match="NameError"):

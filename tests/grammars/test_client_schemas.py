@@ -97,7 +97,7 @@ LIFTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*DEAD_ENDS, *LIFTED])
-def test_replies_end_and_are_valid_for_any_tokens(name: str, grammars: Grammars) -> None:
+def test_random_replies_end_and_satisfy_their_schema(name: str, grammars: Grammars) -> None:
     schema = {**DEAD_ENDS, **LIFTED}[name]
     validator = jsonschema_rs.validator_for(schema)
     grammar = forms.json_grammar(schema).text
@@ -142,20 +142,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_name_the_location_and_no_library_setting(name: str, grammars: Grammars) -> None:
+def test_schema_errors_name_the_location_but_no_library_setting(name: str, grammars: Grammars) -> None:
     schema, words = REFUSED[name]
     error = grammars.error_of(forms.json_grammar(schema).text)
     assert error is not None and words in error and not any(word in error for word in LIBRARY_WORDS), error
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_client_schemas_are_enforced_or_refused_before_the_reply(kind: str, grammars: Grammars) -> None:
+def test_client_like_schemas_are_enforced_or_refused_before_the_reply(kind: str, grammars: Grammars) -> None:
     check_many(kind, 5, grammars)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MAKERS)
-def test_300_client_schemas_are_enforced_or_refused_before_the_reply(kind: str, grammars: Grammars) -> None:
+def test_300_client_like_schemas_are_enforced_or_refused_early(kind: str, grammars: Grammars) -> None:
     check_many(kind, 1, grammars)
 
 

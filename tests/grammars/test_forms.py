@@ -48,7 +48,7 @@ def test_white_space_between_json_tokens_is_bounded(text: str, is_allowed: bool,
 
 
 @pytest.mark.parametrize("pattern", ["a/b", r"a\/b", "[/]{2}", r"\d+\.\d", "x\ny"])
-def test_regular_expression_is_kept_whole(pattern: str, grammars: Grammars) -> None:
+def test_slashes_in_a_regular_expression_are_matched_literally(pattern: str, grammars: Grammars) -> None:
     assert grammars.error_of(forms.regex_grammar(pattern).text) is None
     example = {"a/b": "a/b", r"a\/b": "a/b", "[/]{2}": "//", r"\d+\.\d": "12.3", "x\ny": "x\ny"}[pattern]
     assert re.fullmatch(pattern, example)
@@ -56,7 +56,7 @@ def test_regular_expression_is_kept_whole(pattern: str, grammars: Grammars) -> N
 
 
 @pytest.mark.parametrize("choices", [["a"], ['"', "\\", "\n", "é", "日本", ""], ["</think>"]])
-def test_choices_may_be_any_text(choices: list[str], grammars: Grammars) -> None:
+def test_choice_grammar_accepts_any_text_as_a_choice(choices: list[str], grammars: Grammars) -> None:
     for choice in choices:
         assert accepts(grammars, forms.choice_grammar(choices), TOKENIZER.tokenize(choice)), choice
     assert not accepts(grammars, forms.choice_grammar(choices), TOKENIZER.tokenize("other"))
@@ -71,18 +71,18 @@ def test_choices_may_be_any_text(choices: list[str], grammars: Grammars) -> None
         {"$defs": {"A": {"type": "string", "format": "color"}}, "$ref": "#/$defs/A"},
     ],
 )
-def test_undefined_formats_are_ignored(schema: dict[str, Any], grammars: Grammars) -> None:
+def test_undefined_string_formats_in_a_schema_are_ignored(schema: dict[str, Any], grammars: Grammars) -> None:
     assert accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('"any text"'))
 
 
 @pytest.mark.parametrize("names", [True, {}, {"type": "string"}])
-def test_unrestricted_property_names_are_ignored(names: Any, grammars: Grammars) -> None:
+def test_schema_rule_that_allows_any_property_name_is_ignored(names: Any, grammars: Grammars) -> None:
     schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
     assert accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('{"any name": 1}'))
     assert not accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('{"any name": "x"}'))
 
 
-def test_properties_may_be_named_like_schema_keywords(grammars: Grammars) -> None:
+def test_schema_properties_may_be_named_like_schema_keywords(grammars: Grammars) -> None:
     inner = {"type": "object", "properties": {"format": {"const": "binary"}}, "required": ["format"]}
     schema = {"type": "object", "properties": {"propertyNames": inner}, "required": ["propertyNames"]}
     schema |= {"additionalProperties": False}
@@ -120,14 +120,14 @@ NARROWED: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(NARROWED)))
-def test_nothing_outside_a_schema_is_allowed(case: int, grammars: Grammars) -> None:
+def test_json_grammar_accepts_only_texts_that_satisfy_the_schema(case: int, grammars: Grammars) -> None:
     schema, allowed, others = NARROWED[case]
     found = {text: accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize(text)) for text in allowed + others}
     assert found == {**dict.fromkeys(allowed, True), **dict.fromkeys(others, False)}
 
 
 @given(bound=st.integers(-(2**66), 2**66), word=st.sampled_from(["minimum", "maximum"]), exclusive=st.booleans())
-def test_bounds_only_tighten(bound: int, word: str, exclusive: bool) -> None:
+def test_schema_bounds_beyond_double_precision_are_only_tightened(bound: int, word: str, exclusive: bool) -> None:
     name = f"exclusive{word.capitalize()}" if exclusive else word
     schema: dict[str, Any] = {"type": "integer", name: bound}
     narrow(schema)
@@ -140,7 +140,7 @@ def test_bounds_only_tighten(bound: int, word: str, exclusive: bool) -> None:
     assert gap >= int(exclusive) and (gap <= abs(bound) >> 49 or abs(held) == 2**63 - 1024), (bound, held)
 
 
-def test_literal_names_special_tokens_by_id(grammars: Grammars) -> None:
+def test_grammar_literal_refers_to_special_tokens_by_id(grammars: Grammars) -> None:
     rule = forms.literal("a</think><b>", TOKENIZER.id_of)
     assert rule == f'"a" <[{THINK_END}]> "<b>"'
     assert accepts(grammars, forms.Grammar(rule), [ord("a"), THINK_END, *TOKENIZER.tokenize("<b>")])
@@ -178,7 +178,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_schema_is_refused_with_the_reason(name: str, grammars: Grammars) -> None:
+def test_unsupported_json_schema_is_refused_with_the_reason(name: str, grammars: Grammars) -> None:
     schema, reason = REFUSED[name]
     error = grammars.error_of(forms.json_grammar(schema).text)
     assert error is not None and reason in error and len(error) < 600 and "\n" not in error, error
@@ -203,7 +203,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_large_schema_compiles_quickly(name: str, grammars: Grammars) -> None:
+def test_large_json_schema_compiles_quickly(name: str, grammars: Grammars) -> None:
     assert grammars.error_of(forms.json_grammar(TAKEN[name]).text) is None
 
 
@@ -239,7 +239,7 @@ def test_compiled_grammars_are_cached_up_to_a_size() -> None:
     assert len(grammars._compiled) == 512 and grammars._num_characters == sum(map(len, grammars._compiled))
 
 
-def test_matchers_of_a_grammar_are_independent(grammars: Grammars) -> None:
+def test_matchers_of_the_same_grammar_are_independent(grammars: Grammars) -> None:
     text = forms.choice_grammar(["ab"]).text
     first, second = grammars.matcher(text), grammars.matcher(text)
     assert first.consume_token(ord("a"))
@@ -255,6 +255,6 @@ def test_vocabulary_without_an_end_token_is_refused() -> None:
         grammars.matcher(forms.choice_grammar(["a"]).text)
 
 
-def test_grammar_is_json_text() -> None:
+def test_grammar_text_is_json() -> None:
     grammar = forms.sequence(forms.choice_grammar(["é"]), forms.json_grammar({"type": "null"}))
     assert [list(part) for part in json.loads(grammar.text)["grammars"]] == [["lark_grammar"], ["name", "json_schema"]]

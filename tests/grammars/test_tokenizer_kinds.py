@@ -81,7 +81,7 @@ def replies(tokenizer: HuggingFaceTokenizer, grammar: forms.Grammar | str, count
     return [reply_of(tokenizer, grammars, text, seed) for seed in range(count)]
 
 
-def test_replies_are_valid_documents_of_their_schema(tokenizer: HuggingFaceTokenizer) -> None:
+def test_replies_satisfy_their_json_schema(tokenizer: HuggingFaceTokenizer) -> None:
     for reply in replies(tokenizer, forms.json_grammar(CITY), 4):
         found = json.loads(reply)
         assert set(found) == {"city", "days", "unit"} and 1 <= found["days"] <= 14, reply
@@ -111,7 +111,7 @@ def can_write(tokenizer: HuggingFaceTokenizer, text: str) -> bool:
     return all(c.encode() in known or all(bytes([byte]) in known for byte in c.encode()) for c in text)
 
 
-def test_required_call_replies_are_calls_of_the_tool(tokenizer: HuggingFaceTokenizer) -> None:
+def test_replies_with_a_required_tool_call_are_one_valid_call(tokenizer: HuggingFaceTokenizer) -> None:
     syntax = ReplySyntax("hermes")
     form = FormMaker(syntax, tokenizer).chat(None, ChosenTools("required", TOOLS), may_call_several=False)
     assert form is not None
@@ -124,7 +124,7 @@ def test_required_call_replies_are_calls_of_the_tool(tokenizer: HuggingFaceToken
         assert call["name"] == "get_weather" and set(call["arguments"]) == {"city", "days", "unit"}
 
 
-def test_token_bytes_are_what_they_add_to_a_text(tokenizer: HuggingFaceTokenizer) -> None:
+def test_token_bytes_equal_what_the_token_adds_to_a_text(tokenizer: HuggingFaceTokenizer) -> None:
     rng = random.Random(1)
     start = tokenizer.tokenize("x", add_special_tokens=False)
     before = tokenizer.detokenize(start, skip_special_tokens=False)
@@ -138,7 +138,7 @@ def test_token_bytes_are_what_they_add_to_a_text(tokenizer: HuggingFaceTokenizer
             assert "\ufffd" in found, tokens
 
 
-def test_space_and_byte_tokens_have_their_own_bytes(tokenizer: HuggingFaceTokenizer) -> None:
+def test_tokens_for_spaces_and_single_bytes_have_the_right_bytes(tokenizer: HuggingFaceTokenizer) -> None:
     found = {tokenizer.token_of(token): tokenizer.bytes_of(token) for token in range(tokenizer.vocab_size)}
     assert [found[name] for name in SPECIAL] == [name.encode() for name in SPECIAL]
     assert found["<tool_call>"] == b"<tool_call>" and found[None] == b""
@@ -165,7 +165,7 @@ def test_special_token_name_is_plain_text_in_a_grammar(text: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["unigram", "unigram, never", "unigram with bytes", "SentencePiece BPE"])
-def test_text_the_vocabulary_cannot_write_is_refused_before_a_reply(kind: str, tmp_path: Path) -> None:
+def test_text_that_the_vocabulary_cannot_write_is_refused_early(kind: str, tmp_path: Path) -> None:
     tokenizer = saved(tmp_path, kind, "begin")
     named = {"type": "object", "properties": {"a日": {"type": "null"}}, "required": ["a日"]}
     named["additionalProperties"] = False
@@ -194,7 +194,7 @@ OBJECT: dict[str, Any] = {"type": "object", "properties": {"q": {"type": "null"}
         ("4", [forms.json_grammar({"const": 42})]),
     ],
 )
-def test_character_missing_from_the_vocabulary_is_refused_before_a_reply(
+def test_character_missing_from_the_vocabulary_is_refused_early(
     missing: str, refused: list[forms.Grammar], tmp_path: Path
 ) -> None:
     tokenizer = saved_without(tmp_path, missing)
@@ -219,7 +219,7 @@ def saved_without(directory: Path, missing: str, *added: str) -> HuggingFaceToke
 
 
 @pytest.mark.parametrize("piece", ["▁{", "a{", "}{"])
-def test_grammar_no_token_can_begin_is_refused_before_a_reply(piece: str, tmp_path: Path) -> None:
+def test_grammar_is_refused_early_when_no_token_can_start_a_reply(piece: str, tmp_path: Path) -> None:
     tokenizer = saved_without(tmp_path, "{", piece)
     for grammar in (forms.json_grammar(OBJECT), forms.choice_grammar(["{a", "{b"])):
         error = grammars_of(tokenizer).error_of(grammar.text)
@@ -243,7 +243,7 @@ def save_old_files(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [save_byt5, save_old_files])
-def test_tokenizers_read_by_transformers_work(save: Callable[[Path], None], tmp_path: Path) -> None:
+def test_tokenizers_loaded_by_transformers_follow_grammars(save: Callable[[Path], None], tmp_path: Path) -> None:
     save(tmp_path)
     assert not (tmp_path / "tokenizer.json").exists()
     tokenizer = load_tokenizer(tmp_path, 1000)
@@ -267,7 +267,7 @@ class Beginning:
         return bytes([token]) if token < 256 else None
 
 
-def test_special_tokens_are_left_out_of_forced_text() -> None:
+def test_forced_text_contains_no_special_tokens() -> None:
     grammars, text = Grammars(Beginning.vocab_size), "größe\n"
     grammars.read(Beginning())
     matcher, forced = grammars.matcher(forms.choice_grammar([text]).text), list(text.encode())

@@ -11,18 +11,18 @@ from tests.installation.requirements import declared, missing, own_requirements,
 from tests.server.client_environments import CLIENTS, NODE, SCRIPTS
 
 
-def test_all_imports_are_required() -> None:
+def test_every_imported_distribution_is_a_requirement() -> None:
     assert missing(declared()) == []
 
 
 @pytest.mark.parametrize(("extra", "name"), own_requirements(), ids=lambda value: value or "base")
-def test_removed_requirement_is_found_missing(extra: str, name: str) -> None:
+def test_imports_without_a_requirement_are_detected(extra: str, name: str) -> None:
     complaints = missing(declared(without=(extra, name)))
     print(*complaints, sep="\n")
     assert complaints
 
 
-def test_doctor_names_each_extra_but_those_of_clients() -> None:
+def test_doctor_names_every_extra_except_client_extras() -> None:
     assert set(EXTRAS) == {extra for extra in declared() if extra and not extra.startswith("client-")}
 
 
@@ -47,7 +47,7 @@ def write(folder: Path, files: dict[str, str]) -> Sources:
     return Sources({"pkg": folder / "pkg"})
 
 
-def test_imports_are_followed_into_functions_and_packages(tmp_path: Path) -> None:
+def test_imports_in_functions_and_subpackages_are_found(tmp_path: Path) -> None:
     files = {"deep/__init__": "import one", "deep/work": "import two.x"}
     sources = write(tmp_path, {"__init__": "", "main": "def run():\n    from .deep import work", **files})
     assert sources.third_parties(["pkg.main"]) == {"one": "pkg.deep", "two": "pkg.deep.work"}

@@ -1,4 +1,4 @@
-"""Requests of verify steps on the host, and the host's plan of their align copies."""
+"""Requests in verify steps, and the align copies that the host expects for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """One request of a step, as `AlignBatch` holds it."""
+    """One request of a step, with the fields of `AlignBatch`."""
 
     computed: int
     scheduled: int
@@ -26,7 +26,7 @@ class StepRequest:
     state_column: int = 0
 
     def plan(self, block_size: int) -> AlignCopy | None:
-        """Return the host's plan."""
+        """Return the align copy that the host plans for the request."""
         return plan_align_copy(self.computed, self.scheduled, self.drafts, self.accepted, self.state_column, block_size)
 
 
@@ -57,17 +57,17 @@ def device_batch(rows: Sequence[StepRequest], device: str, accepted_dtype: torch
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """A conv pool and an SSM pool."""
+    """A conv pool and an SSM pool, with their expected contents after an align copy."""
 
     conv: Tensor
     ssm: Tensor
 
     def clone(self) -> "Pools":
-        """Return a copy of the same strides, bytes between the states excepted."""
+        """Copy the pools with the same strides; bytes between states are not copied."""
         return Pools(self.conv.clone(), self.ssm.clone())
 
     def planned(self, rows: Sequence[StepRequest], block_size: int, window_len: int) -> "Pools":
-        """Return the pools after the host's planned copies; these pools stay unchanged."""
+        """Return new pools that contain the result of the planned copies."""
         after = self.clone()
         for request in rows:
             plan = request.plan(block_size)
@@ -80,7 +80,7 @@ class Pools:
 
 
 def within_pools(op: Callable[..., None]) -> Callable[..., None]:
-    """Return an align copy of a conv pool and an SSM pool, within both."""
+    """Return an align copy within a conv pool and an SSM pool."""
 
     def run(
         conv: Tensor,
@@ -97,7 +97,7 @@ def within_pools(op: Callable[..., None]) -> Callable[..., None]:
 
 
 def quantizing(op: Callable[..., None]) -> Callable[..., None]:
-    """Return an align copy of a conv pool into `ends` and of an SSM pool into quantized states."""
+    """Return an align copy from a conv pool to `ends` and from an SSM pool to quantized states."""
 
     def run(
         conv: Tensor,

@@ -1,4 +1,4 @@
-"""Stand-ins for the attention libraries: their signatures, computed by the reference.
+"""Stand-ins for the attention libraries, with the libraries' signatures and the reference's results.
 
 For machines without them; nothing here checks the libraries themselves.
 """
@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 
 IN_GRAPHS = False
-"""True if calls are captured: host sizes are then those of the longest requests, else those of the step."""
+"""True while calls are captured; host sizes are then maxima instead of the sizes of a step."""
 
 
 def _is_size(given: int, needed: Tensor | int) -> bool:
@@ -34,7 +34,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, 
 def _attend_all(
     q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, table: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return dense attention and log2 of the sums of exponentials; 0 and -inf without keys."""
+    """Return dense attention and the log2 of the softmax sums; 0 and -inf for queries without keys."""
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
     for row, (start, stop) in enumerate(zip(cu_query[:-1].tolist(), cu_query[1:].tolist(), strict=True)):
         kv_len, num_tokens = int(kv_lens[row]), stop - start
@@ -54,7 +54,7 @@ def _attend_all(
 
 
 def flash_attn_2() -> ModuleType:
-    """Return a stand-in for flash_attn 2.8 with its function that reads a block table."""
+    """Return a stand-in for flash_attn 2.8 with `flash_attn_varlen_func`."""
 
     def flash_attn_varlen_func(
         q,
@@ -84,7 +84,7 @@ def flash_attn_2() -> ModuleType:
 
 
 def flash_attn_3() -> ModuleType:
-    """Return a stand-in for flash_attn_interface with its function for paged caches."""
+    """Return a stand-in for flash_attn_interface with `flash_attn_with_kvcache`."""
 
     def flash_attn_with_kvcache(
         q,
@@ -135,7 +135,7 @@ def varlen_attn(
     block_table=None,
     num_splits=None,
 ):
-    """Stand in for the function of torch 2.13."""
+    """Compute attention like `varlen_attn` in torch 2.13."""
     assert window_size == (-1, 0) and enable_gqa == (query.shape[1] != key.shape[2])
     assert _is_size(max_q, cu_seq_q.diff().max()) and _is_size(max_k, seqused_k.max())
     assert torch.equal(cu_seq_k.diff(), seqused_k)
@@ -143,7 +143,7 @@ def varlen_attn(
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Stand in for the class of FlashInfer 0.5; `HAS_OFFSETS` is False for its "fa3", True from 0.6 on."""
+    """Stand-in for FlashInfer's wrapper; `HAS_OFFSETS` is True if its "fa3" has a buffer of token offsets."""
 
     HAS_OFFSETS = True
 
@@ -197,7 +197,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             sizes = zip(map(len, found), map(len, self._buffers), strict=True)
             assert all(size == most or (index == 2 and size < most) for index, (size, most) in enumerate(sizes))
             self._most_tokens = self._most_tokens or int(qo_indptr[-1])
-            assert qo_indptr[-1] <= self._most_tokens  # the first plan is the largest
+            assert qo_indptr[-1] <= self._most_tokens  # the first plan sets the maximum
             for values, buffer in zip(found, self._buffers, strict=True):
                 buffer[: len(values)].copy_(values)
         num_pages = paged_kv_indptr.diff()
@@ -229,7 +229,7 @@ def flashinfer() -> ModuleType:
 
 
 def put_libraries_in_place(patch: pytest.MonkeyPatch, num_multiprocessors: int = 132) -> None:
-    """Install the stand-in libraries and a Hopper card."""
+    """Install the stand-in libraries, and pretend that the GPU is a Hopper GPU."""
     for module in (flash_attn_2(), flash_attn_3(), flashinfer()):
         patch.setitem(sys.modules, module.__name__, module)
     patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
@@ -239,7 +239,7 @@ def put_libraries_in_place(patch: pytest.MonkeyPatch, num_multiprocessors: int =
 
 
 def serve_with_flashinfer(patch: pytest.MonkeyPatch) -> None:
-    """Let engines on a CPU use FlashInfer's backend in fp32, with few multiprocessors so that tiny prompts suit fa3."""
+    """Let engines on a CPU use the FlashInfer backend in fp32; few multiprocessors make small prompts use "fa3"."""
     put_libraries_in_place(patch, num_multiprocessors=2)
     patch.setattr(sys.modules[__name__], "IN_GRAPHS", True)
     patch.setattr(flashinfer_backend.FlashInferAttention, "refusal", staticmethod(lambda shape: None))

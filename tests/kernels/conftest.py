@@ -1,4 +1,4 @@
-"""Fixtures of kernel tests."""
+"""Fixtures for the kernel tests."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.kernels.kernel_stand_ins import AbsentHopper, CompiledInsteadOfLaunch
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter_rounds_to_bf16() -> Iterator[None]:
-    """Let interpreted kernels round fp32 to the nearest bf16, as compiled ones do; Triton's interpreter truncates."""
+    """Make interpreted kernels round fp32 to the nearest bf16 like compiled ones; Triton's interpreter truncates."""
     convert = interpreter._convert_float
 
     def convert_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
@@ -33,18 +33,18 @@ def interpreter_rounds_to_bf16() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter_repeats_no_work() -> Iterator[None]:
-    """Skip work that Triton's interpreter repeats or discards for each call; results stay the same."""
+    """Skip redundant work in Triton's interpreter; results stay the same."""
     builder, patch_language = interpreter.interpreter_builder, interpreter._patch_lang
 
     @cache
     def patch_language_once(kernel: FunctionType) -> SimpleNamespace:
-        """Leave the language patched; an interpreting process compiles nothing."""
+        """Keep Triton's language patched, because a process that interprets kernels compiles none."""
         patch_language(kernel)
         return SimpleNamespace(restore=lambda: None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_language_once)
-        # Sums and products are computed again in int64 for an assertion that only exists with `debug`.
+        # The interpreter repeats sums and products in int64 for an assertion that is only active with `debug`.
         assert not builder.options.debug
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
@@ -52,7 +52,7 @@ def interpreter_repeats_no_work() -> Iterator[None]:
 
 @pytest.fixture
 def compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], CompiledInsteadOfLaunched]:
-    """Return a function that makes the launches of a module's kernel compile for an absent Hopper GPU instead."""
+    """Return a function that replaces launches of a kernel by compilations for a Hopper GPU."""
     if INTERPRETED:
         pytest.skip("interpreted kernels cannot be compiled")
     if torch.cuda.is_available():

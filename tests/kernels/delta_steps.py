@@ -1,4 +1,4 @@
-"""Random inputs of the gated delta rule, and the rule itself, token by token in fp64."""
+"""Random inputs for the gated delta rule, and the rule computed token by token in fp64."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSteps:
-    """Packed tokens and a layer's gates."""
+    """Packed tokens, and the gate weights of a layer."""
 
     tokens: DeltaTokens
     gates: GateWeights
@@ -39,33 +39,33 @@ class DeltaSteps:
         return self.tokens.v.shape[0]
 
     def __getitem__(self, tokens: slice | Sequence[int]) -> "DeltaSteps":
-        """Return a copy of some of the tokens."""
+        """Copy a slice of the tokens."""
         return self._with_tokens(lambda tensor: tensor[tokens].clone())
 
     def joined_with(self, before: Sequence["DeltaSteps"], after: Sequence["DeltaSteps"]) -> "DeltaSteps":
-        """Return the tokens of `before`, these and those of `after`."""
+        """Concatenate the tokens of `before`, these tokens, and the tokens of `after`."""
         parts = [*(steps.tokens for steps in before), self.tokens, *(steps.tokens for steps in after)]
         return replace(
             self, tokens=DeltaTokens(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES))
         )
 
     def cast(self, dtype: torch.dtype) -> "DeltaSteps":
-        """Return the tokens in another dtype."""
+        """Convert the tokens to another dtype."""
         return self._with_tokens(lambda tensor: tensor.to(dtype))
 
     def cpu(self) -> "DeltaSteps":
-        """Return the tokens on the CPU, where a step costs no launches."""
+        """Copy the tokens to the CPU, where a loop over tokens needs no launches."""
         return replace(
             self._with_tokens(Tensor.cpu), gates=GateWeights(self.gates.A_log.cpu(), self.gates.dt_bias.cpu())
         )
 
     def poison(self, tokens: slice) -> None:
-        """Make some tokens NaN."""
+        """Set some tokens to NaN."""
         for name in NAMES:
             getattr(self.tokens, name)[tokens] = float("nan")
 
     def recurrence(self, state: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs in fp64, and the state before each token and after the last."""
+        """Return the fp64 outputs, and the states before each token and after the last one."""
         times = self.tokens.v.shape[1] // self.tokens.q.shape[1]
         q, k, v, b, a = (getattr(self.tokens, name).double() for name in NAMES)
         q, k = ((t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(times, 1) for t in (q, k))
@@ -88,9 +88,9 @@ class DeltaSteps:
 def random_steps(
     num_tokens: int, device: str, shape: DeltaShape = DeltaShape(), *, dtype: torch.dtype = torch.float32
 ) -> DeltaSteps:
-    """Return random tokens of one dtype, and gates of float32, or of float64 like the tokens.
+    """Return random tokens in `dtype`, and gates in float32, or float64 if the tokens are float64.
 
-    Decays are those of an initialized model: A from 0 to 16, time steps from 0.001 to 0.1.
+    Decays are as in a newly initialized model: A is between 0 and 16, time steps between 0.001 and 0.1.
     """
 
     def randn(*sizes: int) -> Tensor:

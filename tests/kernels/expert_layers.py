@@ -13,7 +13,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 class Layer:
-    """The weights of one experts layer."""
+    """Weights of an MoE layer."""
 
     def __init__(self, num_experts: int, hidden: int, inside: int, activation: str, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(num_experts * hidden + inside)
@@ -27,14 +27,14 @@ class Layer:
         return self
 
     def run(self, ops: str, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Compute [tokens, hidden] by the ops."""
+        """Compute the layer's output [tokens, hidden] with the ops."""
         product, total = OPS[ops]
         order = order_by_expert(ids, len(self.first))
         inside = product(x, self.first, order, top_k=ids.shape[1], activation=self.activation)
         return total(product(inside, self.second, order), order.positions, weights)
 
     def expected(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Compute the same in float64, a token and an expert at a time."""
+        """Compute the expected output in float64, one token and one expert at a time."""
         out = torch.zeros(x.shape, dtype=torch.float64)
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
@@ -48,7 +48,7 @@ class Layer:
 
 
 def choice(num_tokens: int, top_k: int, num_experts: int, spread: str) -> Tensor:
-    """Return [tokens, top_k] int32 experts: different ones for a token, or all tokens' the same."""
+    """Return random expert ids [tokens, top_k] int32, distinct per token, or the same ids for all tokens."""
     generator = torch.Generator().manual_seed(num_tokens)
     lines = [torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)]
     if spread == "the same":

@@ -1,4 +1,4 @@
-"""Stand-ins for a kernel: one counts launches, one compiles for a GPU that is not present."""
+"""Stand-ins for a kernel: one counts launches, the other compiles for a GPU that is not present."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
 
 class CountedKernel:
-    """Count the launches of a kernel."""
+    """Stand-in for a kernel that counts its launches."""
 
     def __init__(self, kernel: object) -> None:
         self.kernel = kernel
@@ -29,7 +29,7 @@ class CountedKernel:
 
 @contextmanager
 def launches_expected(module: ModuleType, name: str, *, of_kernel: bool, device: str) -> Iterator[CountedKernel]:
-    """Check that a module's kernel is launched exactly if `of_kernel` and it can run on `device`."""
+    """Check that the kernel is launched if and only if `of_kernel` is True and it can run on `device`."""
     with pytest.MonkeyPatch.context() as patch:
         counted = CountedKernel(getattr(module, name))
         patch.setattr(module, name, counted)
@@ -38,7 +38,7 @@ def launches_expected(module: ModuleType, name: str, *, of_kernel: bool, device:
 
 
 class AbsentHopper:
-    """The part of a driver that compiling needs."""
+    """The part of a CUDA driver that Triton needs to compile."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -51,7 +51,7 @@ class AbsentHopper:
 
 
 def compile_anew(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """Compile for a Hopper GPU, without hooks and with an empty cache."""
+    """Context manager: let Triton compile for a Hopper GPU, without hooks and with an empty cache."""
     monkeypatch.setattr(driver, "_active", AbsentHopper())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(directory))
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
@@ -60,7 +60,7 @@ def compile_anew(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 
 class CompiledInsteadOfLaunched:
-    """Stand in for a kernel; record each launch's function and the hashes of compiled kernels."""
+    """Stand-in for a kernel that compiles instead of launching, and records functions and hashes."""
 
     def __init__(self, kernel: object) -> None:
         self.kernel = kernel
@@ -82,5 +82,5 @@ class CompiledInsteadOfLaunched:
 
 
 def global_accesses(ptx: str, kind: str = "ld|st") -> set[str]:
-    """Return the widths of the loads and stores of global memory, as in `v2.b64`."""
+    """Return the widths, such as `v2.b64`, of all global loads and stores in PTX."""
     return set(re.findall(rf"(?:{kind})\.global\.(?:\w+::\w+\.)*((?:v\d\.)?b\d+)", ptx))

@@ -1,4 +1,4 @@
-"""Packed rows, poisoned pools and bit comparisons for kernel tests."""
+"""Packed batches, pools filled with NaN, and bitwise comparisons for kernel tests."""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, Pref
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """A request of `length` tokens from absolute position `start`; `boundaries` maps absolute positions to slots."""
+    """A prefill request of `length` tokens, starting at `start`; `boundaries` maps positions to slots."""
 
     length: int
     start: int = 0
@@ -23,7 +23,7 @@ class RowSpec:
 
 
 def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_padding: int = 0) -> PrefillBatch:
-    """Cut the requests at absolute multiples of `chunk_size`; add empty padding requests and chunks."""
+    """Split the requests at absolute multiples of `chunk_size`; append empty padding requests and chunks."""
     cu_seqlens = [0, *accumulate(spec.length for spec in specs)]
     cu_chunks, chunk_requests, chunk_slots, cu_request_chunks = [0], [], [], [0]
     for row, spec in enumerate(specs):
@@ -49,7 +49,7 @@ def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_paddin
 
 
 def scan_specs(chunk: int) -> list[RowSpec]:
-    """Return requests that begin and end at, before and after chunk ends; they read slots 1 and 11 of 13."""
+    """Return requests that start and end at, before and after chunk ends; their initial slots are 1 and 11 of 13."""
     return [
         RowSpec(chunk - 1, final=0),
         RowSpec(chunk, initial=1, start=chunk, final=1),
@@ -64,7 +64,7 @@ def scan_specs(chunk: int) -> list[RowSpec]:
 
 @dataclass(frozen=True, slots=True)
 class VerifySpec:
-    """A decode request of `length` tokens over a window of slots; without columns it is padding."""
+    """A decode request of `length` tokens with a draft window of slots; padding if it has no columns."""
 
     length: int
     columns: tuple[int, ...] = ()
@@ -72,12 +72,12 @@ class VerifySpec:
 
     @property
     def source(self) -> int:
-        """The slot of the request's initial state."""
+        """Slot of the request's initial state."""
         return self.columns[self.accepted - 1]
 
 
 def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0) -> DecodeBatch:
-    """Pack decode requests; the table and the token bound are `num_spare` wider than needed."""
+    """Pack decode requests; the table of slots and `max_len` are `num_spare` larger than needed."""
     max_len = max((spec.length for spec in specs), default=1) + num_spare
     width = max([max_len, *(len(spec.columns) + num_spare for spec in specs)])
     table = [[*spec.columns, *[PAD_SLOT] * (width - len(spec.columns))] for spec in specs]
@@ -90,7 +90,7 @@ def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0)
 
 
 def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
-    """Return requests of up to eight drafts, some of them padding, over scattered slots; some slots stay unused."""
+    """Return decode requests with up to eight drafts and random slots; some are padding, some slots unused."""
     draw = random.Random(seed)
     free = draw.sample(range(num_slots), num_slots)
     specs = []
@@ -105,18 +105,18 @@ def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
 
 
 def one_token_rows(slots: Sequence[int], device: str) -> DecodeBatch:
-    """Return requests of one token without drafts; PAD_SLOT makes a padding request."""
+    """Return decode requests of one token each; those with PAD_SLOT are padding."""
     return pack_verify([VerifySpec(1, () if slot == PAD_SLOT else (slot,)) for slot in slots], device)
 
 
 def row_slices(specs: Sequence[RowSpec | VerifySpec]) -> list[slice]:
-    """Return the slice of each request's tokens."""
+    """Return the slice of packed tokens for each request."""
     cu_seqlens = [0, *accumulate(spec.length for spec in specs)]
     return [slice(a, b) for a, b in pairwise(cu_seqlens)]
 
 
 def written_slots(specs: Sequence[RowSpec]) -> set[int]:
-    """Return every slot that the requests write."""
+    """Return all slots that the requests write."""
     slots = {spec.final for spec in specs}
     for spec in specs:
         slots.update(spec.boundaries.values())
@@ -124,7 +124,7 @@ def written_slots(specs: Sequence[RowSpec]) -> set[int]:
 
 
 def poisoned_pool(shape: Sequence[int], dtype: torch.dtype, device: str, filled: Sequence[int] = ()) -> Tensor:
-    """Return a pool of NaN whose `filled` slots hold random states."""
+    """Return a pool with random states in the `filled` slots, and NaN elsewhere."""
     pool = torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
     for slot in filled:
         pool[slot] = torch.randn(shape[1:], device=device).to(dtype)
@@ -132,13 +132,13 @@ def poisoned_pool(shape: Sequence[int], dtype: torch.dtype, device: str, filled:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare as bytes: NaN equals itself, and -0 differs from 0."""
+    """Return True if two tensors have the same bytes; NaN equals itself, and -0 differs from 0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def assert_untouched(before: Tensor, after: Tensor, written: set[int]) -> None:
-    """Check that every slot not in `written` kept its bits."""
+    """Check that all slots outside `written` are bitwise unchanged."""
     for slot in range(before.shape[0]):
         assert slot in written or same_bits(before[slot], after[slot]), f"slot {slot} changed"

@@ -1,4 +1,4 @@
-"""Quantized states for kernel tests, filled with a pattern that shows every write."""
+"""Quantized states for kernel tests, filled with a pattern that reveals unexpected writes."""
 
 import torch
 from torch import Tensor
@@ -8,25 +8,25 @@ from tests.kernels.packed_batches import same_bits
 
 
 def patterned(num_slots: int, state_shape: tuple[int, int, int], device: str, *lead: int) -> QuantizedStates:
-    """Return states whose slots a kernel must not read, each with its own values; `lead` are layers."""
+    """Return quantized states with distinct values in each slot; `lead` is the shape of leading dimensions."""
     heads, d_state, head_dim = state_shape
     values = torch.randint(-99, 99, (*lead, num_slots, heads, d_state, head_dim), dtype=torch.int8, device=device)
     return QuantizedStates(values, torch.rand(*lead, num_slots, heads, head_dim, device=device) + 7)
 
 
 def cloned(quantized: QuantizedStates) -> QuantizedStates:
-    """Return a copy."""
+    """Copy quantized states."""
     return QuantizedStates(quantized.values.clone(), quantized.scales.clone())
 
 
 def holds_quantized(quantized: QuantizedStates, slot: int, state: Tensor) -> bool:
-    """Return True if a slot of one layer holds exactly the quantized `state`, computed on the CPU."""
+    """Return True if the slot contains exactly `state`, quantized on the CPU."""
     values, scales = by_the_formula(state.cpu())
     return same_bits(quantized.values[slot].cpu(), values) and same_bits(quantized.scales[slot].cpu(), scales)
 
 
 def by_the_formula(state: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a state [heads, d_state, head_dim] channel by channel."""
+    """Quantize a state [heads, d_state, head_dim] with the formula, one channel at a time."""
     values = torch.zeros(state.shape, dtype=torch.int8)
     scales = torch.zeros(state.shape[0], state.shape[2])
     for head in range(state.shape[0]):
@@ -40,7 +40,7 @@ def by_the_formula(state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assert_only_written(before: QuantizedStates, after: QuantizedStates, written: set[int]) -> None:
-    """Check that every slot of one layer not in `written` kept its bits."""
+    """Check that all slots of a layer outside `written` are bitwise unchanged."""
     for slot in range(before.values.shape[0]):
         kept = same_bits(before.values[slot], after.values[slot]) and same_bits(before.scales[slot], after.scales[slot])
         assert slot in written or kept, f"slot {slot} changed"

@@ -34,7 +34,7 @@ def poisoned_ring(
     dtype: torch.dtype = torch.float32,
     spare: tuple[int, int] = (0, 0),
 ) -> ReplayRing:
-    """Return rings of NaN, with spare positions, and more spare ones of x."""
+    """Return replay rings filled with NaN, with more positions than needed, and even more for x."""
     capacity, of_x = least_capacity(ring_len, max_tokens) + spare[0], least_x_capacity(ring_len, max_tokens) + spare[1]
 
     def random_values(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ def copied(ring: ReplayRing) -> ReplayRing:
 
 @dataclass
 class Request:
-    """A text whose first `computed` tokens are verified, and the slot of its state."""
+    """A request: its text, whose first `computed` tokens are verified, and the slot of its state."""
 
     text: SSMSteps
     slot: int
@@ -69,9 +69,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request's tokens in a step: `num_drafts` are fed after the base token, `kept` tokens stay.
+    """Tokens of a request in one step: the base token and `num_drafts` drafts, of which `kept` are accepted.
 
-    A turn without a request is padding of as many tokens.
+    A turn without a request is padding with the same number of tokens.
     """
 
     request: Request | None
@@ -80,7 +80,7 @@ class Turn:
 
 
 class ReplayedRequests:
-    """Requests in a pool and rings that are NaN except where they were written."""
+    """Requests, their pool and their rings; everything not yet written is NaN."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ReplayedRequests:
     ) -> None:
         self.ring_len, self.max_tokens = ring_len, max_tokens
         device = str(texts[0].tokens.x.device)
-        # Neither slots nor rings are those of a request's own number.
+        # Slot and ring indices differ from the request's index.
         number = len(texts)
         self.requests = [
             Request(text, slot=2 * i + 1, ring=number - 1 - i, computed=start, folded=start)
@@ -107,7 +107,7 @@ class ReplayedRequests:
         self.ring = poisoned_ring(number + 1, ring_len, max_tokens, shape, device, texts[0].tokens.x.dtype, spare)
 
     def rows(self, turns: Sequence[Turn]) -> ReplayBatch:
-        """Return the turns as a batch; the counts of padding are arbitrary."""
+        """Pack the turns into a batch; the counts of padding requests are arbitrary."""
         device = str(self.pool.device)
         cu_tokens = [0, *accumulate(1 + turn.num_drafts for turn in turns)]
         padding = Request(self.requests[0].text, PAD_SLOT, ring=1000, computed=77, folded=1)
@@ -118,7 +118,7 @@ class ReplayedRequests:
         )
 
     def step(self, op: Op, turns: Sequence[Turn], num_tail: int = 0) -> Tensor:
-        """Run a step with NaN in rejected drafts, padding and tail; check untouched memory; keep accepted tokens."""
+        """Run a step with NaN in rejected drafts, padding and tail, check untouched memory, and accept tokens."""
         parts = []
         for turn in turns:
             length = 1 + turn.num_drafts
@@ -164,7 +164,7 @@ class ReplayedRequests:
                 assert same_bits(before[number, kept], after[number, kept]), f"ring {number} changed"
 
     def folds(self, targets: Sequence[int], ends: Sequence[int] | None = None) -> BoundaryFolds:
-        """Return the folds that write each request's state, at `ends` or after its last token, into `targets`."""
+        """Return the folds that write each request's state at `ends`, or after its last token, to `targets`."""
         device = str(self.pool.device)
         columns = ([getattr(request, name) for request in self.requests] for name in ("slot", "ring", "folded"))
         ends = ends or [request.computed for request in self.requests]
@@ -174,5 +174,5 @@ class ReplayedRequests:
 
 
 def layered(pool: Tensor, ring: ReplayRing) -> tuple[Tensor, ReplayRing]:
-    """Return views of a pool and rings as one layer of several."""
+    """Return a pool and rings that are views of one layer among several."""
     return pool[None], ReplayRing(*(tensor[None] for tensor in ring_tensors(ring)))

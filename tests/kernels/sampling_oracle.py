@@ -1,10 +1,10 @@
-"""The kept tokens' probabilities in plain Python, to compare sampling with."""
+"""Probabilities of the kept tokens in plain Python, as a reference for sampling."""
 
 import math
 
 
 def kept_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
-    """Return the renormalised probabilities of the kept tokens, most probable first."""
+    """Return the renormalized probabilities of the kept tokens, most probable first."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     order = order[: 1 if temperature == 0 else top_k or None]
     weights = [math.exp((logits[token] - logits[order[0]]) / (temperature or 1)) for token in order]

@@ -1,6 +1,6 @@
-"""Call ops that keep draft inputs of conv windows next to rings like ops that keep them in slots.
+"""Run ops that store draft inputs in separate buffers with the same tests as ops that store them in slots.
 
-Tests of one variant so cover both: a whole pool is split, the op runs, and its output is joined again.
+A pool of whole windows is split into slots and buffers, the op runs, and the result is joined again.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _NO_RING = 1000
 
 
 def cut_window(pool: Tensor, slots: Tensor, window_len: int) -> tuple[Tensor, DraftInputs]:
-    """Return the first inputs of all slots, and the others of the requests' slots next to rings, in another order.
+    """Split windows: return the first inputs of all slots, and buffers, in another order, for the remaining inputs.
 
     Args:
         pool: [slots, window, conv_dim] or [layers, slots, ...].
@@ -33,7 +33,7 @@ def cut_window(pool: Tensor, slots: Tensor, window_len: int) -> tuple[Tensor, Dr
 
 
 def conv_with_rings(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a decode convolution that takes whole windows and runs `op` on split ones."""
+    """Return a decode convolution that takes whole windows, and calls `op` with split windows."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, rows: DecodeBatch, *tiling: object) -> Tensor:
         window_len, live = weight.shape[1] - 1, rows.columns[:, 0]
@@ -52,10 +52,10 @@ def conv_with_rings(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def align_with_rings(op: Callable[..., None]) -> Callable[..., None]:
-    """Return an align copy that takes whole windows and runs `op` on split ones."""
+    """Return an align copy that takes whole windows, and calls `op` with split windows."""
 
     def run(conv: Tensor, ssm: Tensor, rows: AlignBatch, block_size: int, window_len: int, *others: object) -> None:
-        # Counts of padding may be stale: its column may be out of range.
+        # The counts of padding requests may be stale, so their column may be out of range.
         column = rows.state_columns.clamp_max(rows.columns.shape[1] - 1).long()
         sources = rows.columns.gather(1, column[:, None])[:, 0] if len(column) else column
         slots, drafts = cut_window(conv, sources, window_len)

@@ -1,4 +1,4 @@
-"""Random inputs of the Mamba2 recurrence, and the recurrence itself, token by token in fp64."""
+"""Random inputs for the Mamba2 recurrence, and the recurrence computed token by token in fp64."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class SSMShape:
 
 @dataclass(frozen=True, slots=True)
 class SSMSteps:
-    """Packed tokens and a layer's weights."""
+    """Packed tokens, and the weights of a layer."""
 
     tokens: SSMTokens
     weights: SSMWeights
@@ -37,33 +37,33 @@ class SSMSteps:
         return self.tokens.x.shape[0]
 
     def __getitem__(self, tokens: slice | Sequence[int]) -> "SSMSteps":
-        """Return a copy of some of the tokens."""
+        """Copy a slice of the tokens."""
         return self._with_tokens(lambda tensor: tensor[tokens].clone())
 
     def joined_with(self, before: Sequence["SSMSteps"], after: Sequence["SSMSteps"]) -> "SSMSteps":
-        """Return the tokens of `before`, these and those of `after`."""
+        """Concatenate the tokens of `before`, these tokens, and the tokens of `after`."""
         parts = [*(steps.tokens for steps in before), self.tokens, *(steps.tokens for steps in after)]
         return replace(self, tokens=SSMTokens(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES)))
 
     def cast(self, dtype: torch.dtype) -> "SSMSteps":
-        """Return x, B and C in another dtype."""
+        """Convert x, B and C to another dtype."""
         tokens = replace(self.tokens, **{name: getattr(self.tokens, name).to(dtype) for name in ("x", "B", "C")})
         return replace(self, tokens=tokens)
 
     def cpu(self) -> "SSMSteps":
-        """Return the tokens on the CPU, where a loop over tokens costs no launches."""
+        """Copy the tokens to the CPU, where a loop over tokens needs no launches."""
         weights = replace(
             self.weights, **{name: getattr(self.weights, name).cpu() for name in ("A_log", "D", "dt_bias")}
         )
         return replace(self._with_tokens(Tensor.cpu), weights=weights)
 
     def poison(self, tokens: slice) -> None:
-        """Make some tokens NaN."""
+        """Set some tokens to NaN."""
         for name in NAMES:
             getattr(self.tokens, name)[tokens] = float("nan")
 
     def recurrence(self, state: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs in fp64, and the state before each token and after the last."""
+        """Return the fp64 outputs, and the states before each token and after the last one."""
         heads = self.tokens.x.shape[1]
         x, dt, B, C = (getattr(self.tokens, name).double() for name in NAMES)
         B, C = (t.repeat_interleave(heads // t.shape[1], 1) for t in (B, C))
@@ -92,7 +92,7 @@ def random_steps(
     dtype: torch.dtype = torch.float32,
     dt_limit: tuple[float, float] = NO_LIMIT,
 ) -> SSMSteps:
-    """Return random tokens and weights, all of one dtype."""
+    """Return random tokens and weights in `dtype`."""
 
     def randn(*sizes: int) -> Tensor:
         return torch.randn(sizes).to(device, dtype)

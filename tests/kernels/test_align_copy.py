@@ -59,7 +59,7 @@ def make_pools(
 def check_op(
     op: Op, pools: Pools, rows: list[StepRequest], block_size: int = BLOCK, window_len: int = WINDOW_LEN
 ) -> None:
-    """Run the op on the pools in place and compare every bit with the host's plans."""
+    """Run the op on the pools, and compare the result bitwise with the copies that the host planned."""
     expected = pools.planned(rows, block_size, window_len)
     device = pools.conv.device.type
     kernel = align_copy_module._align_copy_kernel
@@ -85,7 +85,7 @@ KNOWN_STEPS = [  # computed, scheduled, drafts, accepted, state column -> destin
 
 @both_ops
 @pytest.mark.parametrize(("step", "copy"), KNOWN_STEPS)
-def test_known_steps_move_expected_blocks(
+def test_align_copy_moves_the_expected_states_in_worked_examples(
     step: tuple[int, int, int, int, int], copy: tuple[int, int] | None, op: Op, device: str
 ) -> None:
     columns = (6, 2, 5, 1, 4)
@@ -112,14 +112,14 @@ BLOCK_SIZES = [
 
 @both_ops
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_plan_reference_and_kernel_agree_at_every_alignment(block_size: int, op: Op, device: str) -> None:
+def test_align_copy_equals_the_host_plan_at_every_position_in_a_block(block_size: int, op: Op, device: str) -> None:
     window = tuple(range(9))  # all rows share their sources
     rows = [
         StepRequest(computed, 9, 8, accepted, window, target=9 + computed * 10 + accepted)
         for computed in range(block_size)
         for accepted in range(10)
     ]
-    # Each source slot and time has a value of its own, each target none of them: what was copied can be read off.
+    # Every source slot and time has a unique value that no target has, so the result shows what was copied.
     slots = torch.arange(9 + len(rows), dtype=torch.float32, device=device)
     conv = slots[None, :, None, None] * 100 + torch.arange(10.0, device=device)[None, None, :, None]
     ssm = slots[None, :, None, None, None].clone()
@@ -136,7 +136,7 @@ def test_plan_reference_and_kernel_agree_at_every_alignment(block_size: int, op:
 
 
 def draw_rows(data: st.DataObject, num_columns: int, num_slots: int) -> list[StepRequest]:
-    """Requests of distinct windows and targets, some of them padding or without a target."""
+    """Return requests with distinct windows and targets; some are padding or have no target."""
     slots = data.draw(st.permutations(range(num_slots)))
     rows = []
     for number in range(num_slots // (num_columns + 1)):
@@ -159,22 +159,22 @@ def draw_rows(data: st.DataObject, num_columns: int, num_slots: int) -> list[Ste
 @both_ops
 @settings(max_examples=15)
 @given(data=st.data())
-def test_random_requests_move_as_planned(op: Op, data: st.DataObject) -> None:
+def test_align_copy_equals_the_host_plan_for_random_requests(op: Op, data: st.DataObject) -> None:
     num_columns = data.draw(st.integers(1, 5))
     rows = draw_rows(data, num_columns, num_slots=30)
     check_op(op, make_pools("cpu", 30), rows, block_size=data.draw(st.integers(1, 9)))
 
 
 def crossing_rows(num_rows: int, shift: int, num_slots_before: int = 0) -> list[StepRequest]:
-    """Return requests at a boundary `shift` drafts ahead, each with a window of 5 columns and a target."""
+    """Return requests that are `shift` drafts before a boundary, each with a window of 5 columns and a target."""
     windows = [range(num_slots_before + row * 6, num_slots_before + row * 6 + 6) for row in range(num_rows)]
     return [StepRequest(31 - shift, 5, 4, 5, tuple(slots[:5]), slots[5]) for slots in windows]
 
 
 @both_ops
 @pytest.mark.parametrize("num_rows", [ROWS_AT_A_TIME, ROWS_AT_A_TIME + 1, 2 * ROWS_AT_A_TIME + 44])
-def test_any_batch_size(num_rows: int, op: Op, device: str) -> None:
-    """Copy only the first and last request of each batch."""
+def test_align_copy_works_for_any_batch_size(num_rows: int, op: Op, device: str) -> None:
+    """Only the first and the last request of each batch reach a boundary."""
     rows = crossing_rows(num_rows, shift=2)
     rows = [
         row if number % 50 == 0 or number == num_rows - 1 else StepRequest(0, 1, 0, 1, row.columns, row.target)
@@ -184,12 +184,12 @@ def test_any_batch_size(num_rows: int, op: Op, device: str) -> None:
 
 
 @both_ops
-def test_empty_batch(op: Op, device: str) -> None:
+def test_align_copy_accepts_an_empty_batch(op: Op, device: str) -> None:
     check_op(op, make_pools(device, 3), [])
 
 
 @both_ops
-def test_padding_and_requests_without_target_touch_nothing(op: Op, device: str) -> None:
+def test_align_copy_skips_padding_and_requests_without_a_target(op: Op, device: str) -> None:
     pools = make_pools(device, 13)
     before = pools.clone()
     boundary = crossing_rows(1, 1)[0]
@@ -201,8 +201,10 @@ def test_padding_and_requests_without_target_touch_nothing(op: Op, device: str) 
 @both_ops
 @pytest.mark.parametrize("shift", range(5))
 @pytest.mark.parametrize("target_column", range(5))
-def test_target_within_the_window(target_column: int, shift: int, op: Op, device: str) -> None:
-    """Conv windows overlap where the target is column 0; the SSM state is its own source at column `shift`."""
+def test_align_copy_target_may_be_one_of_the_requests_own_slots(
+    target_column: int, shift: int, op: Op, device: str
+) -> None:
+    """With target column 0, conv windows overlap; with column `shift`, the state's source is its target."""
     request = crossing_rows(1, shift)[0]
     request = StepRequest(request.computed, 5, 4, 5, request.columns, request.columns[target_column])
     check_op(op, make_pools(device, 6, window=12, conv_dim=1100), [request], window_len=7)
@@ -215,7 +217,7 @@ def test_target_within_the_window(target_column: int, shift: int, op: Op, device
     ("conv_dim", "ssm_shape"),
     [(63, (5, 5, 20)), (500, (7, 9, 1)), (64, (2, 16, 64)), (1, (1, 1, 1)), (2052, (3, 37, 41))],
 )
-def test_awkward_sizes(
+def test_align_copy_handles_odd_sizes(
     conv_dim: int,
     ssm_shape: tuple[int, int, int],
     ssm_dtype: torch.dtype,
@@ -229,7 +231,7 @@ def test_awkward_sizes(
 
 @both_ops
 @pytest.mark.parametrize("gap", [1, 8])
-def test_bytes_between_strided_states_stay(gap: int, op: Op, device: str) -> None:
+def test_align_copy_keeps_the_bytes_between_strided_states(gap: int, op: Op, device: str) -> None:
     conv_buffer = torch.randn(NUM_LAYERS, 12, 8, 40 + gap, device=device).bfloat16()
     ssm_buffer = torch.randn(NUM_LAYERS, 12, 24 + gap, device=device)
     conv, ssm = conv_buffer[:, :, :7, gap:], ssm_buffer[:, :, gap:].unflatten(2, (2, 3, 4))
@@ -243,7 +245,9 @@ def test_bytes_between_strided_states_stay(gap: int, op: Op, device: str) -> Non
 
 @pytest.mark.parametrize("op", [align_copy_module.align_copy, align_copy_module.align_copy_ref])
 @pytest.mark.parametrize("shift", [0, 3])
-def test_tensors_of_several_groups_move_in_one_launch(shift: int, op: Callable[..., None], device: str) -> None:
+def test_align_copy_moves_tensors_of_several_groups_in_one_launch(
+    shift: int, op: Callable[..., None], device: str
+) -> None:
     pools, rows = toy_tensors(12, 4, device), crossing_rows(2, shift)
     expected = [pool.clone() for pool in pools]
     tensors = [tensor for group in toy_groups() for tensor in group.tensors]
@@ -264,7 +268,7 @@ def test_tensors_of_several_groups_move_in_one_launch(shift: int, op: Callable[.
 
 
 @both_ops
-def test_nan_bits_are_copied(op: Op, device: str) -> None:
+def test_align_copy_keeps_the_bits_of_nan(op: Op, device: str) -> None:
     pools = make_pools(device, 6)
     pools.ssm.view(torch.int32)[:, 2, 0, 0, :2] = torch.tensor([0x7F800001, -1], device=device, dtype=torch.int32)
     check_op(op, pools, crossing_rows(1, shift=2))
@@ -272,7 +276,7 @@ def test_nan_bits_are_copied(op: Op, device: str) -> None:
 
 @both_ops
 @pytest.mark.parametrize("accepted_dtype", [torch.int32, torch.int64])
-def test_accepted_counts_may_be_int32_or_int64(accepted_dtype: torch.dtype, op: Op, device: str) -> None:
+def test_align_copy_accepts_counts_of_int32_or_int64(accepted_dtype: torch.dtype, op: Op, device: str) -> None:
     rows = crossing_rows(2, shift=3)
     pools = make_pools(device, 12)
     expected = pools.planned(rows, BLOCK, WINDOW_LEN)
@@ -281,7 +285,7 @@ def test_accepted_counts_may_be_int32_or_int64(accepted_dtype: torch.dtype, op: 
 
 
 @pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
-def test_every_tiling_copies_the_same_bytes(tiling: CopyTiling, device: str) -> None:
+def test_align_copy_moves_the_same_bytes_with_every_tiling(tiling: CopyTiling, device: str) -> None:
     rows = crossing_rows(3, shift=2)
     pools = make_pools(device, 18, conv_dim=12, ssm_shape=(2, 5, 8))
     expected = pools.planned(rows, BLOCK, 1)
@@ -290,7 +294,7 @@ def test_every_tiling_copies_the_same_bytes(tiling: CopyTiling, device: str) -> 
 
 
 def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignBatch], tuple[object, ...]], str]]:
-    """Return invalid calls and a word of the error."""
+    """Return invalid calls, each with an excerpt of the error message."""
 
     def with_rows(**changes: Tensor) -> Callable[[Pools, AlignBatch], tuple[object, ...]]:
         def arguments(pools: Pools, rows: AlignBatch) -> tuple[object, ...]:
@@ -315,7 +319,7 @@ def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignBatch], tuple[object, .
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_align_copy_refuses_mismatched_arguments(name: str) -> None:
     arguments, reason = bad_calls()[name]
     pools = make_pools("cpu", 6)
     with pytest.raises(ValueError, match=reason):
@@ -328,7 +332,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("num_rows", [5, ROWS_AT_A_TIME + 20])
-def test_replayed_graph_reads_new_inputs(num_rows: int) -> None:
+def test_align_copy_in_a_replayed_graph_reads_new_inputs(num_rows: int) -> None:
     pools = make_pools("cuda", 6 * num_rows, conv_dim=320, ssm_shape=(4, 16, 32))
     steps = [crossing_rows(num_rows, shift) for shift in range(5)]
     steps.append([StepRequest(3, 1, 0, 1, row.columns, row.target) for row in steps[0]])
@@ -351,7 +355,7 @@ def test_replayed_graph_reads_new_inputs(num_rows: int) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_op_never_syncs_with_the_device() -> None:
+def test_align_copy_never_syncs_with_the_device() -> None:
     pools, rows = make_pools("cuda", 12), device_batch(crossing_rows(2, 1), "cuda")
     align_copy(pools.conv, pools.ssm, rows, BLOCK, WINDOW_LEN)
     torch.cuda.synchronize()
@@ -372,7 +376,7 @@ def test_op_never_syncs_with_the_device() -> None:
         (2**32 + 4, torch.float32),  # 16-byte accesses, 8-byte elements past 2**31
     ],
 )
-def test_offsets_past_32_bits(slot_stride: int, dtype: torch.dtype) -> None:
+def test_align_copy_handles_offsets_beyond_32_bits(slot_stride: int, dtype: torch.dtype) -> None:
     num_slots, num_bytes = 6, 5 * slot_stride * dtype.itemsize + 2**16
     if num_bytes > torch.cuda.mem_get_info()[0]:
         pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of free device memory")

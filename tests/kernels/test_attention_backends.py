@@ -49,7 +49,7 @@ def shape_of(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes:
 
 
 class Step:
-    """A step over a cache of shuffled blocks; NaN follows a request's tokens, junk its blocks."""
+    """A step over a cache with shuffled blocks; unused tokens are NaN, and unused block ids are invalid."""
 
     def __init__(self, mix: Mix, shape: AttentionShape, num_padding_tokens: int = 0) -> None:
         num_blocks = [-(-kv_len // shape.block_size) for _, kv_len in mix]
@@ -77,25 +77,25 @@ class Step:
         )
 
     def reference(self, scale: float) -> Tensor:
-        """Return the reference's result in float32."""
+        """Compute the result of the reference in float32."""
         return paged_attention_ref(self.q.float(), self.k.float(), self.v.float(), self.rows, scale)
 
 
-# Which backend serves a model.
+# Choice of the backend for a model.
 
 
-def test_settings_and_backends_match_one_to_one() -> None:
+def test_every_attention_setting_has_exactly_one_backend() -> None:
     assert {"auto", *(backend.setting for backend in BACKENDS)} == set(CacheConfig.RULES["attention_backend"])
 
 
 @pytest.mark.parametrize("setting", ["auto", "reference"])
-def test_cpu_uses_the_reference(setting: str) -> None:
+def test_attention_uses_the_reference_on_a_cpu(setting: str) -> None:
     assert isinstance(choose_attention(setting, shape_of(dtype=torch.bfloat16)), ReferenceAttention)
 
 
 @pytest.mark.parametrize("setting", ["flash-attn", "flashinfer", "torch-varlen"])
-def test_unavailable_backend_is_refused_with_the_remedy(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"attention_backend is '{setting}'.*set --attention-backend to auto"):
+def test_unavailable_attention_backend_is_refused_with_the_remedy(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend '{setting}' cannot.*set --attention-backend to auto"):
         choose_attention(setting, shape_of())
 
 
@@ -110,7 +110,7 @@ class FailingAttention:
         raise OSError("no compiler")
 
 
-def test_failing_backend_is_skipped_with_a_warning(
+def test_failing_attention_backend_is_skipped_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "BACKENDS", (FailingAttention, ReferenceAttention))
@@ -121,15 +121,15 @@ def test_failing_backend_is_skipped_with_a_warning(
         choose_attention("failing", shape_of())
 
 
-def test_float32_uses_the_reference(device: str) -> None:
+def test_attention_uses_the_reference_for_float32(device: str) -> None:
     for backend in BACKENDS:
         assert (backend.refusal(shape_of(device)) is None) == (backend is ReferenceAttention)
 
 
-# What libraries are handed.
+# Arguments passed to the libraries.
 
 
-def test_reference_backend_equals_the_reference_op(device: str) -> None:
+def test_reference_attention_backend_equals_the_reference_op(device: str) -> None:
     torch.manual_seed(0)
     shape = shape_of(device, num_heads=4, head_dim=8, block_size=8)
     step = Step([(1, 9), (3, 11), (0, 0)], shape, num_padding_tokens=2)
@@ -138,7 +138,7 @@ def test_reference_backend_equals_the_reference_op(device: str) -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
-def test_page_lists_name_each_block_of_requests_with_queries(mix: Mix) -> None:
+def test_page_lists_have_each_kv_block_of_requests_with_queries(mix: Mix) -> None:
     shape = shape_of(num_heads=1, num_kv_heads=1, head_dim=1)
     step = Step(mix, shape)
     lists = page_lists(step.rows, BLOCK)
@@ -152,7 +152,7 @@ def test_page_lists_name_each_block_of_requests_with_queries(mix: Mix) -> None:
         assert 0 < lists.last_page_lens[number] <= BLOCK
 
 
-def test_cumulative_lengths_start_at_zero(device: str) -> None:
+def test_cumulative_kv_lengths_start_at_zero(device: str) -> None:
     step = Step(MIXES["verify"], shape_of(device, num_heads=2, head_dim=1))
     lengths = cumulative_lengths(step.rows)
     assert lengths.dtype == torch.int32
@@ -160,7 +160,7 @@ def test_cumulative_lengths_start_at_zero(device: str) -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_padding"), [(3, 0), (3, 2), (0, 2), (0, 0)])
-def test_tokens_after_the_last_request_give_zeros(num_tokens: int, num_padding: int) -> None:
+def test_attention_gives_zeros_for_tokens_after_the_last_request(num_tokens: int, num_padding: int) -> None:
     q = torch.randn(num_tokens + num_padding, 2, 4)
     seen: list[int] = []
 
@@ -181,7 +181,7 @@ def stand_in_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
 @pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
-def test_backend_passes_its_library_the_arguments_of_the_reference(mix: Mix, built: BackendClass) -> None:
+def test_attention_backend_passes_its_library_correct_arguments(mix: Mix, built: BackendClass) -> None:
     torch.manual_seed(0)
     shape = shape_of(num_heads=4, head_dim=8)
     step = Step(mix, shape, num_padding_tokens=1)
@@ -197,11 +197,11 @@ def test_backend_passes_its_library_the_arguments_of_the_reference(mix: Mix, bui
 
 @dataclass(frozen=True)
 class Captured:
-    """Steps that one captured call attends, one after another.
+    """Steps that use one captured call, one after another.
 
     Args:
-        most: Query tokens of the longest rows.
-        num_decode: How many of the rows decode.
+        most: Maximum number of query tokens for each request.
+        num_decode: Number of requests that decode.
     """
 
     most: tuple[int, ...]
@@ -234,14 +234,14 @@ by_captured = pytest.mark.parametrize("captured_rows", CAPTURED.values(), ids=CA
 
 
 def captured_mixes(captured: Captured, block_size: int) -> Iterator[Mix]:
-    """Yield each mix of requests, and then the same one token later."""
+    """Yield each mix of requests, followed by the same mix one token later."""
     for mix in captured.mixes:
         yield mix
         yield [(query_len, kv_len + (kv_len % block_size > 0)) for query_len, kv_len in mix]
 
 
 class CapturedSteps:
-    """Steps of one captured call, over requests that are padded in place."""
+    """Steps that reuse one captured call, with padded requests in fixed buffers."""
 
     def __init__(self, captured: Captured, shape: AttentionShape) -> None:
         options = {"dtype": torch.int32, "device": shape.device}
@@ -263,7 +263,7 @@ class CapturedSteps:
         self.k, self.v = torch.zeros(cache_shape, **half)
 
     def load(self, mix: Mix, shape: AttentionShape) -> tuple[Step | None, AttentionRows]:
-        """Write a step's requests and padding to the captured buffers; return it, and its plan's inputs."""
+        """Write a step's requests and padding to the captured buffers; return the step and its plan's inputs."""
         step = Step(mix, shape) if mix else None
         unused = CAPTURED_ROWS - len(mix)
         num_tokens = sum(query_len for query_len, _ in mix)
@@ -286,20 +286,20 @@ class CapturedSteps:
         return step, replace(self.rows, **lengths)
 
 
-def test_split_workspace_has_flashinfers_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_kv_workspace_has_the_size_flashinfer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
     shape = shape_of(num_heads=32, num_kv_heads=8, head_dim=128)
     tile_of_16, tile_of_128 = (32 * tile * 129 * 4 for tile in (16, 128))
-    assert flashinfer.parts_bytes(shape, num_rows=1, num_tokens=1) == 33 * tile_of_16 + 32  # two a multiprocessor
+    assert flashinfer.parts_bytes(shape, num_rows=1, num_tokens=1) == 33 * tile_of_16 + 32  # two per multiprocessor
     assert flashinfer.parts_bytes(shape, num_rows=256, num_tokens=256) == (64 + 255) * tile_of_16 + 32
     assert flashinfer.parts_bytes(shape, num_rows=64, num_tokens=256) == (8 + 63) * tile_of_128 + 32
 
 
 @pytest.mark.parametrize(("head_dim", "most_tile"), [(64, 128), (128, 128), (256, 64)])
-def test_plan_has_room_for_every_tile_request_and_token(
+def test_plan_buffer_holds_every_tile_request_and_token(
     head_dim: int, most_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count as FlashInfer does, without its alignment."""
+    """Compute the plan size like FlashInfer, but without alignment."""
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
     shape, grain = shape_of(num_heads=32, num_kv_heads=8, head_dim=head_dim), 64 * 2**10
     for num_rows, num_tokens in ((1, 1), (4, 4096), (256, 256), (256, 2304), (64, 16_384), (4096, 4096), (2, 2**18)):
@@ -315,7 +315,7 @@ def test_plan_has_room_for_every_tile_request_and_token(
 @pytest.mark.usefixtures("stand_in_libraries")
 @by_captured
 @pytest.mark.parametrize("built", BACKENDS, ids=lambda built: built.name)
-def test_captured_attention_follows_each_replays_batch(
+def test_captured_attention_uses_the_batch_of_each_replay(
     captured_rows: Captured, built: BackendClass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_libraries, "IN_GRAPHS", True)
@@ -334,12 +334,12 @@ def test_captured_attention_follows_each_replays_batch(
 
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let FlashInfer's backend serve a CPU in fp32."""
+    """Allow the FlashInfer backend on a CPU and in fp32."""
     monkeypatch.setattr(flashinfer, "half_precision_refusal", lambda *asked: None)
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
-def test_flashinfer_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_is_preferred_over_other_attention_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in BACKENDS:
         monkeypatch.setattr(backend, "refusal", staticmethod(lambda shape: None))
     assert choose_attention("auto", shape_of(num_heads=4, head_dim=8)).name == "flashinfer"
@@ -347,7 +347,7 @@ def test_flashinfer_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stand_in_libraries", "any_device")
 @pytest.mark.parametrize(("named", "kernels"), [(None, ("fa2", "fa3")), ("fa2", ("fa2", "fa2"))], ids=["best", "fa2"])
-def test_flashinfer_is_tried_with_every_call_of_steps_and_graphs(
+def test_flashinfer_check_runs_every_call_used_by_steps_and_graphs(
     named: str | None, kernels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, bool, str]] = []
@@ -371,10 +371,10 @@ def test_flashinfer_is_tried_with_every_call_of_steps_and_graphs(
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=8), named)
     for in_graph in (False, True):
         for kernel in kernels:
-            # With "fa3", graphs are tried with the history in pieces too, by two calls.
+            # With "fa3", the backend also tests a graph with a split history, which has two calls.
             expected = kernels.count(kernel) + 2 * (in_graph and kernel == "fa3")
             assert calls.count((kernel, in_graph, "run")) == expected
-            # "fa2" reads lengths where a graph's steps write them, so that the same pages are planned once.
+            # "fa2" reads lengths that each step writes, so it needs a new plan only when the pages change.
             replayed = in_graph and kernel == "fa3"
             assert calls.count((kernel, in_graph, "plan")) == expected * (1 + replayed)
     assert finished == [len(calls)]
@@ -382,7 +382,7 @@ def test_flashinfer_is_tried_with_every_call_of_steps_and_graphs(
 
 @pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize("has_offsets", [True, False], ids=["0.5", "0.6 and later"])
-def test_graphs_share_index_buffers_where_flashinfer_has_them(
+def test_graphs_share_index_buffers_if_flashinfer_supports_it(
     has_offsets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_libraries.BatchPrefillWithPagedKVCacheWrapper, "HAS_OFFSETS", has_offsets)
@@ -424,7 +424,7 @@ def test_old_flashinfer_is_refused_with_the_remedy(
 
 
 @pytest.mark.usefixtures("any_device")
-def test_flashinfer_of_unknown_release_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_of_an_unknown_version_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def untold(distribution: str) -> str:
         raise PackageNotFoundError(distribution)
 
@@ -464,7 +464,9 @@ class UncompiledAttention(FailingAttention):
         raise RuntimeError("the build failed\nwith much output")
 
 
-def test_compiler_output_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiler_output_of_a_failing_attention_backend_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(choice, "BACKENDS", (UncompiledAttention, OtherAttention))
     with caplog.at_level(logging.WARNING):
         choose_attention("auto", replace(shape_of(dtype=torch.bfloat16), device=torch.device("cuda", 0)))
@@ -476,7 +478,7 @@ def test_compiler_output_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
-def test_flashinfer_plan_is_kept_until_pages_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_plan_is_reused_until_the_pages_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_libraries, "IN_GRAPHS", True)
     planned: list[int] = []
     plan = flashinfer.PagedAttention.plan_pages
@@ -488,7 +490,7 @@ def test_flashinfer_plan_is_kept_until_pages_change(monkeypatch: pytest.MonkeyPa
     captured = flashinfer.FlashInferAttention(shape).capture(steps.rows)
     _, rows = steps.load([(1, 250), (1, 300)], shape)
     planned.clear()
-    for first_len in range(250, 260):  # its second page begins at 257
+    for first_len in range(250, 260):  # the second page starts at token 257
         captured.plan_again(replace(rows, kv_lens=(first_len, 300, 0, 0)))
     assert len(planned) == 2
     steps.table[1] += 1
@@ -509,7 +511,7 @@ def test_flashinfer_plan_is_kept_until_pages_change(monkeypatch: pytest.MonkeyPa
         (64, 32, ["fa2"]),
     ],
 )
-def test_graphs_use_fa3_in_pieces_for_prompts_that_do_not_fill_the_gpu(
+def test_graphs_use_split_kv_fa3_for_prompts_that_do_not_fill_the_gpu(
     num_tokens: int, num_heads: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
@@ -529,7 +531,7 @@ def test_graphs_use_fa3_in_pieces_for_prompts_that_do_not_fill_the_gpu(
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
-def test_eager_steps_have_workspace_for_splits_of_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_kv_workspace_is_enlarged_for_many_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces: list[int] = []
     make = flashinfer._wrapper
     monkeypatch.setattr(
@@ -537,7 +539,7 @@ def test_eager_steps_have_workspace_for_splits_of_few_heads(monkeypatch: pytest.
     )
     flashinfer.FlashInferAttention(shape_of(num_heads=4, head_dim=8))
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=128))
-    # Two calls, what a graph of each does, and the two calls of a history in pieces.
+    # Two eager calls, one captured call for each, and two calls for a split history.
     assert spaces == [128 * 2**20] * 6 + [132 * 128 * 32 * 129 * 4 + 32] * 6
 
 
@@ -546,7 +548,9 @@ def test_eager_steps_have_workspace_for_splits_of_few_heads(monkeypatch: pytest.
     ("release", "reads_all"),
     [("0.5.3", False), ("0.0.0+unknown", False), ("0.6.0rc1", False), ("0.6.0", True), ("0.6.18.post1", True)],
 )
-def test_distant_blocks_use_fa2(release: str, reads_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fa2_is_used_when_blocks_are_out_of_fa3s_address_range(
+    release: str, reads_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned: list[str] = []
     make = flashinfer._wrapper
 
@@ -583,7 +587,7 @@ def test_distant_blocks_use_fa2(release: str, reads_all: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("values", [[3, 7, 5], [2], [-4, -9]])
-def test_largest_equals_max(values: list[int]) -> None:
+def test_largest_of_a_tensor_or_list_equals_max(values: list[int]) -> None:
     assert flashinfer.largest(torch.tensor(values)).item() == max(values) == flashinfer.largest(values)
     assert flashinfer.largest(4, 9) == 9 and flashinfer.largest([], default=1) == 1
 
@@ -595,7 +599,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(params=["usual", pytest.param("256 channels", marks=pytest.mark.slow)], scope="module")
 def shape(request: pytest.FixtureRequest) -> AttentionShape:
-    """Heads in groups of 8; or those of Qwen3.6-27B in groups of 6, for which FlashInfer compiles for minutes."""
+    """Return a shape with groups of 8 heads, or of 6 as in Qwen3.6-27B, which FlashInfer compiles for minutes."""
     usual = shape_of("cuda", torch.bfloat16)
     return usual if request.param == "usual" else replace(usual, num_heads=24, num_kv_heads=4, head_dim=256, scale=0.08)
 
@@ -613,10 +617,10 @@ def backend(shape: AttentionShape, request: pytest.FixtureRequest) -> Iterator[A
 @needs_cuda
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_backend_agrees_with_the_reference(
+def test_attention_backend_matches_the_reference(
     mix: Mix, num_padding: int, shape: AttentionShape, backend: AttentionBackend
 ) -> None:
-    """The rounding error of bf16 weights and results: 8 bits each, of values below 4."""
+    """The tolerance is the rounding error of bf16 weights and results, whose values are below 4."""
     torch.manual_seed(1)
     step = Step(mix, shape, num_padding)
     attend = backend.plan(step.rows)
@@ -630,7 +634,9 @@ def test_backend_agrees_with_the_reference(
 
 @pytest.mark.gpu
 @needs_cuda
-def test_steps_of_different_sizes_follow_each_other(shape: AttentionShape, backend: AttentionBackend) -> None:
+def test_attention_backend_serves_steps_of_different_sizes_in_turn(
+    shape: AttentionShape, backend: AttentionBackend
+) -> None:
     torch.manual_seed(2)
     for mix in [*MIXES.values(), *reversed(MIXES.values())]:
         step = Step(mix, shape)
@@ -641,7 +647,7 @@ def test_steps_of_different_sizes_follow_each_other(shape: AttentionShape, backe
 @pytest.mark.gpu
 @needs_cuda
 @by_captured
-def test_graph_attends_each_replays_requests(
+def test_captured_attention_on_a_gpu_uses_the_requests_of_each_replay(
     captured_rows: Captured, shape: AttentionShape, backend: AttentionBackend
 ) -> None:
     torch.manual_seed(4)
@@ -666,8 +672,8 @@ def test_graph_attends_each_replays_requests(
 @needs_cuda
 @pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
 @pytest.mark.parametrize("mix", [MIXES["decode"], MIXES["prefill with history"]], ids=["decode", "prefill"])
-def test_blocks_beyond_64_gib_are_read(mix: Mix, built: BackendClass) -> None:
-    """Other layers' blocks and states are between a layer's blocks, so its strides are large."""
+def test_attention_reads_kv_blocks_beyond_64_gib(mix: Mix, built: BackendClass) -> None:
+    """Between the blocks of one layer are those of other layers and states, so strides are large."""
     if torch.cuda.mem_get_info()[0] < 72 * 2**30:
         pytest.skip("needs 72 GiB of free device memory")
     torch.manual_seed(5)

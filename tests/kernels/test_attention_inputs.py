@@ -26,7 +26,7 @@ both_ops = pytest.mark.parametrize("op", [write_attention_inputs, write_attentio
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of heads, the number of rotated channels, and the offset of norms; None: no rotation or no norm."""
+    """Head sizes, number of rotated channels, and offset of the norms; None: no rotation or no norm."""
 
     kv_heads: int
     queries: int
@@ -52,7 +52,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Views of a joint projection [q | gate | k | v] by KV head, with one query more than keys, and their changes."""
+    """Views of a joint projection [q | gate | k | v] per KV head, with one padding query, and head changes."""
 
     query: Tensor
     key: Tensor
@@ -92,13 +92,13 @@ def inputs_of(case: Case, device: str, slots: list[tuple[int, int]] = SLOTS) -> 
 
 
 def normed(x: Tensor, weight: Tensor, offset: float) -> Tensor:
-    """Return transformers' RMS norm of a head: the product with the factor in fp32, then one rounding."""
+    """Return the RMS norm of a head as in transformers, multiplied by its factor in fp32 and rounded once."""
     wide = x if x.dtype is torch.float64 else x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * (offset + weight.to(wide.dtype))).to(x.dtype)
 
 
 def expected_heads(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return queries [tokens, heads, dim] and keys by Megatron's rotation of normed heads."""
+    """Return queries [tokens, heads, dim] and keys after norm and rotation as in Megatron."""
     query, key = inputs.query[: len(inputs.key)].flatten(1, 2), inputs.key
     norms = inputs.changes.norms
     if norms is not None:
@@ -110,7 +110,7 @@ def expected_heads(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 @both_ops
 @every_case
-def test_heads_are_normed_rotated_and_written_only_to_their_slots(case: Case, op: Op, device: str) -> None:
+def test_attention_heads_are_normed_rotated_and_written_to_their_slots(case: Case, op: Op, device: str) -> None:
     inputs = inputs_of(case, device)
     before, (queries, keys) = inputs.caches.clone(), expected_heads(inputs)
     is_kernel = op is write_attention_inputs and case.dtype is not torch.float64
@@ -129,14 +129,14 @@ def test_heads_are_normed_rotated_and_written_only_to_their_slots(case: Case, op
     pairs = [(packed[: len(SLOTS)], queries), (found_keys[is_cached], keys[is_cached])]
     if case.offset is None and case.dtype is not torch.float64:
         assert all(same_bits(found, expected) for found, expected in pairs)
-    # One rounding of the dtype may fall the other way, before the rotation or after it.
+    # One value may be rounded differently, before or after the rotation.
     tolerance = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-6, torch.float64: 1e-6}[case.dtype]
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @every_case
-def test_token_bits_do_not_depend_on_the_batch(case: Case, device: str) -> None:
+def test_attention_inputs_of_a_token_are_bitwise_equal_in_any_batch(case: Case, device: str) -> None:
     together = inputs_of(case, device)
     packed = together.run(write_attention_inputs)
     rotation = together.changes.rotation
@@ -160,14 +160,14 @@ def test_token_bits_do_not_depend_on_the_batch(case: Case, device: str) -> None:
             assert same_bits(alone.caches[:, block, offset], together.caches[:, block, offset])
 
 
-def test_sign_of_zeros_is_kept(device: str) -> None:
+def test_attention_inputs_keep_the_sign_of_zeros(device: str) -> None:
     inputs = inputs_of(Case(2, 2, 32, 8, None), device)
     inputs.query[:, :, :, 8:].fill_(-0.0)
     packed = inputs.run(write_attention_inputs)
     assert torch.signbit(packed[: len(SLOTS), :, 8:]).all()
 
 
-def test_other_cache_dtype_gets_values_already_cast_to_the_key_dtype(device: str) -> None:
+def test_keys_and_values_are_cast_to_the_key_dtype_before_the_cache_dtype(device: str) -> None:
     inputs = inputs_of(Case(2, 2, 32, 8, 1.0), device)
     caches = inputs.caches.to(torch.bfloat16)
     inputs.run(write_attention_inputs)
@@ -175,7 +175,7 @@ def test_other_cache_dtype_gets_values_already_cast_to_the_key_dtype(device: str
     assert same_bits(caches, inputs.caches.to(torch.bfloat16))
 
 
-def test_no_tokens(device: str) -> None:
+def test_attention_input_kernel_accepts_zero_tokens(device: str) -> None:
     inputs = inputs_of(CASES[1], device)
     none = replace(
         inputs, query=inputs.query[:0], key=inputs.key[:0], value=inputs.value[:0], blocks=inputs.blocks[:0],
@@ -200,7 +200,7 @@ def bad_changes() -> dict[str, tuple[HeadChanges, str]]:
 
 
 @pytest.mark.parametrize("name", bad_changes())
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_attention_input_kernel_refuses_mismatched_arguments(name: str) -> None:
     changes, reason = bad_changes()[name]
     slots, caches = torch.zeros(3, dtype=torch.int32), torch.zeros(2, NUM_BLOCKS, BLOCK, 2, 8)
     query, key = torch.zeros(3, 2, 2, 8), torch.zeros(3, 2, 8)
@@ -208,7 +208,7 @@ def test_mismatched_arguments_are_refused(name: str) -> None:
         write_attention_inputs(query, key, key, caches[0], caches[1], slots, slots, changes)
 
 
-def test_cpu_uses_the_reference() -> None:
+def test_attention_inputs_use_the_reference_on_a_cpu() -> None:
     if INTERPRETED or torch.cuda.is_available():
         pytest.skip("the kernel runs")
     inputs = inputs_of(CASES[0], "cpu")

@@ -38,7 +38,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: int = 9) -> ReplayedRequests:
-    """Return requests that have just kept all tokens of a long step."""
+    """Return requests after a long step in which all tokens were accepted."""
     requests = ReplayedRequests(
         [random_steps(4 * ring_len + 9, device, SHAPE) for _ in range(number)], SHAPE, ring_len, most, dtype=dtype
     )
@@ -52,10 +52,10 @@ def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: i
 
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 8])
-def test_state_at_a_ring_multiple_equals_a_later_steps_replay_base(
+def test_boundary_state_equals_the_state_that_later_steps_store(
     ring_len: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
-    """The fold may pass several multiples; a bf16 state loses precision at each."""
+    """The fold may span several multiples of the fold length; rounding a bf16 state at each."""
     torch.manual_seed(ring_len)
     requests = decoded(2, ring_len, device, dtype)
     ends = [request.computed // ring_len * ring_len for request in requests.requests]
@@ -69,7 +69,7 @@ def test_state_at_a_ring_multiple_equals_a_later_steps_replay_base(
 
 
 @pytest.mark.parametrize("ends_off_a_multiple", [1, 3])
-def test_live_state_can_be_read_at_any_position(ends_off_a_multiple: int, op: Op, device: str) -> None:
+def test_boundary_state_can_be_computed_at_any_position(ends_off_a_multiple: int, op: Op, device: str) -> None:
     torch.manual_seed(1)
     requests = decoded(1, 8, device, torch.float32)
     (request,) = requests.requests
@@ -81,8 +81,8 @@ def test_live_state_can_be_read_at_any_position(ends_off_a_multiple: int, op: Op
 
 
 @BOTH_POOLS
-def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
-    """The counts of requests without a target, and of padding with one, are arbitrary."""
+def test_only_target_slots_of_boundary_states_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
+    """Requests without a target, and padding with a target, have arbitrary counts."""
     torch.manual_seed(2)
     requests = decoded(2, 4, device, dtype)
     before = requests.pool.clone()
@@ -94,13 +94,13 @@ def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> No
         targets=int32([PAD_SLOT, 2, 4], device),
     )
     op(*layered(requests.pool, requests.ring), folds, 4)
-    assert same_bits(requests.pool[4], before[3])  # nothing to fold: a copy
+    assert same_bits(requests.pool[4], before[3])  # no tokens to apply, so the state is copied
     assert same_bits(requests.pool[:4], before[:4])
     op(*layered(requests.pool, requests.ring), folds._replace(targets=int32([PAD_SLOT] * 3, device)), 4)
     assert same_bits(requests.pool[:4], before[:4])
 
 
-def test_replay_base_may_be_its_own_target(op: Op, device: str) -> None:
+def test_stored_state_may_be_updated_in_place(op: Op, device: str) -> None:
     torch.manual_seed(3)
     requests = decoded(1, 4, device, torch.float32)
     (request,) = requests.requests
@@ -109,7 +109,7 @@ def test_replay_base_may_be_its_own_target(op: Op, device: str) -> None:
     assert same_bits(requests.pool[request.slot], requests.pool[2])
 
 
-def test_every_layer_of_strided_pools_and_rings_is_written(op: Op, device: str) -> None:
+def test_boundary_states_of_every_layer_are_written_to_strided_pools(op: Op, device: str) -> None:
     torch.manual_seed(4)
     num_layers, capacity = 3, 12
     pools = torch.randn(5, num_layers, 2, *SHAPE.state, device=device)[:, :, 1].transpose(0, 1)  # [layers, slots, ...]
@@ -130,7 +130,7 @@ def test_every_layer_of_strided_pools_and_rings_is_written(op: Op, device: str) 
 
 
 @pytest.mark.parametrize("number", [0, 1, 3 if INTERPRETED else 300])
-def test_any_batch_size(number: int, device: str) -> None:
+def test_boundary_states_are_written_for_any_batch_size(number: int, device: str) -> None:
     torch.manual_seed(5)
     pool, ring = torch.randn(max(2 * number, 1), *SHAPE.state, device=device), poisoned_ring(1, 4, 4, SHAPE, device)
     before = pool.clone()
@@ -148,13 +148,13 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "need B"),
     "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "need x of the ring"),
     "ring_len": (lambda p, r, w, n: (p, r, w, 12), "power of two"),
-    "ends": (lambda p, r, w, n: (p, r, w._replace(ends=w.ends.long()), n), "need ends"),
+    "ends": (lambda p, r, w, n: (p, r, w._replace(ends=w.ends.long()), n), "need int32 ends"),
     "slots": (lambda p, r, w, n: (p, r, w._replace(slots=w.slots[:0]), n), "slots"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_boundary_state_op_refuses_mismatched_arguments(name: str) -> None:
     change, reason = BAD_CALLS[name]
     pool, ring = torch.zeros(2, *SHAPE.state), poisoned_ring(1, 4, 4, SHAPE, "cpu")
     folds = BoundaryFolds(*(int32(v, "cpu") for v in ([0], [0], [0], [0], [1])))
@@ -176,8 +176,8 @@ WHOLE_TILES = [
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 16, 32])
 @pytest.mark.parametrize("shape", WHOLE_TILES)
-def test_matmul_folds_equal_the_reference(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
-    """Fold between any positions, over several multiples and over none: then it is a copy."""
+def test_tensor_core_boundary_states_match_the_reference(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
+    """Fold from and to any position, over several multiples of the fold length or over none."""
     torch.manual_seed(ring_len)
     num_rows, most = 19, 9
     texts = [random_steps(3 * ring_len + 9, "cuda", shape).cast(torch.bfloat16) for _ in range(num_rows)]
@@ -193,7 +193,7 @@ def test_matmul_folds_equal_the_reference(shape: SSMShape, ring_len: int, dtype:
     expected = requests.pool.clone()
     fold_boundaries_ref(*layered(expected, requests.ring), folds, ring_len)
     fold_boundaries(*layered(requests.pool, requests.ring), folds, ring_len)
-    # A bf16 state may be rounded the other way at a multiple, and have decayed since.
+    # A bf16 state may be rounded differently at a multiple, and may have decayed since then.
     largest = expected.nan_to_num().abs().max().item()
     rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-7, 2**-8 * largest)
     torch.testing.assert_close(requests.pool, expected, rtol=rtol, atol=atol, equal_nan=True)

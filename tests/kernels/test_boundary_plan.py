@@ -43,7 +43,7 @@ def lists(folds: BoundaryFolds) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 256, 300])
-def test_device_plan_equals_the_host_plan(num_rows: int, device: str) -> None:
+def test_boundary_plan_on_the_device_equals_the_host_plan(num_rows: int, device: str) -> None:
     rows, align = random_step(num_rows, device)
     slots, rings, folded, ends, targets = lists(plan_boundary_folds(rows, align, RING, BLOCK))
     assert (slots, rings) == (rows.slots.tolist(), rows.buffers.tolist())
@@ -62,7 +62,7 @@ def test_device_plan_equals_the_host_plan(num_rows: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 63, 257])
-def test_kernel_and_reference_agree(num_rows: int, device: str) -> None:
+def test_boundary_plan_kernel_equals_its_reference(num_rows: int, device: str) -> None:
     rows, align = random_step(num_rows, device)
     planned = plan_boundary_folds(rows, align, RING, BLOCK), plan_boundary_folds_ref(rows, align, RING, BLOCK)
     assert lists(planned[0]) == lists(planned[1])

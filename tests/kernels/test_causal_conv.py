@@ -55,7 +55,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def sequential_conv(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs in fp64, and the window before each token and after the last."""
+    """Return the fp64 outputs, and the windows before each token and after the last one."""
     windows, outputs = [window.double()], []
     for token in x.double():
         history = torch.cat([windows[-1], token[None]])
@@ -72,7 +72,7 @@ def make_weights(d_conv: int, device: str, *, with_bias: bool = True) -> tuple[T
 @pytest.mark.parametrize("d_conv", [2, 4])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("spare_window", [0, 3])
-def test_conv_matches_the_sequential_recurrence(
+def test_causal_conv_matches_a_sequential_loop(
     d_conv: int, with_bias: bool, spare_window: int, op: Op, device: str
 ) -> None:
     torch.manual_seed(d_conv)
@@ -94,7 +94,7 @@ def test_conv_matches_the_sequential_recurrence(
     assert same_bits(before[:, d_conv - 1 :], pool[:, d_conv - 1 :])
 
 
-def test_conv_resumed_at_every_position_is_bit_equal(op: Op, device: str) -> None:
+def test_causal_conv_resumed_at_any_position_is_bit_equal(op: Op, device: str) -> None:
     torch.manual_seed(0)
     length, other = 27, RowSpec(5, final=3)
     weight, bias = make_weights(4, device)
@@ -112,7 +112,7 @@ def test_conv_resumed_at_every_position_is_bit_equal(op: Op, device: str) -> Non
         assert same_bits(pool[0], whole[0])
 
 
-def test_bits_do_not_depend_on_the_batch_size(op: Op, device: str) -> None:
+def test_causal_conv_is_bitwise_equal_in_any_batch_size(op: Op, device: str) -> None:
     torch.manual_seed(1)
     weight, bias = make_weights(4, device)
     length = 40 if INTERPRETED else 1000
@@ -123,7 +123,7 @@ def test_bits_do_not_depend_on_the_batch_size(op: Op, device: str) -> None:
     assert same_bits(y[length:], alone)
 
 
-def test_nan_stays_in_its_request_and_padding_gives_zeros(op: Op, device: str) -> None:
+def test_causal_conv_keeps_nan_in_its_request_and_zeros_padding(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [RowSpec(5, final=0), RowSpec(2, final=1), RowSpec(4, final=2)]
@@ -135,7 +135,7 @@ def test_nan_stays_in_its_request_and_padding_gives_zeros(op: Op, device: str) -
     assert y[:5].isnan().all() and (y[11:] == 0).all()
 
 
-def test_padding_chunk_stores_nothing(op: Op, device: str) -> None:
+def test_causal_conv_stores_no_state_for_a_padding_chunk(op: Op, device: str) -> None:
     weight, bias = make_weights(4, device)
     rows = pack_rows([RowSpec(CHUNK + 1, final=0)], CHUNK, device, num_padding=1)
     rows.chunk_slots[-1] = 2
@@ -146,7 +146,7 @@ def test_padding_chunk_stores_nothing(op: Op, device: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 3])
-def test_padding_step_touches_nothing(num_rows: int, op: Op, device: str) -> None:
+def test_causal_conv_of_padding_only_changes_no_state(num_rows: int, op: Op, device: str) -> None:
     weight, bias = make_weights(4, device)
     pool = poisoned_pool((4, 3, CONV_DIM), torch.float32, device)
     before = pool.clone()
@@ -157,7 +157,7 @@ def test_padding_step_touches_nothing(num_rows: int, op: Op, device: str) -> Non
     assert same_bits(before, pool)
 
 
-def test_bf16_pool_stores_cast_inputs_and_outputs_keep_their_dtype(op: Op, device: str) -> None:
+def test_causal_conv_casts_stored_inputs_to_bf16_but_not_its_outputs(op: Op, device: str) -> None:
     torch.manual_seed(3)
     weight, bias = make_weights(4, device)
     x = torch.randn(6, CONV_DIM, device=device)
@@ -171,7 +171,7 @@ def test_bf16_pool_stores_cast_inputs_and_outputs_keep_their_dtype(op: Op, devic
 
 
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
-def test_single_token_steps_equal_a_packed_prompt_bit_for_bit(d_conv: int, op: Op, device: str) -> None:
+def test_causal_conv_of_single_tokens_equals_a_packed_prompt_bitwise(d_conv: int, op: Op, device: str) -> None:
     torch.manual_seed(4)
     weight, bias = make_weights(d_conv, device)
     x = torch.randn(2, 9, CONV_DIM, device=device)
@@ -206,7 +206,7 @@ def test_single_token_steps_equal_a_packed_prompt_bit_for_bit(d_conv: int, op: O
         (20, 6, ConvTiling(16, 16, 8, 2)),
     ],
 )
-def test_kernel_matches_the_reference(
+def test_causal_conv_kernel_matches_its_reference(
     conv_dim: int, d_conv: int, tiling: ConvTiling, dtype: torch.dtype, pool_dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(conv_dim)
@@ -224,7 +224,7 @@ def test_kernel_matches_the_reference(
 @pytest.mark.parametrize("d_conv", [2, 4])
 @settings(max_examples=5 if INTERPRETED else 25)
 @given(data=st.data())
-def test_windows_of_random_requests_match_the_reference(d_conv: int, data: st.DataObject) -> None:
+def test_causal_conv_windows_of_random_requests_match_the_reference(d_conv: int, data: st.DataObject) -> None:
     """Return requests of a few tokens, cut by chunks, with their own slots, one of them a shared initial slot."""
     slots = iter(data.draw(st.permutations(range(1, 40))))
     specs = []
@@ -244,7 +244,7 @@ def test_windows_of_random_requests_match_the_reference(d_conv: int, data: st.Da
     assert same_bits(pool, expected_pool)
 
 
-def test_every_tiling_computes_the_same_bits(device: str) -> None:
+def test_causal_conv_computes_the_same_bits_with_every_tiling(device: str) -> None:
     torch.manual_seed(5)
     weight, bias = make_weights(4, device)
     x = torch.randn(sum(spec.length for spec in SPECS), CONV_DIM, device=device)
@@ -256,7 +256,7 @@ def test_every_tiling_computes_the_same_bits(device: str) -> None:
         assert same_bits(y, results[0][0]) and same_bits(pool, results[0][1])
 
 
-def test_inputs_and_pool_may_be_views(op: Op, device: str) -> None:
+def test_causal_conv_accepts_views_as_inputs_and_state_pool(op: Op, device: str) -> None:
     torch.manual_seed(6)
     weight, bias = make_weights(4, device)
     wide = torch.randn(41, CONV_DIM + 9, device=device)
@@ -284,14 +284,14 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_causal_conv_refuses_mismatched_arguments(name: str) -> None:
     change, reason = BAD_CALLS[name]
     x, pool = torch.randn(9, CONV_DIM), torch.randn(2, 3, CONV_DIM)
     with pytest.raises(ValueError, match=reason):
         causal_conv(*change(x, *make_weights(4, "cpu"), pool, pack_rows([RowSpec(9, final=0)], CHUNK, "cpu")))
 
 
-def test_float64_uses_the_reference(device: str) -> None:
+def test_causal_conv_uses_the_reference_for_float64(device: str) -> None:
     weight, bias = make_weights(4, device)
     x, pool = (torch.randn(*shape, CONV_DIM, dtype=torch.float64, device=device) for shape in ((9,), (2, 3)))
     expected_pool, rows = pool.clone(), pack_rows([RowSpec(9, final=0)], CHUNK, device)
@@ -302,7 +302,7 @@ def test_float64_uses_the_reference(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("conv_dim", [CONV_DIM, 1024])
-def test_replayed_graph_reads_new_inputs(conv_dim: int) -> None:
+def test_causal_conv_in_a_replayed_graph_reads_new_inputs(conv_dim: int) -> None:
     torch.manual_seed(7)
     weight, bias = torch.randn(conv_dim, 4, device="cuda"), torch.randn(conv_dim, device="cuda")
     x, pool = torch.randn(60, conv_dim, device="cuda"), torch.randn(NUM_SLOTS, 3, conv_dim, device="cuda")

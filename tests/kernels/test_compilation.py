@@ -1,4 +1,4 @@
-"""Triton's compilations are counted and timed, with real kernels for a GPU that is not present."""
+"""Triton's compilations are counted and timed; the kernels are compiled for a GPU that is not present."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason
 
 
 def triton_kernel() -> triton.JITFunction:
-    """Return a kernel that was never compiled."""
+    """Return a Triton kernel that has not been compiled before."""
 
     @triton.jit
     def add(x, NUMBER: tl.constexpr):
@@ -32,7 +32,7 @@ def triton_kernel() -> triton.JITFunction:
 
 
 def gluon_kernel() -> triton.JITFunction:
-    """Return a Gluon kernel that was never compiled."""
+    """Return a Gluon kernel that has not been compiled before."""
 
     @gluon.jit
     def add(x, NUMBER: gl.constexpr):
@@ -62,14 +62,14 @@ def absent_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def watch() -> CompilationWatch:
-    """Return an installed watch."""
+    """Return an installed `CompilationWatch`."""
     watch = CompilationWatch()
     watch.install()
     return watch
 
 
 @pytest.mark.parametrize("make", [triton_kernel, gluon_kernel])
-def test_each_kernel_variant_is_counted_and_timed_once(
+def test_compilation_of_each_kernel_variant_is_counted_once(
     make: Callable[[], triton.JITFunction], watch: CompilationWatch
 ) -> None:
     kernel, began = make(), time.perf_counter()
@@ -83,7 +83,7 @@ def test_each_kernel_variant_is_counted_and_timed_once(
     assert watch.total.since(first).num_kernels == 1
 
 
-def test_existing_hooks_are_still_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_triton_compile_hooks_are_still_called(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **event: called.append("before"))
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **event: called.append("after"))
@@ -101,7 +101,7 @@ def test_compilation_prevented_by_a_hook_is_not_counted(monkeypatch: pytest.Monk
     assert watch.total == Compilations()
 
 
-def test_second_install_counts_nothing_twice(watch: CompilationWatch) -> None:
+def test_installing_the_compile_watch_twice_counts_each_kernel_once(watch: CompilationWatch) -> None:
     watch.install()
     ours = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
     called = []
@@ -120,7 +120,7 @@ def test_second_install_counts_nothing_twice(watch: CompilationWatch) -> None:
     assert called == ["before", "after"] and watch.total.num_kernels == 1
 
 
-def test_hooks_installed_meanwhile_are_called_after_reinstalling(watch: CompilationWatch) -> None:
+def test_compile_hooks_of_others_are_called_after_reinstalling_the_watch(watch: CompilationWatch) -> None:
     called = []
     knobs.runtime.jit_cache_hook = knobs.runtime.jit_post_compile_hook = lambda **event: called.append(1)
     compile_kernel(triton_kernel())
@@ -130,7 +130,7 @@ def test_hooks_installed_meanwhile_are_called_after_reinstalling(watch: Compilat
     assert watch.total.num_kernels == 1 and len(called) == 4
 
 
-def test_failed_compilation_is_not_counted_and_logs_nothing_later(
+def test_failed_kernel_compilation_is_not_counted_or_logged_later(
     watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[SpokenLine] = []
@@ -148,30 +148,30 @@ def test_failed_compilation_is_not_counted_and_logs_nothing_later(
 
 
 class SpokenLine:
-    """Stand in for a progress line."""
+    """Stand-in for a progress line."""
 
     def __init__(self, message: str) -> None:
         self.message = message
         self.has_ended = False
 
     def end(self) -> None:
-        """Count the call."""
+        """Count the calls."""
         self.has_ended = True
 
 
 def event(*, is_manual_warmup: bool) -> dict[str, object]:
-    """Return the arguments of Triton's hooks."""
+    """Return the arguments that Triton passes to its hooks."""
     return {"fn": SimpleNamespace(module="m", name="f"), "key": "k", "is_manual_warmup": is_manual_warmup}
 
 
 @pytest.mark.parametrize("is_manual_warmup", [False, True])
-def test_time_to_load_a_launched_kernel_counts(is_manual_warmup: bool, watch: CompilationWatch) -> None:
+def test_compilation_time_includes_loading_a_launched_kernel(is_manual_warmup: bool, watch: CompilationWatch) -> None:
     runtime = knobs.runtime
     runtime.jit_cache_hook(**event(is_manual_warmup=is_manual_warmup))
     runtime.jit_post_compile_hook(**event(is_manual_warmup=is_manual_warmup))
     compiled = watch.total
     time.sleep(0.02)
-    for _ in range(2):  # the second is a kernel of another device
+    for _ in range(2):  # the second time as for another device
         runtime.kernel_load_end_hook(None, None, "f", {}, "hash")
     loading = watch.total.since(compiled)
     assert loading.num_kernels == 0

@@ -1,4 +1,4 @@
-"""Kernels are compiled in threads before their launch, here real ones for a GPU that is not present."""
+"""Kernels are compiled in threads before their launch; here for a GPU that is not present."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ def _add_kernel(x, NUMBER: tl.constexpr):
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CompilationWatch:
-    """Return an installed watch, with nothing compiled."""
+    """Return an installed `CompilationWatch` with all counts 0."""
     compile_anew(monkeypatch, tmp_path)
     _add_kernel.device_caches.clear()
     watch = CompilationWatch()
@@ -46,11 +46,11 @@ def compile_only(number: int) -> Any:
     return _add_kernel.warmup(torch.zeros(16), NUMBER=number, grid=(1,))
 
 
-def test_launches_compile_without_running(watch: CompilationWatch) -> None:
+def test_launches_while_compiling_ahead_compile_but_do_not_run(watch: CompilationWatch) -> None:
     began = time.perf_counter()
     with compiling_ahead(CPU, watch):
         for number in (1, 2, 1, 2):
-            launch(number)  # no driver could launch it
+            launch(number)  # would raise if launched, as there is no driver
     compiled = watch.total
     print(compiled)
     assert compiled.num_kernels == 2 and 0 < compiled.seconds <= time.perf_counter() - began
@@ -60,7 +60,7 @@ def test_launches_compile_without_running(watch: CompilationWatch) -> None:
     assert watch.total.since(compiled).num_kernels == 1
 
 
-def test_compiled_kernels_take_no_time(watch: CompilationWatch) -> None:
+def test_compiling_ahead_skips_kernels_already_compiled(watch: CompilationWatch) -> None:
     compile_only(1)
     before = watch.total
     with compiling_ahead(CPU, watch):
@@ -68,17 +68,19 @@ def test_compiled_kernels_take_no_time(watch: CompilationWatch) -> None:
     assert watch.total.since(before) == Compilations()
 
 
-def test_failing_kernel_is_left_to_its_launch(watch: CompilationWatch) -> None:
+def test_kernel_that_fails_to_compile_ahead_raises_when_launched(watch: CompilationWatch) -> None:
     with compiling_ahead(CPU, watch):
         launch(3)
         launch(1)
     assert watch.total.num_kernels == 1
     with pytest.raises(triton.CompilationError, match="refused"):
-        compile_only(3).result()  # Triton 3.7 has kept what failed, and raises when it is to be launched
-    compile_only(5)  # with which the watch ends the log line of what failed
+        compile_only(3).result()  # Triton 3.7 keeps the error and raises it at the launch
+    compile_only(5)  # the watch then ends the log line of the failed compilation
 
 
-def test_other_threads_launch_normally(watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_launch_kernels_while_one_compiles_ahead(
+    watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[int, bool]] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -94,7 +96,9 @@ def test_other_threads_launch_normally(watch: CompilationWatch, monkeypatch: pyt
     assert calls == [(1, True), (2, False), (4, False)]
 
 
-def test_threads_may_leave_the_block_in_any_order(watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_compile_ahead_may_finish_in_any_order(
+    watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[int, bool]] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -123,13 +127,13 @@ def test_threads_may_leave_the_block_in_any_order(watch: CompilationWatch, monke
 
 
 class _SlowKernel:
-    """Compile slowly."""
+    """Stand-in for a kernel that compiles slowly."""
 
     run = None
 
 
 @pytest.mark.parametrize("where", ["block", "wait"])
-def test_pending_compilations_are_dropped_after_an_error(
+def test_pending_kernel_compilations_are_dropped_after_an_error(
     where: str, watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = []
@@ -155,7 +159,7 @@ def test_pending_compilations_are_dropped_after_an_error(
     assert len(begun) <= 2 and triton.runtime._async_compile.active_mode.get() is None
 
 
-def test_hooks_chained_twice_count_a_kernel_once(watch: CompilationWatch) -> None:
+def test_compile_hooks_chained_twice_count_a_kernel_once(watch: CompilationWatch) -> None:
     ours = knobs.runtime.jit_post_compile_hook
     knobs.runtime.jit_post_compile_hook = lambda **event: ours(**event)
     watch.install()
@@ -165,20 +169,20 @@ def test_hooks_chained_twice_count_a_kernel_once(watch: CompilationWatch) -> Non
     assert watch.total.num_kernels == 2
 
 
-def test_collecting_launches_is_not_compilation_time(watch: CompilationWatch) -> None:
+def test_compilation_time_excludes_time_without_compilations(watch: CompilationWatch) -> None:
     with compiling_ahead(CPU, watch):
         time.sleep(0.5)
     assert watch.total == Compilations()
 
 
-def test_foreign_launch_mode_is_left_unchanged(watch: CompilationWatch) -> None:
+def test_compiling_ahead_raises_if_triton_already_compiles_async(watch: CompilationWatch) -> None:
     with ThreadPoolExecutor(1) as executor, triton.AsyncCompileMode(executor) as mode:
         with pytest.raises(RuntimeError, match="already active"), compiling_ahead(CPU, watch):
             raise AssertionError("the block began")
         assert triton.runtime._async_compile.active_mode.get() is mode
 
 
-def test_launches_run_again_after_an_error(watch: CompilationWatch) -> None:
+def test_kernel_launches_run_again_after_an_error_while_compiling_ahead(watch: CompilationWatch) -> None:
     run = JITFunction.run
     with pytest.raises(ZeroDivisionError), compiling_ahead(CPU, watch):
         assert JITFunction.run is not run
@@ -190,7 +194,7 @@ def test_launches_run_again_after_an_error(watch: CompilationWatch) -> None:
     ("num_cores", "num_gpus", "num_local", "expected"),
     [(1, 0, None, 2), (16, 1, None, 16), (192, 8, None, 16), (64, 8, None, 8), (64, 1, "8", 8)],
 )
-def test_one_thread_per_core_of_a_gpu(
+def test_number_of_compile_threads_is_the_cores_per_gpu(
     num_cores: int, num_gpus: int, num_local: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -1,4 +1,4 @@
-"""Properties of the convolution over a base token and drafts of each request, for kernel and reference.
+"""Properties of the convolution over base tokens and drafts, for kernel and reference.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -48,7 +48,7 @@ def either(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[...
 
 @pytest.fixture(params=["in slots", "next to rings"])
 def op(request: pytest.FixtureRequest, either: Callable[..., Tensor]) -> Op:
-    """Return the op or its reference, with the conv inputs of drafts in slots or next to rings."""
+    """Return the op or its reference, with draft inputs stored in slots or in separate buffers."""
     return either if request.param == "in slots" else conv_with_rings(either)
 
 
@@ -61,7 +61,7 @@ def make_pool(num_slots: int, window: int, dtype: torch.dtype, device: str) -> T
 
 
 def fill_windows(pool: Tensor, specs: list[VerifySpec], d_conv: int) -> None:
-    """Write each request's d_conv - 1 initial inputs, shifted by the drafts that its last step accepted."""
+    """Write the d_conv - 1 initial inputs of each request, shifted by the number of drafts accepted before."""
     for spec in specs:
         if spec.columns:
             window = torch.randn(d_conv - 1, CONV_DIM).to(pool)
@@ -69,14 +69,14 @@ def fill_windows(pool: Tensor, specs: list[VerifySpec], d_conv: int) -> None:
 
 
 def window_of(pool: Tensor, spec: VerifySpec, d_conv: int) -> Tensor:
-    """Return the request's initial window [1, d_conv - 1, conv_dim], as a pool of one slot."""
+    """Return the initial window of a request as a pool of one slot, [1, d_conv - 1, conv_dim]."""
     return pool[spec.columns[0], spec.accepted - 1 :][None, : d_conv - 1].clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(3 if INTERPRETED else 12))
-def test_request_equals_single_token_steps_bit_for_bit(
+def test_conv_verify_equals_single_token_steps_bit_for_bit(
     seed: int, d_conv: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(seed)
@@ -87,7 +87,7 @@ def test_request_equals_single_token_steps_bit_for_bit(
         if not spec.columns:
             x[tokens] = float("nan")
     num_spare = seed % 3
-    # Reads start at a shift of at most 8; writes need one input per draft.
+    # Windows are read with a shift of at most 8; writes add one input per draft.
     pool = make_pool(num_slots, d_conv - 1 + MOST_DRAFTS + num_spare, dtype, device)
     fill_windows(pool, specs, d_conv)
     before = pool.clone()
@@ -112,7 +112,9 @@ def test_request_equals_single_token_steps_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(2 if INTERPRETED else 8))
-def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
+def test_conv_verify_is_unaffected_by_drafts_rejected_before(
+    seed: int, dtype: torch.dtype, op: Op, device: str
+) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
     d_conv, length = 4, 15 if INTERPRETED else 40
@@ -127,7 +129,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
         num_drafts = min(draw.randint(0, MOST_DRAFTS), length - position - 1)
         kept = draw.randint(1, 1 + num_drafts)
         x = text[position : position + 1 + num_drafts].clone()
-        x[kept:] = float("nan")  # wrong drafts, and nothing of them may be read again
+        x[kept:] = float("nan")  # rejected drafts, whose inputs must not be read later
         spec = VerifySpec(1 + num_drafts, columns, accepted)
         y = op(x, weight, bias, pool, pack_verify([spec], device))
         for j in range(kept):
@@ -139,7 +141,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
 
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
 @pytest.mark.parametrize("num_drafts", range(0, MOST_DRAFTS + 1, 4 if INTERPRETED else 1))
-def test_outputs_and_windows_match_the_packed_convolution(
+def test_conv_verify_matches_the_packed_convolution(
     num_drafts: int, d_conv: int, op: Op, either: Callable[..., Tensor], device: str
 ) -> None:
     torch.manual_seed(num_drafts)
@@ -158,7 +160,7 @@ def test_outputs_and_windows_match_the_packed_convolution(
         assert same_bits(pool[spec.columns[0], num_drafts : num_drafts + d_conv - 1], window)
 
 
-def test_nan_stays_in_its_request_and_spare_tokens_belong_to_none(op: Op, device: str) -> None:
+def test_conv_verify_keeps_nan_in_its_request_and_zeros_extra_tokens(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
@@ -174,7 +176,7 @@ def test_nan_stays_in_its_request_and_spare_tokens_belong_to_none(op: Op, device
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_outputs_have_the_input_dtype(with_bias: bool, op: Op, device: str) -> None:
+def test_conv_verify_outputs_have_the_input_dtype(with_bias: bool, op: Op, device: str) -> None:
     torch.manual_seed(3)
     weight, bias = make_weights(4, device)
     x = torch.randn(3, CONV_DIM, device=device).bfloat16()
@@ -193,7 +195,7 @@ def test_outputs_have_the_input_dtype(with_bias: bool, op: Op, device: str) -> N
 @pytest.mark.parametrize(
     ("conv_dim", "d_conv", "channels"), [(63, 3, 16), (500, 4, 512), (64, 4, 64), (1, 2, 128), (20, 6, 16)]
 )
-def test_kernel_matches_the_reference(
+def test_conv_verify_kernel_matches_its_reference(
     conv_dim: int,
     d_conv: int,
     channels: int,
@@ -215,7 +217,7 @@ def test_kernel_matches_the_reference(
     assert same_bits(pool, expected_pool)
 
 
-def test_request_without_tokens_keeps_its_window(op: Op, device: str) -> None:
+def test_conv_verify_keeps_the_window_of_a_request_without_tokens(op: Op, device: str) -> None:
     weight, bias = make_weights(4, device)
     pool = torch.randn(4, 6, CONV_DIM, device=device)
     before = pool.clone()
@@ -224,7 +226,7 @@ def test_request_without_tokens_keeps_its_window(op: Op, device: str) -> None:
     assert_untouched(before, pool, {3})
 
 
-def test_inputs_and_pool_may_be_views(op: Op, device: str) -> None:
+def test_conv_verify_accepts_views_as_inputs_and_state_pool(op: Op, device: str) -> None:
     torch.manual_seed(6)
     weight, bias = make_weights(4, device)
     wide = torch.randn(3, CONV_DIM + 9, device=device)
@@ -238,7 +240,7 @@ def test_inputs_and_pool_may_be_views(op: Op, device: str) -> None:
     assert same_bits(layers, before)
 
 
-def test_window_too_short_for_the_drafts_is_refused() -> None:
+def test_conv_verify_refuses_a_window_too_short_for_the_drafts() -> None:
     weight, bias = make_weights(4, "cpu")
     rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
     with pytest.raises(ValueError, match="window of at least 5"):
@@ -248,7 +250,7 @@ def test_window_too_short_for_the_drafts_is_refused() -> None:
 @pytest.mark.parametrize(
     ("num_drafts", "dtype", "message"), [(1, torch.float32, "at least 2 drafts"), (2, torch.bfloat16, "torch.float32")]
 )
-def test_mismatched_draft_inputs_are_refused(num_drafts: int, dtype: torch.dtype, message: str) -> None:
+def test_conv_verify_refuses_mismatched_draft_inputs(num_drafts: int, dtype: torch.dtype, message: str) -> None:
     weight, bias = make_weights(4, "cpu")
     rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
     pool, drafts = cut_window(torch.randn(3, 3 + num_drafts, CONV_DIM), rows.columns[:, 0], 3)
@@ -257,7 +259,7 @@ def test_mismatched_draft_inputs_are_refused(num_drafts: int, dtype: torch.dtype
         conv_verify(torch.randn(3, CONV_DIM), weight, bias, pool, rows, drafts=drafts)
 
 
-def test_float64_uses_the_reference(device: str) -> None:
+def test_conv_verify_uses_the_reference_for_float64(device: str) -> None:
     weight, bias = make_weights(4, device)
     x, pool = (torch.randn(*shape, CONV_DIM, dtype=torch.float64, device=device) for shape in ((2,), (2, 5)))
     expected_pool, rows = pool.clone(), pack_verify([VerifySpec(2, (1, 0))], device)

@@ -1,4 +1,4 @@
-"""The references of the gated delta rule match transformers, and resume bit for bit."""
+"""The references for the gated delta rule match transformers, and resumed results are bitwise equal."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ def make_pool(dtype: torch.dtype, device: str, filled: tuple[int, ...] = ()) -> 
 
 
 def transformers_rule(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return one of transformers' torch functions, not the hub kernel that may replace it."""
+    """Return a torch function of transformers, even if a kernel from the hub would replace it."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     return getattr(getattr(modeling, name), "__wrapped__", getattr(modeling, name))
 
@@ -41,12 +41,12 @@ def transformers_rule(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("name", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [SHAPE, DeltaShape(3, 3, 8, 24), DeltaShape(1, 4, 16, 8)])
-def test_outputs_and_states_match_transformers(name: str, dtype: torch.dtype, shape: DeltaShape) -> None:
+def test_delta_rule_reference_matches_transformers(name: str, dtype: torch.dtype, shape: DeltaShape) -> None:
     torch.manual_seed(0)
     rule, steps = transformers_rule(name), random_steps(70, "cpu", shape, dtype=dtype)
     initial = torch.randn(1, *shape.state)
     t, gates = steps.tokens, steps.gates
-    # Older releases want as many heads of q and k as of v.
+    # Older transformers releases need equally many heads in q, k and v.
     q, k = (x.repeat_interleave(shape.value_heads // shape.key_heads, dim=1) for x in (t.q, t.k))
     g = -gates.A_log.float().exp() * F.softplus(t.a.float() + gates.dt_bias)
     expected, state = rule(
@@ -63,7 +63,9 @@ def test_outputs_and_states_match_transformers(name: str, dtype: torch.dtype, sh
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
 @pytest.mark.parametrize("order", [1, -1])
-def test_scan_follows_the_recurrence(dtype: torch.dtype, tolerance: float, order: int, device: str) -> None:
+def test_delta_scan_reference_matches_the_recurrence(
+    dtype: torch.dtype, tolerance: float, order: int, device: str
+) -> None:
     torch.manual_seed(order)
     specs = SPECS[::order]
     steps = random_steps(sum(spec.length for spec in specs) + 3, device, SHAPE, dtype=dtype)
@@ -86,7 +88,7 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.long
-def test_single_steps_stay_exact_over_4096_tokens() -> None:
+def test_delta_scan_reference_stays_accurate_over_4096_tokens() -> None:
     torch.manual_seed(1)
     shape = DeltaShape(1, 2, 128, 128)
     steps, pool = random_steps(4096, "cpu", shape), torch.zeros(1, *shape.state)
@@ -96,7 +98,9 @@ def test_single_steps_stay_exact_over_4096_tokens() -> None:
 
 
 @pytest.mark.parametrize("neighbours", [([], []), ([3, CHUNK], []), ([1], [2 * CHUNK + 5, 0, 1])])
-def test_resuming_after_every_token_is_bit_equal(neighbours: tuple[list[int], list[int]], device: str) -> None:
+def test_delta_scan_reference_resumed_after_any_token_is_bit_equal(
+    neighbours: tuple[list[int], list[int]], device: str
+) -> None:
     torch.manual_seed(2)
     length = 2 * CHUNK + 3
     steps = random_steps(length, device, SHAPE)
@@ -120,7 +124,7 @@ def test_resuming_after_every_token_is_bit_equal(neighbours: tuple[list[int], li
         assert all(same_bits(pool[slot], whole[slot]) for slot in [0, *later.values()])
 
 
-def test_gates_round_where_the_model_does() -> None:
+def test_delta_rule_reference_rounds_gates_to_bf16_like_the_model() -> None:
     torch.manual_seed(3)
     steps = random_steps(1, "cpu", DeltaShape(1, 1, 1, 1), dtype=torch.bfloat16)
     for strength in torch.linspace(-6, 6, 50):
@@ -131,7 +135,7 @@ def test_gates_round_where_the_model_does() -> None:
         assert pool == k * torch.rsqrt(k * k + 1e-6) * (v * tokens.b.sigmoid().float())
 
 
-def test_float64_tokens_give_float64_outputs() -> None:
+def test_delta_rule_reference_returns_float64_for_float64_tokens() -> None:
     steps: DeltaSteps = random_steps(3, "cpu", dtype=torch.float64)
     pool = torch.zeros(1, *SHAPE.state, dtype=torch.float64)
     y = delta_scan_ref(steps.tokens, steps.gates, pool, pack_rows([RowSpec(3, final=0)], 8, "cpu"))

@@ -1,4 +1,4 @@
-"""The gated delta rule's scan follows the recurrence for any packing, and resumes bit for bit."""
+"""The scan for the gated delta rule matches the recurrence in any batch, and resumed results are bitwise equal."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -96,7 +96,7 @@ def check_against_recurrence(
 
 @pytest.mark.parametrize("shape", [SMALL, ODD], ids=["small", "odd"])
 @pytest.mark.parametrize(("grain", "order"), [(8, 1), (16, -1), (48, 1)])
-def test_float32_scan_follows_the_recurrence(
+def test_float32_delta_scan_matches_the_recurrence(
     shape: DeltaShape, grain: int, order: int, device: str, counted_kernel: CountedKernel
 ) -> None:
     torch.manual_seed(grain)
@@ -107,16 +107,16 @@ def test_float32_scan_follows_the_recurrence(
 
 
 @pytest.mark.parametrize("length", [32, 64])
-def test_multi_block_systems_are_solved(length: int, device: str) -> None:
-    """Use the tiles of bf16 tokens, with float32 ones."""
+def test_delta_scan_matches_the_recurrence_with_tiles_of_several_blocks(length: int, device: str) -> None:
+    """Use the long tiles of bf16 tokens with float32 tokens."""
     torch.manual_seed(length)
     specs = scan_specs(length)[-3:]
     steps = random_steps(num_tokens(specs), device, SMALL)
     check_against_recurrence(specs, length, steps, TileShape(length, length, 1), 5e-6)
 
 
-def test_strong_decays_before_weak_ones_lose_no_precision(device: str) -> None:
-    """A token that forgets everything is followed by tokens that forget little."""
+def test_delta_scan_is_accurate_when_strong_decays_precede_weak_ones(device: str) -> None:
+    """A token that decays the state to 0 is followed by tokens with weak decays."""
     torch.manual_seed(4)
     specs = scan_specs(32)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -124,8 +124,8 @@ def test_strong_decays_before_weak_ones_lose_no_precision(device: str) -> None:
     check_against_recurrence(specs, 32, steps, tile_of(32, torch.float32), 5e-6)
 
 
-def test_identical_keys_are_solved(device: str) -> None:
-    """The inverse has the largest intermediate values if all keys are equal and each token is written fully."""
+def test_delta_scan_is_accurate_when_all_keys_are_equal(device: str) -> None:
+    """The inverse has the largest intermediate values if all keys are equal and beta is 1."""
     torch.manual_seed(5)
     steps = random_steps(64, device, SMALL)
     steps.tokens.k.copy_(steps.tokens.k[:1].clone())
@@ -136,7 +136,7 @@ def test_identical_keys_are_solved(device: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("length", [16, 64])
-def test_float32_scan_stays_exact_over_4096_tokens(length: int, device: str) -> None:
+def test_float32_delta_scan_stays_accurate_over_4096_tokens(length: int, device: str) -> None:
     torch.manual_seed(6)
     shape = DeltaShape(1, 2, 32, 32) if INTERPRETED else QWEN
     steps = random_steps(4096, device, shape)
@@ -144,7 +144,7 @@ def test_float32_scan_stays_exact_over_4096_tokens(length: int, device: str) -> 
 
 
 @compiled_only
-def test_bf16_scan_is_as_exact_as_rounding_allows(device: str) -> None:
+def test_bf16_delta_scan_error_is_within_rounding(device: str) -> None:
     torch.manual_seed(7)
     specs = scan_specs(64)
     steps = random_steps(num_tokens(specs) + 3, device, QWEN, dtype=torch.bfloat16)
@@ -163,7 +163,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
 @pytest.mark.parametrize("neighbours", [([], []), ([3, 20 if INTERPRETED else 70], []), ([1], [37, 0, 1])])
-def test_resuming_at_every_boundary_is_bit_equal(
+def test_delta_scan_resumed_at_any_block_end_is_bit_equal(
     shape: DeltaShape, grain: int, dtype: torch.dtype, neighbours: tuple[list[int], list[int]], device: str
 ) -> None:
     torch.manual_seed(grain)
@@ -186,7 +186,7 @@ def test_resuming_at_every_boundary_is_bit_equal(
 
 
 @compiled_only
-def test_wide_and_narrow_tiles_give_the_same_bits(device: str) -> None:
+def test_delta_scan_is_bit_equal_with_wide_and_narrow_tiles(device: str) -> None:
     torch.manual_seed(2)
     shape, grain, tile = DeltaShape(16, 32, 128, 128), 64, tile_of(64, torch.bfloat16)
     steps = random_steps(300, device, shape, dtype=torch.bfloat16)
@@ -202,7 +202,9 @@ def test_wide_and_narrow_tiles_give_the_same_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
-def test_neighbouring_requests_do_not_matter(shape: DeltaShape, grain: int, dtype: torch.dtype, device: str) -> None:
+def test_delta_scan_of_a_request_ignores_neighbouring_requests(
+    shape: DeltaShape, grain: int, dtype: torch.dtype, device: str
+) -> None:
     torch.manual_seed(1)
     length = grain + 5
     clean, poison = (random_steps(n, device, shape, dtype=dtype) for n in (length, 3))
@@ -218,7 +220,7 @@ def test_neighbouring_requests_do_not_matter(shape: DeltaShape, grain: int, dtyp
 
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
-def test_bf16_pool_stores_cast_states_and_carries_exact_ones(
+def test_delta_scan_casts_stored_states_but_carries_exact_ones(
     shape: DeltaShape, grain: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(2)
@@ -233,7 +235,7 @@ def test_bf16_pool_stores_cast_states_and_carries_exact_ones(
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
 @pytest.mark.parametrize("values", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=compiled_only)])
-def test_quantized_boundaries_come_from_exact_states(
+def test_delta_scan_quantizes_boundary_states_from_exact_states(
     shape: DeltaShape, grain: int, dtype: torch.dtype, values: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(3)
@@ -258,7 +260,7 @@ def test_quantized_boundaries_come_from_exact_states(
             assert same_bits(live[slot], exact[slot])
 
 
-def test_inputs_may_be_views_and_the_pool_strided(device: str) -> None:
+def test_delta_scan_accepts_input_views_and_a_strided_state_pool(device: str) -> None:
     torch.manual_seed(8)
     specs = scan_specs(16)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -277,7 +279,7 @@ def test_inputs_may_be_views_and_the_pool_strided(device: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "grain"), [(torch.float32, 64), (torch.float32, 8), pytest.param(torch.bfloat16, 64, marks=compiled_only)]
 )
-def test_chunks_allocate_what_is_planned(
+def test_delta_scan_allocates_the_planned_chunk_memory(
     dtype: torch.dtype, grain: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocated, empty = list[TileSystems](), TileSystems.empty
@@ -297,7 +299,9 @@ def test_chunks_allocate_what_is_planned(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_use_the_reference(dtype: torch.dtype, device: str, counted_kernel: CountedKernel) -> None:
+def test_delta_scan_uses_the_reference_for_other_dtypes(
+    dtype: torch.dtype, device: str, counted_kernel: CountedKernel
+) -> None:
     steps, launched = random_steps(20, device, SMALL, dtype=dtype), counted_kernel.launches
     pool = torch.zeros(1, *SMALL.state, dtype=torch.float64, device=device)
     expected_pool, rows = pool.clone(), pack_rows([RowSpec(20, final=0)], 16, device)

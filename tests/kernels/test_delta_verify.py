@@ -1,4 +1,4 @@
-"""Decode and verify steps of the gated delta rule follow the recurrence for any drafts, in kernel and reference."""
+"""Decode steps of the gated delta rule match the recurrence for any drafts, for kernel and reference."""
 
 import random
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def make_pool(num_slots: int, dtype: torch.dtype, device: str, filled: set[int])
     return poisoned_pool((num_slots, *SHAPE.state), dtype, device, tuple(filled))
 
 
-def test_one_token_follows_the_recurrence(op: Op, device: str) -> None:
+def test_delta_verify_of_one_token_matches_the_recurrence(op: Op, device: str) -> None:
     torch.manual_seed(0)
     slots = [3, PAD_SLOT, 0, 6]
     step = random_steps(5, device, SHAPE)
@@ -65,7 +65,7 @@ def test_one_token_follows_the_recurrence(op: Op, device: str) -> None:
     assert_untouched(before, pool, {0, 3, 6})
 
 
-def test_nan_padding_touches_nothing(op: Op, device: str) -> None:
+def test_delta_verify_ignores_padding_of_nan(op: Op, device: str) -> None:
     step = random_steps(3, device, SHAPE)
     step.poison(slice(None))
     pool = make_pool(NUM_SLOTS, torch.float32, device, {0, 1})
@@ -76,7 +76,7 @@ def test_nan_padding_touches_nothing(op: Op, device: str) -> None:
 
 @BOTH_POOLS
 @pytest.mark.parametrize("seed", seeds(20))
-def test_request_equals_single_token_steps_bit_for_bit(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
+def test_delta_verify_equals_single_token_steps_bit_for_bit(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(seed)
     specs = random_verify_specs(seed, num_slots := 60)
     step = random_steps(sum(spec.length for spec in specs), device, replace(SHAPE, key_heads=1 + seed % 2))
@@ -102,7 +102,9 @@ def test_request_equals_single_token_steps_bit_for_bit(seed: int, dtype: torch.d
 
 @BOTH_POOLS
 @pytest.mark.parametrize("seed", seeds(8))
-def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
+def test_delta_verify_is_unaffected_by_drafts_rejected_before(
+    seed: int, dtype: torch.dtype, op: Op, device: str
+) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
     length = 12 if INTERPRETED else 40
@@ -115,7 +117,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
         num_drafts = min(draw.randint(0, 8), length - position - 1)
         kept = draw.randint(1, 1 + num_drafts)
         tokens = text[position : position + 1 + num_drafts]
-        tokens.poison(slice(kept, None))  # wrong drafts, and nothing of them may be read again
+        tokens.poison(slice(kept, None))  # rejected drafts, which must not be read later
         y = op(tokens.tokens, tokens.gates, pool, pack_verify([VerifySpec(1 + num_drafts, columns, accepted)], device))
         for j in range(kept):
             token = text[[position + j]]
@@ -126,7 +128,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("num_drafts", range(0, 9, 4))
-def test_states_and_outputs_match_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
+def test_delta_verify_matches_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
     torch.manual_seed(num_drafts)
     length = 1 + num_drafts
     step = random_steps(2 * length, device, SHAPE)
@@ -141,7 +143,7 @@ def test_states_and_outputs_match_the_prefill_scan(num_drafts: int, op: Op, devi
         torch.testing.assert_close(pool[spec.columns[num_drafts]], scanned[row.final], rtol=1e-5, atol=1e-5)
 
 
-def test_nan_stays_in_its_request(op: Op, device: str) -> None:
+def test_delta_verify_keeps_nan_in_its_request(op: Op, device: str) -> None:
     torch.manual_seed(4)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
     step = random_steps(8, device, SHAPE)
@@ -155,14 +157,14 @@ def test_nan_stays_in_its_request(op: Op, device: str) -> None:
     assert_untouched(before, pool, set(range(6)))
 
 
-def test_outputs_have_the_input_dtype(op: Op, device: str) -> None:
+def test_delta_verify_outputs_have_the_input_dtype(op: Op, device: str) -> None:
     torch.manual_seed(5)
     step = random_steps(3, device, SHAPE).cast(torch.bfloat16)
     widened = replace(step.tokens, **{name: getattr(step.tokens, name).float() for name in ("q", "k", "v", "a")})
     pool = make_pool(NUM_SLOTS, torch.float32, device, {0})
     wide_pool, rows = pool.clone(), pack_verify([VerifySpec(3, (0, 1, 2))], device)
     y = op(step.tokens, step.gates, pool, rows)
-    exact = op(widened, step.gates, wide_pool, rows)  # b stays: its sigmoid is rounded to its own dtype
+    exact = op(widened, step.gates, wide_pool, rows)  # b is not widened, as its sigmoid is rounded to its dtype
     assert same_bits(y, exact.bfloat16()) and same_bits(pool, wide_pool)
 
 
@@ -177,7 +179,9 @@ def test_outputs_have_the_input_dtype(op: Op, device: str) -> None:
         (DeltaShape(1, 3, 16, 24), 16),
     ],
 )
-def test_kernel_matches_the_reference(shape: DeltaShape, width: int, dtype: torch.dtype, device: str) -> None:
+def test_delta_verify_kernel_matches_its_reference(
+    shape: DeltaShape, width: int, dtype: torch.dtype, device: str
+) -> None:
     torch.manual_seed(shape.key_dim)
     specs = [VerifySpec(3, (3, 1, 6, 5), accepted=4), VerifySpec(2), VerifySpec(1, (4, 8, 9), accepted=2)]
     steps = random_steps(8, device, shape)
@@ -187,13 +191,13 @@ def test_kernel_matches_the_reference(shape: DeltaShape, width: int, dtype: torc
     y = delta_verify(steps.tokens, steps.gates, pool, rows, tiling)
     expected = delta_verify_ref(steps.tokens, steps.gates, expected_pool, rows)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=1e-5 if dtype == torch.float32 else 2e-2)
-    # Rounding to bf16 may go either way where fp32 results differ in their last bits.
+    # If fp32 results differ in their last bits, they may round to different bf16 values.
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(pool, expected_pool, rtol=rtol, atol=1e-5, equal_nan=True)
     assert_untouched(expected_pool, pool, {1, 3, 4, 6})
 
 
-def test_inputs_may_be_views_and_the_pool_strided(op: Op, device: str) -> None:
+def test_delta_verify_accepts_input_views_and_a_strided_state_pool(op: Op, device: str) -> None:
     torch.manual_seed(7)
     steps = random_steps(3, device, SHAPE)
     wide = torch.full((3, 200), float("nan"), device=device)
@@ -213,7 +217,7 @@ def test_inputs_may_be_views_and_the_pool_strided(op: Op, device: str) -> None:
     assert same_bits(layers[:, 1], plain) and same_bits(layers[:, 0], other_layer)
 
 
-def test_float64_uses_the_reference(device: str) -> None:
+def test_delta_verify_uses_the_reference_for_float64(device: str) -> None:
     steps = random_steps(2, device, SHAPE, dtype=torch.float64)
     pool = torch.randn(NUM_SLOTS, *SHAPE.state, dtype=torch.float64, device=device)
     expected_pool, rows = pool.clone(), pack_verify([VerifySpec(2, (1, 3))], device)
@@ -223,7 +227,7 @@ def test_float64_uses_the_reference(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_empty_batch_gives_zeros(num_tokens: int, device: str) -> None:
+def test_delta_verify_of_padding_only_gives_zeros(num_tokens: int, device: str) -> None:
     steps = random_steps(num_tokens, device, SHAPE)
     pool = make_pool(2, torch.float32, device, set())
     rows = DecodeBatch(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
@@ -232,12 +236,12 @@ def test_empty_batch_gives_zeros(num_tokens: int, device: str) -> None:
 
 
 BAD_CALLS = {
-    "heads": (lambda t, g, p, r: (replace(t, q=t.q[:, :0], k=t.k[:, :0]), g, p, r), "multiple of the key heads"),
+    "heads": (lambda t, g, p, r: (replace(t, q=t.q[:, :0], k=t.k[:, :0]), g, p, r), "number of key heads must divide"),
     "b": (lambda t, g, p, r: (replace(t, b=t.b[:, :1]), g, p, r), "need b"),
     "k": (lambda t, g, p, r: (replace(t, k=t.k[:, :, :1]), g, p, r), "need k"),
     "dtypes": (lambda t, g, p, r: (replace(t, k=t.k.double()), g, p, r), "one dtype"),
     "gates": (lambda t, g, p, r: (t, replace(g, A_log=g.A_log[:1]), p, r), "need A_log"),
-    "channels": (lambda t, g, p, r: (replace(t, v=t.v.mT.contiguous().mT), g, p, r), "need v contiguous"),
+    "channels": (lambda t, g, p, r: (replace(t, v=t.v.mT.contiguous().mT), g, p, r), "v must be contiguous within"),
     "pool": (lambda t, g, p, r: (t, g, p[:, :, 1:], r), "need a pool"),
     "transposed pool": (lambda t, g, p, r: (t, g, p.mT.contiguous().mT, r), "contiguous states"),
     "pool's device": (lambda t, g, p, r: (t, g, p.to("meta"), r), "need a pool"),
@@ -246,7 +250,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_delta_verify_refuses_mismatched_arguments(name: str) -> None:
     change, reason = BAD_CALLS[name]
     steps, pool = random_steps(3, "cpu", SHAPE), make_pool(4, torch.float32, "cpu", {0})
     with pytest.raises(ValueError, match=reason):

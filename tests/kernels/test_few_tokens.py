@@ -1,4 +1,4 @@
-"""GEMMs of a few tokens with their experts, kernels and references, against plain loops in float64."""
+"""Expert GEMMs for a few tokens; kernels and references are compared with plain loops in float64."""
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ def run(
     addend: Tensor | None = None,
     shared: Layer | None = None,
 ) -> Tensor:
-    """Compute [tokens, hidden] by the ops; check that kernels were launched or not.
+    """Compute the layer's output [tokens, hidden] with the ops, and check whether kernels were launched.
 
     Args:
-        shared: Whose only expert all tokens go to.
+        shared: A layer with one expert, which processes all tokens.
     """
     product, total = OPS[ops]
     device, of_kernel = x.device.type, ops == "kernel"
@@ -58,7 +58,7 @@ def run(
     ("num_tokens", "top_k", "num_experts", "hidden", "inside"),
     [(1, 3, 8, 64, 96), (4, 2, 5, 72, 40), (3, 1, 4, 131, 33), (2, 1, 1, 16, 16), (2, 12, 14, 24, 16)],
 )
-def test_each_token_gets_the_weighted_sum_of_its_experts(
+def test_expert_gemms_of_few_tokens_sum_the_weighted_experts(
     num_tokens: int,
     top_k: int,
     num_experts: int,
@@ -86,7 +86,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("num_tokens", "inside", "widest"), [(1, 96, 4096), (4, 50, 4096), (3, 33, 32), (2, 3, 64)])
-def test_shared_expert_is_added(
+def test_expert_gemms_of_few_tokens_add_the_shared_expert(
     num_tokens: int,
     inside: int,
     widest: int,
@@ -113,8 +113,8 @@ def test_shared_expert_is_added(
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_last_weight_of_a_token_is_the_shared_experts(ops: str, dtype: torch.dtype, device: str) -> None:
-    """The shared expert's weight scales its GEMM's output here, or an addend, with rounding."""
+def test_last_routing_weight_scales_the_shared_expert(ops: str, dtype: torch.dtype, device: str) -> None:
+    """The weight scales the output of the shared expert's GEMM, or an addend that is rounded afterwards."""
     layer, shared = (Layer(*sizes, "gated_silu", dtype).to(device) for sizes in ((5, 72, 40), (1, 72, 24)))
     torch.manual_seed(8)
     x, ids = torch.randn(3, 72).to(dtype).to(device), choice(3, 2, 5, "random").to(device)
@@ -131,11 +131,11 @@ def test_last_weight_of_a_token_is_the_shared_experts(ops: str, dtype: torch.dty
     nothing = torch.cat((none, weights[:, 2:]), dim=1)
     weighted = (addend.float() * weights[:, 2:]).to(dtype)
     assert same_bits(run(ops, layer, x, ids, nothing, addend), weighted)
-    both = run(ops, layer, x, ids, weights, addend, shared)  # then it is that of the product here
+    both = run(ops, layer, x, ids, weights, addend, shared)  # then the last weight scales the GEMM's output
     torch.testing.assert_close(both.double().cpu(), expected + addend.double().cpu(), rtol=0, atol=2 * tolerance)
 
 
-def test_mismatched_weights_and_experts_are_refused() -> None:
+def test_expert_sum_refuses_weights_that_do_not_match_the_experts() -> None:
     layer = Layer(5, 72, 40, "none", torch.float32)
     rows, ids = torch.zeros(6, 40), choice(3, 2, 5, "random")
     for weights in (torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(2, 2), torch.zeros(3, 4)[:, :2]):
@@ -144,7 +144,7 @@ def test_mismatched_weights_and_experts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
-def test_token_bits_do_not_depend_on_the_batch(activation: str, device: str) -> None:
+def test_expert_gemms_of_few_tokens_are_bitwise_equal_in_any_batch(activation: str, device: str) -> None:
     layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)
     torch.manual_seed(3)
     x, ids = torch.randn(4, 80).bfloat16().to(device), choice(4, 2, 6, "random").to(device)
@@ -156,7 +156,9 @@ def test_token_bits_do_not_depend_on_the_batch(activation: str, device: str) -> 
         assert same_bits(run("kernel", layer, x[own], ids[own], weights[own], shared=shared), together[own])
 
 
-def test_inputs_may_be_wider_than_a_tile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_gemms_of_few_tokens_accept_inputs_wider_than_a_tile(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pair_gemms, "_WIDEST", 32)
     layer = Layer(3, 80, 48, "gated_silu", torch.float32).to(device)
     torch.manual_seed(4)
@@ -166,7 +168,7 @@ def test_inputs_may_be_wider_than_a_tile(device: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
+def test_expert_gemms_of_few_tokens_ignore_experts_on_other_ranks(ops: str, device: str) -> None:
     layer = Layer(6, 80, 48, "squared_relu", torch.float32).to(device)
     torch.manual_seed(5)
     x, ids, weights = torch.randn(4, 80).to(device), choice(4, 3, 6, "random").to(device), torch.rand(4, 3).to(device)
@@ -177,7 +179,7 @@ def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
         experts = slice(first, first + 3)
         inner, _ = product(x, layer.first[experts], ids, activation="squared_relu", first_expert=first)
         elsewhere = ((ids < first) | (ids >= first + 3)).flatten()
-        inner[elsewhere] = float("nan")  # is not read
+        inner[elsewhere] = float("nan")  # must not be read
         out += total(inner, layer.second[experts], ids, weights, first_expert=first).double().cpu()
     expected = layer.expected(x, ids.clamp_min(0), weights.masked_fill(ids < 0, 0))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -194,7 +196,7 @@ def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
         ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "needs contiguous torch.float32 weight and rows"),
     ],
 )
-def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
+def test_expert_gemms_of_few_tokens_refuse_mismatched_arguments(changes: dict, reason: str) -> None:
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "ids": torch.zeros(3, 1, dtype=torch.int32)}
     with pytest.raises(ValueError, match=reason):
         pair_gemm(**(arguments | changes))

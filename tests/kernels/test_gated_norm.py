@@ -1,4 +1,4 @@
-"""The group norm, gated or not, against float64, and token bits in any batch, for kernel and reference.
+"""The group norm with and without a gate matches float64 and is bitwise equal in any batch, for kernel and reference.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -17,7 +17,7 @@ from tests.kernels.packed_batches import same_bits
 
 EPS = 1e-5
 BF16_TOLERANCE = 2**-7 if INTERPRETED else 2**-8
-"""The error of one rounding; the interpreter truncates where the compiler rounds."""
+"""Relative error of one rounding; Triton's interpreter truncates instead."""
 Op = Callable[[Tensor, Tensor | None, Tensor, int, float], Tensor]
 both_ops = pytest.mark.parametrize("op", [gated_group_norm, gated_group_norm_ref])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,13 +31,13 @@ def counted_kernel() -> Iterator[None]:
 
 
 def inputs(num_tokens: int, channels: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, z and weights; y and z are slices of wider rows."""
+    """Return y, z and weights; y and z are views of wider rows."""
     rows = torch.randn(num_tokens, 2 * channels + 5, device=device).to(dtype)
     return rows[:, :channels], 4 * rows[:, channels + 5 :], torch.randn(channels, device=device).to(dtype)
 
 
 def expected_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> Tensor:
-    """Return the norm in float64, a group at a time."""
+    """Compute the norm in float64, one group at a time."""
     out = torch.empty(y.shape, dtype=torch.float64, device=y.device)
     for start in range(0, y.shape[1], group_size):
         group = slice(start, start + group_size)
@@ -54,7 +54,7 @@ def expected_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) 
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, BF16_TOLERANCE)])
 @pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])
-def test_any_group_size(
+def test_gated_norm_works_for_any_group_size(
     num_tokens: int,
     channels: int,
     group_size: int,
@@ -78,12 +78,12 @@ def test_any_group_size(
 
 @both_ops
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, BF16_TOLERANCE)])
-def test_offset_is_added_to_the_weights_in_float32(
+def test_gated_norm_adds_the_weight_offset_in_float32(
     dtype: torch.dtype, tolerance: float, op: Callable[..., Tensor], device: str
 ) -> None:
     torch.manual_seed(0)
     y, _, weight = inputs(5, 96, device, dtype)
-    weight = weight * 2**-9  # 1 + w has no such digits in bfloat16
+    weight = weight * 2**-9  # so small that 1 + weight rounds to 1 in bfloat16
     out = op(y, None, weight, 96, EPS, 1.0)
     expected = expected_norm(y, None, 1 + weight.double(), 96)
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-7)
@@ -92,7 +92,7 @@ def test_offset_is_added_to_the_weights_in_float32(
         assert (folded != out).any()
 
 
-def test_float64_stays_float64(device: str) -> None:
+def test_gated_norm_of_float64_stays_float64(device: str) -> None:
     y, z, weight = inputs(3, 24, device, torch.float64)
     out = gated_group_norm(y, z, weight, 8, EPS)
     torch.testing.assert_close(out, expected_norm(y, z, weight, 8), rtol=1e-12, atol=1e-12)
@@ -100,7 +100,7 @@ def test_float64_stays_float64(device: str) -> None:
 
 @pytest.mark.parametrize("group_size", [8, 96, 768])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_bits_do_not_depend_on_the_batch(group_size: int, dtype: torch.dtype, device: str) -> None:
+def test_gated_norm_of_a_token_is_bitwise_equal_in_any_batch(group_size: int, dtype: torch.dtype, device: str) -> None:
     y, z, weight = inputs(9, 768, device, dtype)
     together = gated_group_norm(y, z, weight, group_size, EPS)
     plain = gated_group_norm(y, None, weight, group_size, EPS)
@@ -109,19 +109,19 @@ def test_token_bits_do_not_depend_on_the_batch(group_size: int, dtype: torch.dty
         assert same_bits(gated_group_norm(y[rows], None, weight, group_size, EPS), plain[rows])
 
 
-def test_gates_of_any_size_stay_finite(device: str) -> None:
+def test_gated_norm_is_finite_for_very_large_gates(device: str) -> None:
     z = torch.tensor([[-1e4, -200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4]], device=device)
     out = gated_group_norm(torch.ones_like(z), z, torch.ones(8, device=device), 8, EPS)
     assert out.isfinite().all() and (out[0, :3] == 0).all() and out[0, 7] > 1
 
 
-def test_gradient_reaches_the_inputs(device: str) -> None:
+def test_gated_norm_propagates_gradients_to_its_inputs(device: str) -> None:
     y, z, weight = (tensor.detach().clone().requires_grad_() for tensor in inputs(2, 24, device, torch.float32))
     gated_group_norm(y, z, weight, 8, EPS).sum().backward()
     assert all(tensor.grad is not None and tensor.grad.any() for tensor in (y, z, weight))
 
 
-def test_no_tokens(device: str) -> None:
+def test_gated_norm_accepts_zero_tokens(device: str) -> None:
     assert gated_group_norm(*inputs(0, 24, device, torch.float32), 8, EPS).shape == (0, 24)
 
 
@@ -137,7 +137,7 @@ def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_gated_norm_refuses_mismatched_arguments(name: str) -> None:
     changes, reason = bad_calls()[name]
     arguments = {"y": torch.zeros(3, 24), "z": torch.zeros(3, 24), "weight": torch.zeros(24), "group_size": 8}
     with pytest.raises(ValueError, match=reason):
@@ -147,7 +147,7 @@ def test_mismatched_arguments_are_refused(name: str) -> None:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize(("channels", "group_size"), [(8192, 1024), (4096, 512)])
-def test_other_batch_sizes_compile_nothing_new(channels: int, group_size: int) -> None:
+def test_gated_norm_does_not_recompile_for_other_batch_sizes(channels: int, group_size: int) -> None:
     sizes = []
     for num_tokens in (1, 2, 16, 33, 4096):
         rows = torch.randn(num_tokens, 2 * channels, device="cuda").bfloat16()

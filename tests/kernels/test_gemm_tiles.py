@@ -1,4 +1,4 @@
-"""Properties of the row tiles of a grouped GEMM, for kernel and reference."""
+"""Properties of the row tiles for a grouped GEMM, for kernel and reference."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ def starts_of(counts: list[int]) -> torch.Tensor:
 
 @given(counts=COUNTS, num_elsewhere=st.integers(0, 300))
 @settings(max_examples=60, deadline=None)
-def test_tiles_cover_each_row_once_with_the_fewest_tiles(counts: list[int], num_elsewhere: int) -> None:
+def test_gemm_tiles_cover_each_row_once_and_are_as_few_as_possible(counts: list[int], num_elsewhere: int) -> None:
     starts = starts_of(counts)
     tiles = tile_rows_ref(starts, int(starts[-1]) + num_elsewhere)
     found = tiles[1 : 1 + int(tiles[0, 0]), :3].tolist()
@@ -34,7 +34,7 @@ def test_tiles_cover_each_row_once_with_the_fewest_tiles(counts: list[int], num_
 
 
 @pytest.mark.parametrize("counts", [[0], [1], [0, 224, 225, 0, 33], [700, 32, 32, 64, 0, 448, 31]])
-def test_kernel_finds_the_tiles_of_the_reference(counts: list[int], device: str) -> None:
+def test_gemm_tile_kernel_equals_its_reference(counts: list[int], device: str) -> None:
     starts = starts_of(counts).to(device)
     num_rows = int(starts[-1]) + 5
     with launches_expected(gemm_tiles, "_tiles_kernel", of_kernel=True, device=device):

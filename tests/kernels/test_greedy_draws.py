@@ -1,4 +1,4 @@
-"""The most probable tokens, by kernel and reference, against plain Python."""
+"""Greedy sampling by kernel and reference, compared with plain Python."""
 
 import math
 
@@ -24,13 +24,15 @@ def first_largest(row: list[float]) -> int:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(rows=st.lists(st.lists(VALUES, min_size=5, max_size=5), min_size=1, max_size=4))
-def test_first_maximum_is_taken(op: str, dtype: torch.dtype, rows: list[list[float]]) -> None:
+def test_greedy_sampling_takes_the_first_maximum(op: str, dtype: torch.dtype, rows: list[list[float]]) -> None:
     assert OPS[op](torch.tensor(rows, dtype=dtype)).tolist() == [first_largest(row) for row in rows]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 7, TILE, TILE + 1, 2 * TILE + 100])
-def test_ties_across_tiles_go_to_the_lowest_token(vocab_size: int, dtype: torch.dtype, device: str) -> None:
+def test_greedy_sampling_breaks_ties_between_tiles_by_the_lowest_token(
+    vocab_size: int, dtype: torch.dtype, device: str
+) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randint(-3, 3, (9, vocab_size), generator=generator).to(dtype)
     logits[0], logits[1] = -math.inf, math.nan
@@ -38,14 +40,14 @@ def test_ties_across_tiles_go_to_the_lowest_token(vocab_size: int, dtype: torch.
     for row, token in enumerate(maxima, 2):
         logits[row, token] = 3
     expected = [first_largest(row) for row in logits.tolist()]
-    wide = torch.cat((logits, logits + 4), dim=1).to(device)  # rows apart
+    wide = torch.cat((logits, logits + 4), dim=1).to(device)  # strided rows
     with launches_expected(greedy_draws, "_best_of_row_kernel", of_kernel=True, device=device):
         found = greedy_tokens(wide[:, :vocab_size]).tolist()
     assert found == expected == greedy_tokens_ref(logits).tolist()
     assert greedy_tokens(wide[3:4, :vocab_size]).tolist() == expected[3:4]
 
 
-def test_empty_batch_and_float64(device: str) -> None:
+def test_greedy_sampling_accepts_an_empty_batch_and_float64(device: str) -> None:
     assert greedy_tokens(torch.zeros(0, 5, device=device)).tolist() == []
     close = torch.tensor([[1.0, 1.0 + 1e-12, 1.0]], dtype=torch.float64, device=device)
     assert greedy_tokens(close).tolist() == [1]

@@ -1,4 +1,4 @@
-"""GEMMs of experts and their weighted sum, kernels and references, against plain loops in float64.
+"""Expert GEMMs and their weighted sum; kernels and references are compared with plain loops in float64.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -38,7 +38,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
         (2, 1, 1, 16, 16, "the same"),
     ],
 )
-def test_each_token_gets_the_weighted_sum_of_its_experts(
+def test_grouped_gemm_gives_the_weighted_sum_of_each_tokens_experts(
     num_tokens: int,
     top_k: int,
     num_experts: int,
@@ -64,7 +64,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_last_weight_of_a_token_is_the_addends(ops: str, dtype: torch.dtype, device: str) -> None:
+def test_expert_sum_scales_its_addend_by_the_last_routing_weight(ops: str, dtype: torch.dtype, device: str) -> None:
     total, generator = OPS[ops][1], torch.Generator().manual_seed(6)
     rows, addend = (torch.randn(number, 1030, generator=generator).to(dtype).to(device) for number in (10, 5))
     expert_rows = torch.tensor([[0, 3], [1, -1], [-1, -1], [9, 2], [4, 5]], dtype=torch.int32, device=device)
@@ -78,7 +78,7 @@ def test_last_weight_of_a_token_is_the_addends(ops: str, dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
-def test_token_bits_do_not_depend_on_the_batch(activation: str, device: str) -> None:
+def test_grouped_gemm_of_a_token_is_bitwise_equal_in_any_batch(activation: str, device: str) -> None:
     layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)
     torch.manual_seed(3)
     x, ids = torch.randn(64, 80).bfloat16().to(device), choice(64, 2, 6, "random").to(device)
@@ -89,7 +89,7 @@ def test_token_bits_do_not_depend_on_the_batch(activation: str, device: str) -> 
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
+def test_grouped_gemm_ignores_experts_on_other_ranks(ops: str, device: str) -> None:
     layer = Layer(6, 80, 48, "squared_relu", torch.float32).to(device)
     torch.manual_seed(5)
     x, ids, weights = torch.randn(9, 80).to(device), choice(9, 3, 6, "random").to(device), torch.rand(9, 3).to(device)
@@ -100,7 +100,7 @@ def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
         order = order_by_expert(ids, 3, first)
         experts = slice(first, first + 3)
         inside = product(x, layer.first[experts], order, top_k=3, activation="squared_relu")
-        known = weights.masked_fill(order.positions < 0, float("nan"))  # weights of experts elsewhere are unused
+        known = weights.masked_fill(order.positions < 0, float("nan"))  # other ranks' weights must not be used
         halves.append(total(product(inside, layer.second[experts], order), order.positions, known, addend))
     expected = layer.expected(x, ids, weights) + 2 * addend.double().cpu()
     torch.testing.assert_close(sum(halves).double().cpu(), expected, rtol=1e-4, atol=1e-4)
@@ -108,7 +108,7 @@ def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("num_tokens", [40, 130])
-def test_many_rows_per_expert(activation: str, num_tokens: int, device: str) -> None:
+def test_grouped_gemm_is_accurate_with_many_rows_per_expert(activation: str, num_tokens: int, device: str) -> None:
     layer = Layer(2, 64, 96, activation, torch.bfloat16).to(device)
     torch.manual_seed(6)
     x, ids = torch.randn(num_tokens, 64).bfloat16().to(device), choice(num_tokens, 1, 2, "random").to(device)
@@ -124,13 +124,13 @@ def test_many_rows_per_expert(activation: str, num_tokens: int, device: str) -> 
     ("inside", "num_programs", "unused"),
     [(192, 132, 0), (320, 3, 0), (352, 3, 0), (256, 3, 20), (224, 3, 20), (448, 3, 20)],
 )
-def test_experts_with_any_number_of_rows(
+def test_grouped_gemm_matches_the_reference_for_any_row_counts(
     activation: str, inside: int, num_programs: int, unused: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few programs take wide tiles of weights, of which the last is narrower: with 320, with 352 if gated.
+    """With few programs, output tiles are wide and the last is narrower: for 320 outputs, or 352 if gated.
 
-    With many experts that get no row, and so few rows on average, two of three are narrower with 448, with 224 if
-    gated, and each tile of rows begins with another tile of outputs. With 256 both are narrow, unless gated.
+    If many experts have no rows, so that the mean is small, two of three tiles are narrower for 448 outputs, or 224 if
+    gated, and each row tile starts at another output tile. For 256 outputs both tiles are narrow, unless gated.
     """
     monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: num_programs)
     lengths = (0, 1, 16, 17, 31, 33, 64, 65, 100, 129, 161, 224, 225, 0, 700, *(0,) * unused)
@@ -154,17 +154,17 @@ def test_experts_with_any_number_of_rows(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("inside", [192, 352])
-def test_row_bits_do_not_depend_on_its_experts_row_count(
+def test_grouped_gemm_row_is_bit_equal_for_any_row_count_of_its_expert(
     activation: str, inside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles are from 32 to 224 rows long, and a row may be in either half of those that share weights."""
+    """Tiles have 32 to 224 rows, and a row may be in either half of a tile whose groups share weights."""
     monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 3)
     layer = Layer(8, 512, inside, activation, torch.bfloat16).to("cuda")
     torch.manual_seed(11)
     x, looked_at = torch.randn(1400, 512).bfloat16().cuda(), torch.randn(5, 512).bfloat16().cuda()
     found = []
     for num_own in (5, 17, 40, 100, 150, 224, 230, 449, 700):
-        # So many tokens go to one expert; of these the first and the last are looked at.
+        # One expert gets so many tokens; the first and the last of them are compared.
         ids = torch.full((1400, 1), 3, dtype=torch.int32)
         ids[num_own:, 0] = torch.arange(1400 - num_own) % 3
         order = order_by_expert(ids.cuda(), 8)
@@ -185,7 +185,7 @@ def test_row_bits_do_not_depend_on_its_experts_row_count(
         (64, True, False),
     ],
 )
-def test_gated_weights_use_vector_loads_and_few_rows_use_short_tiles(
+def test_long_gemm_tiles_are_chosen_only_for_weights_of_suitable_size(
     outputs: int, is_gated: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
@@ -198,7 +198,7 @@ def order_on_cpu(order: ExpertOrder) -> ExpertOrder:
     return ExpertOrder(order.pairs.cpu(), order.positions.cpu(), order.starts.cpu())
 
 
-def test_no_tokens(device: str) -> None:
+def test_grouped_gemm_accepts_zero_tokens(device: str) -> None:
     layer = Layer(3, 16, 16, "none", torch.float32).to(device)
     ids = torch.zeros(0, 2, dtype=torch.int32, device=device)
     assert layer.run("kernel", torch.zeros(0, 16, device=device), ids, ids.float()).shape == (0, 16)
@@ -214,7 +214,7 @@ def test_no_tokens(device: str) -> None:
         ({"weight": torch.zeros(2, 5, 8), "activation": "gated_silu"}, r"2 \* outputs, inputs\], found \(2, 5, 8\)"),
     ],
 )
-def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
+def test_grouped_gemm_refuses_mismatched_arguments(changes: dict, reason: str) -> None:
     order = order_by_expert(torch.zeros(3, 1, dtype=torch.int32), 2)
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "order": order, "top_k": 1} | changes
     with pytest.raises(ValueError, match=reason):
@@ -223,14 +223,14 @@ def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("loads_boxes", [True, False])
-def test_other_token_counts_compile_nothing_new(
+def test_grouped_gemm_does_not_recompile_for_other_token_counts(
     activation: str,
     loads_boxes: bool,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: loads_boxes)
-    monkeypatch.setattr(gemm_tiles, "has_tested_gluon", lambda: False)  # else long tiles take over
+    monkeypatch.setattr(gemm_tiles, "has_tested_gluon", lambda: False)  # disables long tiles
     products = compile_for_hopper(grouped_gemm_module, "_grouped_gemm_kernel")
     sums = compile_for_hopper(weighted_sum_module, "_weighted_sum_kernel")
     layer = Layer(16, 128, 256, activation, torch.bfloat16)
@@ -239,13 +239,13 @@ def test_other_token_counts_compile_nothing_new(
         ids = choice(num_tokens, 2, 16, "random")
         layer.run("kernel", torch.zeros(num_tokens, 128).bfloat16(), ids, torch.zeros(num_tokens, 2))
     assert len(products.ptx) == 2 * len(tokens) and len(sums.compiled) == 1
-    assert len(products.compiled) == 2 * 2  # forms of either product
+    assert len(products.compiled) == 2 * 2  # variants of each GEMM
     for ptx in products.ptx:
         assert ".local." not in ptx and ("cp.async.bulk" in ptx) == loads_boxes
         assert "wgmma" in ptx
 
 
-# Each takes many seconds to compile: by default the one that needs most registers.
+# Each variant takes many seconds to compile; by default only the one that needs most registers is tested.
 @pytest.mark.parametrize(
     ("activation", "is_gathered"),
     [
@@ -254,14 +254,14 @@ def test_other_token_counts_compile_nothing_new(
         pytest.param("none", False, marks=pytest.mark.slow),
     ],
 )
-def test_other_token_counts_compile_no_new_long_tiles(
+def test_long_tile_gemm_does_not_recompile_for_other_token_counts(
     activation: str,
     is_gathered: bool,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
-    monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 4)  # wide tiles of weights
+    monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 4)  # few programs: wide tiles
     products = compile_for_hopper(grouped_gemm_hopper, "_gemm_kernel")
     monkeypatch.setattr(grouped_gemm_module, "launches_kernel", lambda tensor: True)
     weight = Layer(16, 128, 352, activation, torch.bfloat16).first
@@ -271,22 +271,22 @@ def test_other_token_counts_compile_no_new_long_tiles(
         grouped_gemm(x, weight, order, top_k=2 if is_gathered else None, activation=activation)
     assert len(products.ptx) == 3 and len(products.compiled) == 1
     assert "cp.async.bulk" in products.ptx[0] and ".local." not in products.ptx[0]
-    assert all(shape in products.ptx[0] for shape in ("m64n224k16", "m64n112k16"))  # own weights, and shared ones
+    assert all(shape in products.ptx[0] for shape in ("m64n224k16", "m64n112k16"))  # for own and for shared weights
     assert "wgmma.wait_group.sync.aligned 1;" in products.ptx[0]
     assert products.shared_bytes[0] <= HOPPER_SHARED_BYTES
-    # Rows come before weights in memory: `check_addresses` writes a mark to each, where its PTX then reads it.
+    # `check_addresses` writes a mark to the rows and to the weights, and its PTX reads them; rows must come first.
     addresses = marked_addresses(products.ptx[0])
     print(f"addresses of marks: {addresses}; {products.shared_bytes[0]} bytes")
     first_weight, after_weights = (3 * 256 + 224) * 128, (3 * 256 + 224 + 4 * 192) * 128
     assert min(addresses[0x40004000]) - min(addresses[0x3F803F80]) == first_weight
-    # After both come 16 rows of results of either group.
+    # The buffers for 16 rows of results per warp group follow.
     assert products.shared_bytes[0] >= after_weights + 2 * 16 * (32 if activation == "gated_silu" else 64) * 2
 
 
 def marked_addresses(ptx: str) -> dict[int, set[int]]:
-    """Return the shared-memory addresses that PTX fills with a constant of 16 bytes, by the constant's first four.
+    """Return the shared-memory addresses to which PTX stores 16-byte constants, by their first four bytes.
 
-    Addresses are bytes from one register; Triton 3.7 and 3.8 keep constants and sums of it in further registers.
+    Addresses are byte offsets from one register; Triton 3.7 and 3.8 keep constants and sums in further registers.
     """
     constants = {name: int(value) for name, value in re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx)}
     sums = {name: (base, int(step)) for name, base, step in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx)}

@@ -1,6 +1,6 @@
-"""The kernels' own tests pass in Triton's interpreter, which needs no GPU.
+"""The kernel tests pass in Triton's interpreter, which needs no GPU.
 
-They run in a separate process: Triton binds every kernel to the interpreter or the compiler once, when it is imported.
+They run in a separate process, because Triton binds each kernel to the interpreter or compiler when it is imported.
 """
 
 import os
@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
-# Processes of about equal length: each of them imports everything first.
+# Groups of tests that take about equally long; each group runs in a process.
 GROUPS = [
     [
         "test_causal_conv.py",
@@ -47,7 +47,7 @@ GROUPS = [
     ["test_greedy_draws.py", "test_verification.py", "test_delta_verify.py"],
     ["test_delta_scan.py"],
 ]
-# Triton 3.6 turns arrays of one element into Python numbers, which numpy 2.4 refuses.
+# Triton 3.6 converts arrays of one element to Python numbers, which numpy 2.4 does not support.
 IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4")
 
 

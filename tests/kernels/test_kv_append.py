@@ -33,10 +33,10 @@ def counted_kernel() -> Iterator[None]:
 def new_tokens(
     num_tokens: int, kv_heads: int, dim: int, queries: int, device: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values as strided views of a joint projection; one query more than keys."""
+    """Return queries, keys and values as strided views of a joint projection, with one padding query."""
     joint = torch.randn(num_tokens + 1, kv_heads, (queries + 2) * dim + 3, device=device).to(dtype)
     if INTERPRETED:
-        joint = joint.bfloat16().to(dtype)  # the interpreter cuts to bfloat16 where the compiler rounds
+        joint = joint.bfloat16().to(dtype)  # the interpreter would truncate to bfloat16
     query, key, value = joint[:, :, 3:].split((queries * dim, dim, dim), dim=-1)
     return query.unflatten(-1, (queries, dim)), key[:num_tokens], value[:num_tokens]
 
@@ -74,14 +74,14 @@ def check_op(
 
 @both_ops
 @pytest.mark.parametrize("blocks", [[2, 0, 2], [-1, 1, -1], [-1, -1, -1], [3]])
-def test_negative_blocks_are_skipped(blocks: list[int], op: Op, device: str) -> None:
+def test_kv_append_skips_tokens_with_a_negative_block(blocks: list[int], op: Op, device: str) -> None:
     check_op(op, list(zip(blocks, [3, 0, 1], strict=False)), device)
 
 
 @both_ops
 @settings(max_examples=15)
 @given(data=st.data())
-def test_tokens_are_written_only_to_their_slots(op: Op, data: st.DataObject) -> None:
+def test_kv_append_writes_tokens_only_to_their_slots(op: Op, data: st.DataObject) -> None:
     every = [(block, offset) for block in range(NUM_BLOCKS) for offset in range(BLOCK)]
     slots = data.draw(st.permutations(every))[: data.draw(st.integers(1, len(every)))]
     slots = [(-1, offset) if data.draw(st.booleans()) else (block, offset) for block, offset in slots]
@@ -100,7 +100,7 @@ def test_tokens_are_written_only_to_their_slots(op: Op, data: st.DataObject) -> 
         (torch.float64, torch.float64, torch.int32),
     ],
 )
-def test_awkward_sizes(
+def test_kv_append_handles_odd_sizes(
     kv_heads: int,
     dim: int,
     queries: int,
@@ -113,7 +113,7 @@ def test_awkward_sizes(
     check_op(op, [(3, 1), (-1, 0), (0, 3)], device, kv_heads, dim, new_dtype, cache_dtype, slot_dtype, queries)
 
 
-def test_no_tokens(device: str) -> None:
+def test_kv_append_accepts_zero_tokens(device: str) -> None:
     cache, none = torch.zeros(2, 2, BLOCK, 1, 4, device=device), torch.zeros(0, dtype=torch.int32, device=device)
     append_kv(*torch.zeros(2, 0, 1, 4, device=device), cache[0], cache[1], none, none)
     assert not cache.any()
@@ -135,7 +135,7 @@ def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_kv_append_refuses_mismatched_arguments(name: str) -> None:
     slots = torch.zeros(3, dtype=torch.int32)
     arguments = {"key": torch.zeros(3, 2, 8), "value": torch.zeros(3, 2, 8), "token_block": slots}
     arguments |= {"k_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8), "v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8)}
@@ -146,7 +146,7 @@ def test_mismatched_arguments_are_refused(name: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_offsets_past_32_bits() -> None:
+def test_kv_append_handles_offsets_beyond_32_bits() -> None:
     block_stride = 2**31 + 8
     num_bytes = (2 * block_stride + 2**16) * 2
     if 2 * num_bytes > torch.cuda.mem_get_info()[0]:

@@ -1,4 +1,4 @@
-"""With any drafts, generated text has the model's own distribution: many continuations against exact probabilities."""
+"""With any drafts, generated text has the model's distribution; sample counts are tested against probabilities."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ SETTINGS = [(1.0, 0, 0.0), (0.6, 3, 0.0), (1.7, 0, 0.8), (0.9, 5, 0.9), (0.0, 0,
 """Temperature, top-k and top-p."""
 
 Proposal = Callable[[Tensor], Tensor]
-"""Maps a model's logits [rows, vocab] to the distribution [rows, vocab] that drafts are sampled from."""
+"""Function from a model's logits [rows, vocab] to the distribution [rows, vocab] of drafts."""
 
 
 def model_logits() -> Tensor:
@@ -36,9 +36,9 @@ def model_logits() -> Tensor:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A way to draft: a distribution to sample from, and the rows that report it to the verifier.
+    """A way to draft: the distribution of drafts, and the rows for which the verifier gets this distribution.
 
-    Rows that do not report it are verified by matching, whatever the source of their drafts.
+    Drafts in other rows are verified by matching.
     """
 
     proposal: Proposal
@@ -86,21 +86,21 @@ DRAFTINGS = {
 
 
 class Continuations:
-    """Rows of the model that are continued by verify steps, each with 0 to `MAX_DRAFTS` drafts."""
+    """Texts that are continued in verify steps with 0 to `MAX_DRAFTS` drafts each."""
 
     def __init__(self, settings: tuple[float, int, float], drafting: Drafting, num_rows: int) -> None:
         self.table = model_logits()
         self.settings = settings
         self.drafting = drafting
         self.drafter_numbers = torch.Generator().manual_seed(2)
-        numbers = torch.Generator().manual_seed(3)  # of a position and a purpose, as a request's own are
+        numbers = torch.Generator().manual_seed(3)  # one per position and purpose, as for requests
         self.uniforms = torch.rand(num_rows, NUM_POSITIONS, 3, dtype=torch.float64, generator=numbers)
         self.text = torch.full((num_rows, 1 + NUM_TOKENS + MAX_DRAFTS + 1), FIRST_TOKEN)
         self.lengths = torch.zeros(num_rows, dtype=torch.int64)
         self.num_accepted = 0
 
     def run(self) -> Tensor:
-        """Return the first tokens [rows, NUM_TOKENS] of every row."""
+        """Generate text, and return the first tokens of each row, [rows, NUM_TOKENS]."""
         while (self.lengths < NUM_TOKENS).any():
             self._step()
         return self.text[:, 1 : 1 + NUM_TOKENS]
@@ -151,7 +151,7 @@ class Continuations:
 
 
 def exact_probabilities(settings: tuple[float, int, float], num_tokens: int) -> Tensor:
-    """Return the probability [vocab ** num_tokens] of every continuation of `FIRST_TOKEN`."""
+    """Return the probability of each continuation of `FIRST_TOKEN`, [vocab ** num_tokens]."""
     chain = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     for token, logits in enumerate(model_logits().tolist()):
         for following, probability in kept_probabilities(logits, *settings).items():
@@ -163,7 +163,7 @@ def exact_probabilities(settings: tuple[float, int, float], num_tokens: int) -> 
 
 
 def p_value(continuations: Tensor, probabilities: Tensor) -> float:
-    """Return the chi-square probability of these counts; cells of low expected counts are merged."""
+    """Return the p-value of a chi-square test; cells with low expected counts are merged."""
     expected = probabilities * len(continuations)
     powers = VOCAB ** torch.arange(continuations.shape[1] - 1, -1, -1)
     found = torch.bincount((continuations * powers).sum(dim=1), minlength=len(expected)).double()
@@ -181,7 +181,9 @@ def p_value(continuations: Tensor, probabilities: Tensor) -> float:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_text_has_the_models_distribution(settings: tuple[float, int, float], drafting: str) -> None:
+def test_text_from_verified_drafts_has_the_models_distribution(
+    settings: tuple[float, int, float], drafting: str
+) -> None:
     continuations = Continuations(settings, DRAFTINGS[drafting], NUM_ROWS).run()
     for num_tokens in (1, 2, NUM_TOKENS):
         assert p_value(continuations[:, :num_tokens], exact_probabilities(settings, num_tokens)) > 0.001
@@ -189,9 +191,7 @@ def test_text_has_the_models_distribution(settings: tuple[float, int, float], dr
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafting", ["always_wrong", "most_likely", "random", "mixed_rows"])
-def test_matched_drafts_keep_the_exact_tokens_of_a_run_without_drafts(
-    settings: tuple[float, int, float], drafting: str
-) -> None:
+def test_draft_matching_gives_the_same_tokens_as_no_drafts(settings: tuple[float, int, float], drafting: str) -> None:
     run = Continuations(settings, DRAFTINGS[drafting], 2000)
     text = run.run()
     plain = torch.full((2000, 1 + NUM_TOKENS), FIRST_TOKEN)
@@ -203,7 +203,7 @@ def test_matched_drafts_keep_the_exact_tokens_of_a_run_without_drafts(
     assert by_matching.any() and torch.equal(text[by_matching], plain[by_matching, 1:])
 
 
-def test_better_drafts_are_accepted_more_often() -> None:
+def test_drafts_closer_to_the_model_are_accepted_more_often() -> None:
     order = ["drawn_opposite", "drawn_uniform", "drawn_model_like"]
     runs = [Continuations(SETTINGS[0], DRAFTINGS[drafting], 2000) for drafting in order]
     for run in runs:
@@ -212,7 +212,7 @@ def test_better_drafts_are_accepted_more_often() -> None:
     assert 0 < 2 * accepted[0] < accepted[1] and 1.2 * accepted[1] < accepted[2]
 
 
-def test_drafts_of_another_distribution_fail_the_check() -> None:
+def test_distribution_check_detects_wrong_draft_probabilities() -> None:
     class Liar(Continuations):
         def _draft(self, token: Tensor) -> tuple[Tensor, Tensor]:
             drafts, distributions = super()._draft(token)

@@ -1,6 +1,6 @@
-"""Kernels compile for a Hopper GPU on a machine without one, once, with 16-byte accesses where possible.
+"""Kernels compile for a Hopper GPU, once for all batch sizes, with 16-byte accesses where possible.
 
-The interpreter accepts programs that the compiler refuses.
+No GPU is needed. These tests find errors that Triton's interpreter accepts.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
         (1, (1, 1, 1), torch.bfloat16, {"b16"}),
     ],
 )
-def test_align_copy_uses_wide_accesses(
+def test_align_copy_uses_16_byte_accesses(
     conv_dim: int,
     ssm_shape: tuple[int, int, int],
     dtype: torch.dtype,
@@ -95,7 +95,7 @@ POOL_DTYPES = pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float
 
 @POOL_DTYPES
 @pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
-def test_state_verify_moves_states_in_wide_accesses(
+def test_state_verify_moves_states_in_16_byte_accesses(
     shape: SSMShape, pool_dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     compiled = compile_for_hopper(state_verify_module, "_state_verify_kernel")
@@ -103,7 +103,7 @@ def test_state_verify_moves_states_in_wide_accesses(
     pool = torch.empty(3, 1, *shape.state, dtype=pool_dtype)
     state_verify(steps.tokens, steps.weights, pool[:, 0], pack_verify([VerifySpec(3, (0, 1, 2))], "cpu"))
     (ptx,) = compiled.ptx
-    # 128 threads move a head's state, or half of it where heads are few: all stores but those of its outputs.
+    # 128 threads copy a head's state, or half of it in models with few heads; the other stores are outputs.
     num_columns = shape.head_dim if shape is SHAPE_8B else shape.head_dim // 2
     num_accesses = shape.d_state * num_columns * pool_dtype.itemsize // (128 * 16)
     assert ptx.count("st.global.v4.b32") == num_accesses and ptx.count("ld.global.v4.b32") >= num_accesses
@@ -119,7 +119,7 @@ def test_state_verify_moves_states_in_wide_accesses(
         pytest.param(6144, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
-def test_convolutions_move_inputs_and_windows_in_wide_accesses(
+def test_convolutions_move_inputs_and_windows_in_16_byte_accesses(
     conv_dim: int, pool_dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     verify = compile_for_hopper(conv_verify_module, "_conv_verify_kernel")
@@ -135,11 +135,11 @@ def test_convolutions_move_inputs_and_windows_in_wide_accesses(
     causal_conv(x, weight, bias, pool, pack_rows([RowSpec(20, final=0, boundaries={8: 1})], 8, "cpu"))
     assert all(global_accesses(ptx, "st") == {"v4.b32"} for ptx in verify.ptx)
     assert global_accesses(verify.ptx[0]) == global_accesses(verify.ptx[1])
-    # 16 tokens, each read and written once, 4 channels by each of 128 threads, and 3 tokens before them.
+    # Each of 128 threads reads and writes 4 channels of 16 tokens, and reads those of the 3 tokens before.
     assert whole.ptx[0].count("ld.global.v2.b32") >= 19 and whole.ptx[0].count("st.global.v2.b32") >= 16
 
 
-def test_other_batches_lengths_or_boundaries_compile_nothing_new(compile_for_hopper: Compile) -> None:
+def test_conv_and_verify_kernels_compile_once_for_any_batch_or_length(compile_for_hopper: Compile) -> None:
     verify = compile_for_hopper(conv_verify_module, "_conv_verify_kernel")
     whole = compile_for_hopper(causal_conv_module, "_causal_conv_kernel")
     update = compile_for_hopper(state_verify_module, "_state_verify_kernel")
@@ -164,7 +164,7 @@ def test_other_batches_lengths_or_boundaries_compile_nothing_new(compile_for_hop
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
+def test_sampling_reads_logits_in_16_byte_accesses_and_compiles_once(
     dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     reading = [
@@ -205,7 +205,7 @@ SLOT_SHAPES = pytest.mark.parametrize(
 
 
 @SLOT_SHAPES
-def test_slot_copies_use_wide_accesses(
+def test_slot_copy_uses_16_byte_accesses(
     conv_shape: tuple[int, ...],
     ssm_shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -224,7 +224,7 @@ def test_slot_copies_use_wide_accesses(
     ("kv_heads", "dim", "dtype", "accesses"),
     [(8, 128, torch.bfloat16, {"v4.b32"}), (2, 128, torch.float32, {"v4.b32"}), (1, 1, torch.bfloat16, {"b16"})],
 )
-def test_kv_append_uses_wide_accesses(
+def test_kv_append_uses_16_byte_accesses(
     kv_heads: int, dim: int, dtype: torch.dtype, accesses: set[str], compile_for_hopper: Compile
 ) -> None:
     compiled = compile_for_hopper(kv_append, "_append_kv_kernel")
@@ -240,7 +240,7 @@ def test_kv_append_uses_wide_accesses(
     [(2, 8, 256, 64, True), (4, 6, 256, 64, True), (8, 4, 128, 64, False), (8, 4, 128, 128, False)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_attention_inputs_use_wide_accesses_and_compile_once(
+def test_attention_input_kernel_uses_16_byte_accesses_and_compiles_once(
     kv_heads: int,
     queries: int,
     dim: int,
@@ -275,7 +275,7 @@ def test_attention_inputs_use_wide_accesses_and_compile_once(
 
 
 @pytest.mark.parametrize(("kv_heads", "queries"), [(2, 8), (4, 6)])
-def test_output_gate_uses_wide_accesses(kv_heads: int, queries: int, compile_for_hopper: Compile) -> None:
+def test_output_gate_uses_16_byte_accesses(kv_heads: int, queries: int, compile_for_hopper: Compile) -> None:
     compiled = compile_for_hopper(output_gate, "_gate_kernel")
     joint = torch.empty(5, kv_heads, (2 * queries + 2) * 256, dtype=torch.bfloat16)
     gate = joint[:, :, queries * 256 : 2 * queries * 256].unflatten(-1, (queries, 256))
@@ -285,7 +285,7 @@ def test_output_gate_uses_wide_accesses(kv_heads: int, queries: int, compile_for
 
 
 @pytest.mark.parametrize("num_pieces", [2, 8])
-def test_merging_parts_compiles_with_wide_accesses_of_values(num_pieces: int, compile_for_hopper: Compile) -> None:
+def test_merging_split_kv_outputs_uses_16_byte_accesses(num_pieces: int, compile_for_hopper: Compile) -> None:
     compiled = compile_for_hopper(split_prompts, "_merge_kernel")
     parts = torch.empty(num_pieces + 1, 5, 16, 256, dtype=torch.bfloat16)
     merge_parts(parts, torch.empty(parts.shape[:3]), parts[0].clone())
@@ -295,7 +295,7 @@ def test_merging_parts_compiles_with_wide_accesses_of_values(num_pieces: int, co
 
 @pytest.mark.parametrize(("channels", "group_size"), [(8192, 1024), (4096, 512), (8192, 8192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gated_norm_uses_wide_accesses(
+def test_gated_norm_uses_16_byte_accesses(
     channels: int, group_size: int, dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     compiled = compile_for_hopper(gated_norm, "_gated_group_norm_kernel")
@@ -306,7 +306,7 @@ def test_gated_norm_uses_wide_accesses(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norm_and_gate_use_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+def test_norm_and_gate_uses_16_byte_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
     compiled = compile_for_hopper(norm_and_gate, "_norm_and_gate_kernel")
     rows = torch.empty(3, 2 * 4096 + 128, dtype=dtype)
     norm_and_gate.norm_and_gate(rows[:, :4096], rows[:, -4096:], torch.empty(128, dtype=dtype), 1e-6)
@@ -314,7 +314,7 @@ def test_norm_and_gate_use_wide_accesses(dtype: torch.dtype, compile_for_hopper:
     assert "v4.b32" in global_accesses(ptx)
 
 
-# Each takes seconds to compile: by default each tiling once, shapes and dtypes in turn.
+# Each variant takes seconds to compile; by default each tiling is tested once, with alternating shapes and dtypes.
 SCANS = [
     (None, SHAPE_8B, torch.bfloat16),
     (HopperTiling(1, 32, 3), SHAPE_NANO, torch.float32),
@@ -331,7 +331,7 @@ OTHER_SCANS = [
 
 
 @pytest.mark.parametrize(("tiling", "shape", "pool_dtype"), SCANS + OTHER_SCANS)
-def test_scan_uses_asynchronous_matmuls(
+def test_ssd_scan_uses_asynchronous_tensor_core_matmuls(
     tiling: HopperTiling | None, shape: SSMShape, pool_dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     cut = compile_for_hopper(tiles_module, "_tiles_kernel")
@@ -346,7 +346,9 @@ def test_scan_uses_asynchronous_matmuls(
 
 
 @pytest.mark.parametrize("tiling", [None, HopperTiling(1, 64, 3), HopperTiling(2, 64, 2)])
-def test_quantizing_scan_needs_no_more_shared_memory(tiling: HopperTiling | None, compile_for_hopper: Compile) -> None:
+def test_quantizing_states_in_the_scan_needs_no_more_shared_memory(
+    tiling: HopperTiling | None, compile_for_hopper: Compile
+) -> None:
     compile_for_hopper(tiles_module, "_tiles_kernel")
     scan = compile_for_hopper(scan_hopper if tiling else scan_portable, "_scan_kernel")
     steps = random_steps(200, "cpu", SHAPE_NANO).cast(torch.bfloat16)
@@ -364,7 +366,7 @@ def test_quantizing_scan_needs_no_more_shared_memory(tiling: HopperTiling | None
 
 
 @pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
-def test_quantized_states_move_in_wide_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
+def test_quantized_states_are_moved_in_16_byte_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
     restore = compile_for_hopper(quantized_states, "_restore_kernel")
     align = compile_for_hopper(align_copy_module, "_align_copy_kernel")
     ssm, targets = torch.empty(2, 3, *shape.state), patterned(3, shape.state, "cpu", 2)
@@ -377,7 +379,7 @@ def test_quantized_states_move_in_wide_accesses(shape: SSMShape, compile_for_hop
     assert "div.rn.f32" in align.ptx[0]
 
 
-# Each takes seconds to compile: by default each state once, and each number of rows.
+# Each variant takes seconds to compile; by default each state and each number of requests is tested once.
 CHOSEN = [(64, 64, 8), (64, 128, 1), (128, 64, 2), (128, 128, 8), (80, 128, 1)]
 OTHERS_CHOSEN = [
     pytest.param(head_dim, d_state, num_rows, marks=pytest.mark.slow)
@@ -419,7 +421,7 @@ SHAPE_QWEN = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128
 
 
 @POOL_DTYPES
-def test_delta_verify_moves_states_in_wide_accesses(pool_dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+def test_delta_verify_moves_states_in_16_byte_accesses(pool_dtype: torch.dtype, compile_for_hopper: Compile) -> None:
     compiled = compile_for_hopper(delta_verify_module, "_delta_verify_kernel")
     steps = delta_steps.random_steps(3, "cpu", SHAPE_QWEN, dtype=torch.bfloat16)
     pool = torch.empty(3, 1, *SHAPE_QWEN.state, dtype=pool_dtype)
@@ -429,7 +431,7 @@ def test_delta_verify_moves_states_in_wide_accesses(pool_dtype: torch.dtype, com
     assert ptx.count("st.global.v4.b32") == num_accesses and ptx.count("ld.global.v4.b32") >= num_accesses
 
 
-def test_delta_kernels_compile_once_for_any_batch(compile_for_hopper: Compile) -> None:
+def test_delta_rule_kernels_compile_once_for_any_batch(compile_for_hopper: Compile) -> None:
     kernels = [
         compile_for_hopper(tile_systems, "_systems_kernel"),
         compile_for_hopper(delta_scan_portable, "_scan_kernel"),
@@ -451,7 +453,9 @@ def test_delta_kernels_compile_once_for_any_batch(compile_for_hopper: Compile) -
     ("num_requests", "quantizes"),
     [(1, False), pytest.param(1, True, marks=pytest.mark.slow), pytest.param(3, False, marks=pytest.mark.slow)],
 )
-def test_delta_scan_uses_asynchronous_matmuls(num_requests: int, quantizes: bool, compile_for_hopper: Compile) -> None:
+def test_delta_scan_uses_asynchronous_tensor_core_matmuls(
+    num_requests: int, quantizes: bool, compile_for_hopper: Compile
+) -> None:
     systems = compile_for_hopper(tile_systems, "_systems_kernel")
     scan = compile_for_hopper(delta_scan_portable, "_scan_kernel")
     steps = delta_steps.random_steps(200 * num_requests, "cpu", SHAPE_QWEN, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The GEMM of one token with a linear layer's weights, for kernel and reference."""
+"""Linear layers for a single token, for kernel and reference."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.kernels.kernel_stand_ins import launches_expected
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 40), (64, 256), (33, 130), (3, 8200), (2, 21504)])
 @pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_match_a_matmul(
+def test_one_token_gemm_matches_a_matmul(
     outputs: int, inputs: int, activation: Activation, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(outputs)
@@ -36,14 +36,14 @@ def test_outputs_match_a_matmul(
 
 
 @pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
-def test_nan_is_kept(activation: Activation, device: str) -> None:
+def test_one_token_gemm_keeps_nan(activation: Activation, device: str) -> None:
     x, weight = torch.ones(1, 16).bfloat16().to(device), torch.ones(4, 16).bfloat16().to(device)
     weight[1, 3] = float("nan")
     out = multiply_one_token(x, weight, activation)
     assert out.isnan().any(dim=0).tolist() == [False, True, *[False] * (out.shape[1] - 2)]
 
 
-def test_unsupported_shapes_use_a_matmul(device: str) -> None:
+def test_one_token_gemm_uses_a_matmul_for_unsupported_shapes(device: str) -> None:
     x, weight = torch.zeros(1, 8).bfloat16().to(device), torch.zeros(4, 8).bfloat16().to(device)
     assert can_multiply_one_token(x, weight) == (INTERPRETED or device == "cuda")
     wide = torch.zeros(1, MOST_INPUTS + 8).bfloat16().to(device)

@@ -1,4 +1,4 @@
-"""Kernels launched before their predecessor ends touch no memory until it has ended."""
+"""Kernels that start before the previous kernel ends access no memory until it has ended."""
 
 import re
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def change_heads() -> object:
 
 
 ORDER_OF_MANY = ("_count_kernel", "_sum_counts_kernel", "_scatter_kernel")
-"""The kernels that one call launches."""
+"""Kernels that `order_by_expert` launches for many pairs."""
 
 
 def overlapped_ptx(
@@ -88,7 +88,7 @@ def overlapped_ptx(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """Return the kernel of a launch on a device where kernels overlap."""
+    """Compile a launch's kernel for a device on which kernels overlap, and return its PTX."""
     monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
     compiled = compile_for_hopper(module, kernel)
     if kernel in ORDER_OF_MANY:
@@ -139,7 +139,7 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
 
 
 @pytest.mark.parametrize(("module", "kernel"), LAUNCHES, ids=[name for _, name in LAUNCHES])
-def test_nothing_is_read_or_written_before_the_wait(
+def test_kernel_launched_early_accesses_no_memory_before_its_wait(
     module: ModuleType,
     kernel: str,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
@@ -152,14 +152,14 @@ def test_nothing_is_read_or_written_before_the_wait(
     assert not re.search(accesses, before) and re.search(accesses, after)
 
 
-# The gathering form takes many seconds to compile.
+# The variant that gathers rows takes many seconds to compile.
 @pytest.mark.parametrize("top_k", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_long_tiles_wait_for_the_previous_kernel_first(
+def test_long_tile_gemm_waits_for_the_previous_kernel_first(
     top_k: int | None,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They also let the next kernel start only then: it may read their tiles at once."""
+    """They let the next kernel start only afterwards, because it reads their tiles without a wait."""
     monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 132)
     order = ExpertOrder(int32(80), int32(40, 2), int32(3))
     ptx = overlapped_ptx(
@@ -196,7 +196,7 @@ def test_long_tiles_wait_for_the_previous_kernel_first(
     ],
     ids=["plain", "gated", "norm"],
 )
-def test_only_weights_are_read_before_the_wait(
+def test_kernel_launched_early_reads_only_weights_before_its_wait(
     module: ModuleType,
     kernel: str,
     launch: Callable[[], object],
@@ -206,7 +206,7 @@ def test_only_weights_are_read_before_the_wait(
 ) -> None:
     ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, _, after = ptx.partition("griddepcontrol.wait")
-    assert len(re.findall(r"\bld\.global", before)) == num_elements // (128 * 8)  # 16 bytes each of 128 threads
+    assert len(re.findall(r"\bld\.global", before)) == num_elements // (128 * 8)  # 128 threads load 16 bytes each
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before) and "ld.global" in after
 
 
@@ -227,21 +227,21 @@ def test_only_weights_are_read_before_the_wait(
     ],
     ids=["conv", "cutting of rows", "pairs"],
 )
-def test_kernel_waits_before_it_lets_its_successor_start(
+def test_kernel_waits_before_it_lets_the_next_kernel_start(
     module: ModuleType,
     kernel: str,
     launch: Callable[[], object],
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next kernel may read at once everything that this one does not write."""
+    """The next kernel may then read everything that this kernel does not write, without a wait."""
     ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, waits, after = ptx.partition("griddepcontrol.wait")
     assert waits and not re.search(r"\b(?:ld|st)\.(?:global|shared)|griddepcontrol", before)
     assert "griddepcontrol.launch_dependents" in after
 
 
-def test_no_other_kernel_is_launched_early() -> None:
+def test_kernels_are_not_launched_early_on_a_cpu() -> None:
     assert overlap.overlapping(torch.device("cpu")) == {"OVERLAPS": False}
 
 
@@ -254,24 +254,24 @@ def test_no_other_kernel_is_launched_early() -> None:
     ],
     ids=["states", "sum", "pairs"],
 )
-def test_nothing_is_written_before_the_wait_that_ends_early_reads(
+def test_kernel_launched_early_writes_nothing_before_its_wait(
     module: ModuleType,
     kernel: str,
     launch: Callable[[], object],
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """States, choices and weights of experts are older than the previous kernel, which lets this one start late."""
+    """States, expert ids and weights were complete before the previous kernel, which lets this kernel start late."""
     ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, _, after = ptx.partition("griddepcontrol.wait")
     assert re.search(r"\bld\.global", before) and re.search(r"\bst\.global", after)
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before)
 
 
-def test_convolution_ends_after_the_concurrent_scan_preparation(
+def test_convolution_ends_after_the_scan_preparation_it_overlaps(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It shares no memory with the scan's preparation; the scan waits only for the convolution, and reads both."""
+    """Convolution and preparation share no memory. The scan reads both results, but waits only for the convolution."""
     ptx = overlapped_ptx(
         conv,
         "_causal_conv_kernel",

@@ -1,4 +1,4 @@
-"""Properties of reference attention over a paged cache."""
+"""Properties of the reference for attention over a paged cache."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -23,7 +23,7 @@ MIXES = [
 
 
 class Cache:
-    """A poisoned paged cache of shuffled blocks with random requests."""
+    """A paged cache with shuffled blocks and random requests; unused entries are NaN."""
 
     def __init__(self, lengths: list[tuple[int, int]], kv_heads: int, device: str) -> None:
         num_blocks = [-(-kv_len // BLOCK) for _, kv_len in lengths]
@@ -52,7 +52,7 @@ class Cache:
 
 
 def dense_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return bottom-right causal attention [query_len, heads, dim] in fp64, one query token at a time."""
+    """Compute causal attention (bottom-right aligned) in fp64, one query token at a time; [query_len, heads, dim]."""
     group, outputs = HEADS // keys.shape[1], []
     keys, values = (t.double().repeat_interleave(group, 1) for t in (keys, values))
     for i, query in enumerate(q.double()):
@@ -65,7 +65,7 @@ def dense_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("lengths", MIXES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("tile", [2, 256])
-def test_paged_attention_matches_dense_attention(
+def test_paged_attention_reference_matches_dense_attention(
     lengths: list[tuple[int, int]], kv_heads: int, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(kv_heads)
@@ -83,7 +83,7 @@ def test_paged_attention_matches_dense_attention(
     assert (out[num_tokens:] == 0).all()
 
 
-def test_host_lengths_may_be_upper_bounds(device: str) -> None:
+def test_paged_attention_accepts_host_kv_lengths_that_are_upper_bounds(device: str) -> None:
     torch.manual_seed(0)
     cache = Cache([(1, 3), (1, 6), (3, 5)], 2, device)
     q = torch.randn(5, HEADS, DIM, device=device)
@@ -93,7 +93,7 @@ def test_host_lengths_may_be_upper_bounds(device: str) -> None:
     torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, loose, SCALE), exact, rtol=1e-6, atol=1e-6)
 
 
-def test_padding_without_cached_tokens_gives_zeros(device: str) -> None:
+def test_paged_attention_gives_zeros_for_padding_without_cached_tokens(device: str) -> None:
     torch.manual_seed(1)
     cache = Cache([(1, 3), (1, 4)], 2, device)
     q = torch.randn(2, HEADS, DIM, device=device)
@@ -102,7 +102,7 @@ def test_padding_without_cached_tokens_gives_zeros(device: str) -> None:
     assert (out[1] == 0).all() and out[0].isfinite().all() and (out[0] != 0).any()
 
 
-def test_splitting_a_large_batch_changes_no_request(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_attention_is_unchanged_when_a_large_batch_is_split(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     cache = Cache([(1, 3), (1, 9), (1, 2), (1, 5)], 2, device)
     q = torch.randn(4, HEADS, DIM, device=device)
@@ -111,7 +111,7 @@ def test_splitting_a_large_batch_changes_no_request(device: str, monkeypatch: py
     torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE), together)
 
 
-def test_bf16_inputs_are_computed_in_float32(device: str) -> None:
+def test_paged_attention_computes_bf16_inputs_in_float32(device: str) -> None:
     torch.manual_seed(3)
     cache = Cache([(1, 3), (4, 9)], 2, device)
     q = torch.randn(5, HEADS, DIM, device=device).bfloat16()

@@ -1,4 +1,4 @@
-"""The penalty kernel equals its reference bit for bit, and both follow the definitions."""
+"""The penalty kernel is bitwise equal to its reference, and both match the definitions."""
 
 from collections import Counter
 
@@ -38,7 +38,7 @@ def rows_of(vocab_size: int, device: str) -> PenalisedRows:
 
 
 @pytest.mark.parametrize("vocab_size", [9, 2049])
-def test_kernel_equals_the_reference_bit_for_bit(vocab_size: int, device: str) -> None:
+def test_penalty_kernel_equals_its_reference_bit_for_bit(vocab_size: int, device: str) -> None:
     torch.manual_seed(vocab_size)
     logits = torch.randn(7, vocab_size, device=device) * 5
     logits[0, 3] = float("-inf")
@@ -50,7 +50,7 @@ def test_kernel_equals_the_reference_bit_for_bit(vocab_size: int, device: str) -
     assert same_bits(found[3], logits[3]) and same_bits(found[6], logits[6])
 
 
-def test_kernel_and_reference_follow_the_definitions(device: str) -> None:
+def test_penalties_match_their_definitions(device: str) -> None:
     torch.manual_seed(1)
     logits = torch.randn(7, 9, device=device)
     found = logits.clone()
@@ -65,7 +65,7 @@ def test_kernel_and_reference_follow_the_definitions(device: str) -> None:
             assert float(found[index, token]) == pytest.approx(value, abs=1e-6)
 
 
-def test_mismatched_arguments_are_refused(device: str) -> None:
+def test_penalty_kernel_refuses_mismatched_arguments(device: str) -> None:
     rows = rows_of(9, device)
     with pytest.raises(ValueError, match="one vocabulary size, found 9 and 10"):
         penalise(torch.zeros(7, 10, device=device), rows)

@@ -1,4 +1,4 @@
-"""The progress line of slow phases."""
+"""Log lines for slow operations."""
 
 import logging
 import time
@@ -21,25 +21,25 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Return the log, with almost no delay before a line is written."""
+    """Return the captured log; a line is written almost without delay."""
     monkeypatch.setattr(progress_module, "_SILENT_S", 0.01)
     caplog.set_level(logging.WARNING)
     return caplog
 
 
-def test_long_phase_is_logged(log: pytest.LogCaptureFixture) -> None:
+def test_slow_phase_is_logged_as_progress(log: pytest.LogCaptureFixture) -> None:
     with progress("compiling"):
         wait_for("compiling ...", log)
     assert messages(log) == ["compiling ...", "... done after 0 s"]
 
 
-def test_short_phase_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_fast_phase_is_not_logged_as_progress(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), progress("compiling"):
         pass
     assert not caplog.records
 
 
-def test_only_the_outermost_phase_is_logged(log: pytest.LogCaptureFixture) -> None:
+def test_only_the_outermost_slow_phase_is_logged(log: pytest.LogCaptureFixture) -> None:
     with progress("all"):
         with progress("part"):
             wait_for("all ...", log)
@@ -47,7 +47,7 @@ def test_only_the_outermost_phase_is_logged(log: pytest.LogCaptureFixture) -> No
     assert messages(log) == ["all ...", "... done after 0 s"]
 
 
-def test_failed_or_twice_ended_phase_does_not_block_the_next(log: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_after_a_phase_that_failed_or_ended_twice(log: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OSError), progress("failing"):
         raise OSError
     line = ProgressLine("twice")

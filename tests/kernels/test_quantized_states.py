@@ -1,4 +1,4 @@
-"""Ops write quantized states as the formula quantizes the exact state, and restores read them back.
+"""Ops quantize states exactly as the formula does, and restores dequantize them.
 
 Without a GPU or the interpreter, the ops are their references; `test_interpreted` runs this file again.
 """
@@ -66,7 +66,7 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=60)
-def test_quantization_error_is_at_most_half_a_step(d_state: int, head_dim: int, size: float, seed: int) -> None:
+def test_state_quantization_error_is_at_most_half_a_step(d_state: int, head_dim: int, size: float, seed: int) -> None:
     state = torch.randn(2, d_state, head_dim, generator=torch.Generator().manual_seed(seed)) * size
     values, scales = quantize(state, torch.int8)
     assert all(same_bits(*pair) for pair in zip((values, scales), by_the_formula(state), strict=True))
@@ -76,7 +76,7 @@ def test_quantization_error_is_at_most_half_a_step(d_state: int, head_dim: int, 
     assert values.min() >= -127 and values.max() <= 127
 
 
-def test_largest_value_of_a_channel_is_restored_up_to_rounding() -> None:
+def test_quantization_restores_the_largest_value_of_each_channel() -> None:
     state = torch.randn(8, 128, 64)
     values, scales = quantize(state, torch.int8)
     largest = state.abs().amax(1)
@@ -88,7 +88,7 @@ def test_largest_value_of_a_channel_is_restored_up_to_rounding() -> None:
 @pytest.mark.parametrize("op", [restore_states, restore_states_ref])
 @given(data=st.data())
 @settings(max_examples=15)
-def test_restore_writes_the_dequantized_state_and_nothing_else(
+def test_restore_writes_only_the_dequantized_state(
     data: st.DataObject, op: Callable[..., None], dtype: torch.dtype
 ) -> None:
     shape = data.draw(st.sampled_from([(2, 3, 4), (1, 1, 1), (3, 16, 5), (2, 7, 70)]))
@@ -108,7 +108,7 @@ def test_restore_writes_the_dequantized_state_and_nothing_else(
     assert same_bits(pool, expected)
 
 
-def test_restore_takes_many_pairs_in_rounds(device: str) -> None:
+def test_restore_of_more_slots_than_one_launch_takes_is_complete(device: str) -> None:
     num_pairs = quantized_states.SLOTS_AT_A_TIME + 3 if not INTERPRETED else 9
     quantized, pool = patterned(5, (1, 2, 2), device, 1), torch.zeros(1, num_pairs, 1, 2, 2, device=device)
     src = torch.arange(num_pairs, dtype=torch.int32, device=device) % 5
@@ -140,7 +140,7 @@ def test_mismatched_quantized_states_are_refused(change: dict[str, Tensor], mess
     [(ssd_scan, SCANNED), (ssd_scan, SLICED), (ssd_scan, ODD), (ssd_scan_ref, SCANNED)],
     ids=["kernel", "slices", "odd", "twin"],
 )
-def test_scan_quantizes_boundary_states_and_changes_nothing_else(
+def test_scan_quantizes_only_boundary_states(
     op: Callable[..., Tensor], shape: SSMShape, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(3)
@@ -172,7 +172,7 @@ def test_scan_quantizes_boundary_states_and_changes_nothing_else(
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @BOTH_POOLS
 @pytest.mark.parametrize("tiling", [HopperTiling(1, 64, 3), HopperTiling(2, 64, 2), HopperTiling(1, 32, 3)])
-def test_hopper_scan_quantizes_the_states_it_would_write(tiling: HopperTiling, dtype: torch.dtype) -> None:
+def test_hopper_scan_quantizes_boundary_states_from_exact_states(tiling: HopperTiling, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     chunk, num_slots = 128, 13
     specs = scan_specs(chunk)
@@ -192,9 +192,7 @@ def test_hopper_scan_quantizes_the_states_it_would_write(tiling: HopperTiling, d
 
 @BOTH_POOLS
 @pytest.mark.parametrize("op", [fold_boundaries, fold_boundaries_ref])
-def test_fold_quantizes_the_state_an_exact_fold_writes(
-    op: Callable[..., None], dtype: torch.dtype, device: str
-) -> None:
+def test_boundary_state_op_quantizes_the_exact_state(op: Callable[..., None], dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(5)
     requests = ReplayedRequests([random_steps(49, device, ODD) for _ in range(3)], ODD, 8, 9, dtype=dtype)
     for request in requests.requests:
@@ -219,7 +217,7 @@ ALIGN_STEPS = [
     StepRequest(60, 5, 4, 5, (0, 1, 2, 3, 4), 3),
     StepRequest(30, 3, 2, 1, (5, 6, 7, 8, 9), 6),  # reaches no boundary
     padding_request(5, target=7),
-    StepRequest(15, 1, 0, 1, (10, 10, 10, 10, 10), 10),  # a quantized target may have its source's number
+    StepRequest(15, 1, 0, 1, (10, 10, 10, 10, 10), 10),  # source and target may have the same index
     StepRequest(30, 3, 2, 3, (5, 6, 7, 8, 9), PAD_SLOT),
 ]
 
@@ -228,12 +226,14 @@ ALIGN_STEPS = [
 @pytest.mark.parametrize("op", [quantized_align_copy, quantized_align_copy_ref])
 @pytest.mark.parametrize("draft_inputs", ["in slots", "next to rings"])
 @pytest.mark.parametrize("conv_dim", [10, 8])
-def test_align_copy_quantizes_the_state_an_exact_one_copies(
+def test_align_copy_quantizes_the_exact_state(
     conv_dim: int, draft_inputs: str, op: Callable[..., None], dtype: torch.dtype, device: str
 ) -> None:
     conv = torch.randn(2, 11, 7, conv_dim, device=device).to(torch.bfloat16)
     ssm = torch.randn(2, 11, *ODD.state, device=device).to(dtype)
-    roomy = [torch.cat([pool, torch.zeros_like(pool)], 1) for pool in (conv, ssm)]  # targets after all sources
+    roomy = [
+        torch.cat([pool, torch.zeros_like(pool)], 1) for pool in (conv, ssm)
+    ]  # adds target slots after all sources
     moved = [replace(row, target=row.target + 11) if row.target >= 0 else row for row in ALIGN_STEPS]
     align_copy_ref(*roomy, device_batch(moved, device), 16, 3)
     quantized, ends = patterned(11, ODD.state, device, 2), torch.full((2, 11, 3, conv_dim), 9.0, device=device)
@@ -256,7 +256,7 @@ def test_align_copy_quantizes_the_state_an_exact_one_copies(
 
 
 @pytest.mark.parametrize("op", [align_copy_module.align_copy, align_copy_module.align_copy_ref])
-def test_window_only_align_copy_moves_nothing_else(op: Callable[..., None], device: str) -> None:
+def test_align_copy_can_move_only_the_conv_windows(op: Callable[..., None], device: str) -> None:
     conv, ends = torch.randn(2, 11, 7, 10, device=device), torch.zeros(2, 11, 3, 10, device=device)
     op([StateMove(conv, ends, 3)], device_batch(ALIGN_STEPS, device), 16)
     assert same_bits(ends[:, 3], conv[:, 0, 3:6]) and same_bits(ends[:, 10], conv[:, 10, :3])
@@ -264,7 +264,7 @@ def test_window_only_align_copy_moves_nothing_else(op: Callable[..., None], devi
 
 
 @pytest.mark.parametrize("op", [causal_conv, causal_conv_ref])
-def test_boundary_windows_have_their_own_buffer(op: Callable[..., Tensor], device: str) -> None:
+def test_causal_conv_can_write_boundary_windows_to_a_separate_buffer(op: Callable[..., Tensor], device: str) -> None:
     specs, num_slots = scan_specs(8), 13
     rows = pack_rows(specs, 8, device, num_padding=1)
     x = torch.randn(sum(spec.length for spec in specs), 10, device=device)
@@ -283,7 +283,7 @@ def test_boundary_windows_have_their_own_buffer(op: Callable[..., Tensor], devic
     assert pool[list(boundaries)].isnan().all()
 
 
-def test_scan_without_boundaries_writes_no_quantized_state(device: str) -> None:
+def test_scan_without_boundary_slots_writes_no_quantized_state(device: str) -> None:
     steps, rows = random_steps(9, device, SCANNED), pack_rows([RowSpec(9, final=0)], 16, device)
     quantized = patterned(2, SCANNED.state, device)
     before = cloned(quantized)

@@ -1,4 +1,4 @@
-"""Ops and references never sync with the device: they run inside steps that must stay asynchronous."""
+"""Ops and references never synchronize with the device, because they run in asynchronous steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -254,7 +254,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("prepare", CALLS)
-def test_op_never_syncs_with_the_device(prepare: Callable[[], Callable[[], object]]) -> None:
+def test_kernel_op_never_syncs_with_the_device(prepare: Callable[[], Callable[[], object]]) -> None:
     call = prepare()
     call()
     with forbidden_syncs():
@@ -262,14 +262,14 @@ def test_op_never_syncs_with_the_device(prepare: Callable[[], Callable[[], objec
 
 
 @pytest.mark.parametrize("prepare", CALLS)
-def test_op_can_be_captured_in_a_graph(prepare: Callable[[], Callable[[], object]]) -> None:
+def test_kernel_op_can_be_captured_in_a_cuda_graph(prepare: Callable[[], Callable[[], object]]) -> None:
     call = prepare()
     call()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         call()
 
 
-def test_planted_sync_is_noticed() -> None:
+def test_sync_check_detects_a_planted_sync() -> None:
     tensor = randn(1)
     with forbidden_syncs(), pytest.raises(RuntimeError):
         tensor.item()

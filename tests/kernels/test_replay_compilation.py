@@ -1,4 +1,4 @@
-"""The kernels of replayed states compile for a Hopper GPU on a machine without one, without spills, a few times."""
+"""The replay kernels compile for a Hopper GPU, in few variants and without register spills; no GPU is needed."""
 
 import re
 import subprocess
@@ -40,13 +40,13 @@ FORMS = {
     ("portable", torch.float32): PORTABLE,
 }
 POOL_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-_MOST_SPILLED = 64  # bytes of a thread's stack: at most a few registers, of the fold
+_MOST_SPILLED = 64  # bytes of stack per thread: a few registers of the fold
 
 
 def replay(
     shape: SSMShape, pool_dtype: torch.dtype, tiling: ReplayTiling, num_rows: int = 2, max_tokens: int = 1
 ) -> None:
-    """Launch a step of requests with as many tokens as allowed."""
+    """Launch a step in which each request has the maximum number of tokens."""
     ring_len = 16
     steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
     num_tokens = num_rows * max_tokens
@@ -55,12 +55,12 @@ def replay(
     numbers = int32(list(range(num_rows)), "cpu")
     cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
     rows = ReplayBatch(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
-    pool = torch.empty(1, *shape.state, dtype=pool_dtype)  # nothing is launched
+    pool = torch.empty(1, *shape.state, dtype=pool_dtype)  # never accessed, as nothing is launched
     replay_tiled(steps.tokens, steps.weights, pool, ring, rows, ring_len, tiling, after_conv=True)
 
 
 def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
-    """Return the stack bytes per thread of the last compiled kernel."""
+    """Return the stack size in bytes per thread of the last compiled kernel."""
     file = tmp_path / "kernel.cubin"
     file.write_bytes(kernel.cubins[-1])
     dump = subprocess.run(
@@ -70,7 +70,9 @@ def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
-def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path) -> None:
+def test_state_replay_kernels_keep_states_in_registers(
+    form: str, dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
     weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     replay(SHAPE_8B, dtype, FORMS[form, dtype], max_tokens=8)
@@ -87,7 +89,7 @@ def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hop
 
 
 @pytest.mark.parametrize("form", ["sums", "mma"])
-def test_other_batches_or_few_tokens_compile_nothing_new(form: str, compile_for_hopper: Compile) -> None:
+def test_state_replay_does_not_recompile_for_other_batches(form: str, compile_for_hopper: Compile) -> None:
     weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     shape = SSMShape(heads=4, head_dim=64, d_state=16, groups=2)
@@ -95,7 +97,7 @@ def test_other_batches_or_few_tokens_compile_nothing_new(form: str, compile_for_
     for num_rows, max_tokens in ((1, 1), (2, 4), (3, 2), (16, 8), (5, 5)):
         replay(shape, torch.float32, tiling, num_rows, max_tokens)
     assert len(kernel.compiled) == 1
-    assert len(weighing.compiled) == 2  # one for a token a row, one for up to eight
+    assert len(weighing.compiled) == 2  # one for a single token per request, one for up to eight
 
 
 @pytest.mark.parametrize(
@@ -111,15 +113,15 @@ def test_other_batches_or_few_tokens_compile_nothing_new(form: str, compile_for_
         (64, 8, None),
     ],
 )
-def test_warps_take_heads_in_whole_tiles(head_dim: int, d_state: int, width: int | None) -> None:
+def test_state_replay_warps_process_heads_in_whole_tiles(head_dim: int, d_state: int, width: int | None) -> None:
     assert hopper_width(head_dim, d_state) == width
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_early_kernels_wait_for_their_inputs(
+def test_state_replay_kernels_launched_early_wait_for_their_inputs(
     form: tuple[str, torch.dtype], compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first kernel waits before it writes and before it lets the next start, which starts after its own wait."""
+    """The first kernel waits before it writes and before it lets the second start; the second waits for the first."""
     kernel_name, dtype = form
     module = MODULES[kernel_name]
     for each in (coefficients, module):
@@ -133,11 +135,11 @@ def test_early_kernels_wait_for_their_inputs(
     assert "griddepcontrol.launch_dependents" in after
     ptx = kernel.ptx[-1]
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
-    assert ptx.count("griddepcontrol.wait") == 2  # padding waits too: a kernel's end is all that the next one awaits
+    assert ptx.count("griddepcontrol.wait") == 2  # also for padding, as the next kernel waits only for this one
 
 
 def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: None) -> None:
-    """Launch boundary folds of one, few and many requests."""
+    """Launch boundary folds for one, few and many requests."""
     ring = poisoned_ring(1, 16, 4, SHAPE_8B, "cpu", torch.bfloat16)
     for number in (1, 5, 300):
         folds = BoundaryFolds(*(int32([0] * number, "cpu") for _ in range(5)))
@@ -146,7 +148,9 @@ def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: Non
 
 
 @POOL_DTYPES
-def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+def test_boundary_state_kernel_moves_states_in_16_byte_accesses(
+    dtype: torch.dtype, compile_for_hopper: Compile
+) -> None:
     kernel = compile_for_hopper(boundary_folds, "_fold_boundaries_kernel")
     fold_states(fold_portably, dtype, None)
     (ptx,) = set(kernel.ptx)
@@ -155,7 +159,7 @@ def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile
 
 
 @POOL_DTYPES
-def test_matmul_boundary_folds_stay_in_registers(
+def test_tensor_core_boundary_state_kernel_keeps_states_in_registers(
     dtype: torch.dtype, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fold_mma, "num_multiprocessors", lambda device: 132)

@@ -1,4 +1,4 @@
-"""The fused residual sum and norm, kernel and reference, equal a separate sum and norm bit for bit."""
+"""The fused residual add and norm is bitwise equal to separate ops, for kernel and reference."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.kernels.packed_batches import same_bits
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 96), (3, 1, 1500), (2, 4096), (0, 8)])
 @pytest.mark.parametrize(("multiplier", "offset"), [(1.0, 0.0), (0.22, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_fused_results_equal_separate_sum_and_norm(
+def test_residual_norm_equals_a_separate_sum_and_norm(
     shape: tuple[int, ...], multiplier: float, offset: float, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(shape[-1])
@@ -31,19 +31,19 @@ def test_fused_results_equal_separate_sum_and_norm(
         rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float64: 1e-14}[dtype]
         torch.testing.assert_close(total, expected, rtol=rounding, atol=rounding, msg=op)
         torch.testing.assert_close(its_norm, normed, rtol=4 * rounding, atol=4 * rounding, msg=op)
-    # The interpreter cuts where the compiler rounds, which fuses a product and a sum of float32.
+    # The interpreter truncates instead of rounding, and the compiler fuses float32 multiplications and additions.
     if device == "cuda" and (multiplier == 1.0 or dtype != torch.float32):
         assert same_bits(found[0], expected)
 
 
-def test_token_bits_do_not_depend_on_the_batch(device: str) -> None:
+def test_residual_norm_of_a_token_is_bitwise_equal_in_any_batch(device: str) -> None:
     output, residual, weight = (torch.randn(n, 768, device=device).bfloat16() for n in (9, 9, 1))
     together = add_and_norm(output, residual, weight[0], 1e-5)
     alone = add_and_norm(output[4:5], residual[4:5], weight[0], 1e-5)
     assert all(same_bits(mine, its[4:5]) for mine, its in zip(alone, together, strict=True))
 
 
-def test_unsupported_tensors_are_refused(device: str) -> None:
+def test_residual_norm_refuses_mismatched_or_strided_tensors(device: str) -> None:
     x, weight = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
     for others in ((x[:1], x, weight), (x.bfloat16(), x, weight), (x, x, weight[:4]), (x.T, x.T, weight[:2])):
         with pytest.raises(ValueError, match=r"must have one dtype and shape|must be contiguous"):

@@ -1,4 +1,4 @@
-"""Launches of a layer with routed experts, and the start of overlapped work."""
+"""Kernel launches of an MoE layer, and the point at which overlapped work is launched."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,7 @@ def layer_of(
         pytest.param(40, 16, 128, None, False, False, id="short tiles"),
     ],
 )
-def test_weights_are_prefetched_only_after_a_gemm_that_waited(
+def test_expert_weights_are_prefetched_only_after_a_gemm_that_waited(
     num_tokens: int,
     num_experts: int,
     hidden: int,
@@ -53,7 +53,7 @@ def test_weights_are_prefetched_only_after_a_gemm_that_waited(
     comes_last: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second GEMM then reads its tiles before the previous kernel has ended, which must not write them."""
+    """The second GEMM then reads its tiles before the previous kernel ends, so that kernel must not write them."""
     events: list[object] = []
 
     class NotesLaunch(OverlappedExpert):
@@ -77,7 +77,7 @@ def test_weights_are_prefetched_only_after_a_gemm_that_waited(
 @pytest.mark.parametrize("num_tokens", [257, 300, 512, 777, 1024])
 @pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
 def test_shared_expert_gemm_matches_the_reference(num_tokens: int, activation: Activation) -> None:
-    """Neither outputs nor rows fill the last tile."""
+    """The last tile is not full, in outputs and in rows."""
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, 192, generator=generator).bfloat16().cuda()
     weight = torch.randn(2 * 200, 192, generator=generator).mul(192**-0.5).bfloat16().cuda()
@@ -95,7 +95,7 @@ def test_shared_expert_gemm_matches_the_reference(num_tokens: int, activation: A
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_tokens", [200, 300, 700, 1100, 2100])
 @pytest.mark.parametrize("num_experts", [2, 16])
-def test_captured_layer_equals_its_separate_ops(num_tokens: int, num_experts: int) -> None:
+def test_captured_moe_layer_equals_its_separate_ops(num_tokens: int, num_experts: int) -> None:
     generator, hidden = torch.Generator().manual_seed(num_tokens), 256
 
     def random_weights(*sizes: int) -> Tensor:
@@ -121,7 +121,7 @@ def test_captured_layer_equals_its_separate_ops(num_tokens: int, num_experts: in
         )
 
     ids.zero_()
-    layer()  # compiles
+    layer()  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):

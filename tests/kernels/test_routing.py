@@ -1,4 +1,4 @@
-"""Routing and the order of tokens by expert, kernels and references, against plain loops in float64.
+"""Routing and sorting by expert; kernels and references are compared with plain loops in float64.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -41,7 +41,7 @@ RULES = {
 
 
 def expected_route(logits: list[float], bias: list[float], rule: RoutingRule) -> tuple[list[int], list[float]]:
-    """Route one token by plain loops."""
+    """Route one token with plain loops."""
     if rule.score == "sigmoid":
         scores = [1 / (1 + math.exp(-logit)) for logit in logits]
     else:
@@ -65,7 +65,7 @@ def expected_route(logits: list[float], bias: list[float], rule: RoutingRule) ->
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_token_gets_its_best_experts(
+def test_router_picks_the_best_experts_of_each_token(
     name: str, has_bias: bool, dtype: torch.dtype, op: Route, device: str
 ) -> None:
     num_experts, rule = RULES[name]
@@ -78,20 +78,20 @@ def test_each_token_gets_its_best_experts(
     for token, line in enumerate(logits.tolist()):
         expected_ids, expected_weights = expected_route(line, offsets, rule)
         found = dict(zip(ids[token].tolist(), weights[token].tolist(), strict=True))
-        if list(found) != expected_ids:  # bf16 logits are often equal, and then rounding decides
+        if list(found) != expected_ids:  # equal bf16 logits are frequent; then rounding decides
             assert dtype == torch.bfloat16 and num_differing(found, expected_ids) <= 1
             continue
         assert list(found.values()) == pytest.approx(expected_weights, rel=1e-5)
 
 
 def num_differing(found: Iterable[int], expected: Sequence[int]) -> int:
-    """Return the number of experts in only one of two choices."""
+    """Return the number of experts that are in only one of the two choices."""
     return len(set(found) ^ set(expected)) // 2
 
 
 @both_routes
 @pytest.mark.parametrize("score", ["sigmoid", "softmax"])
-def test_equal_scores_go_to_the_lowest_experts(score: str, op: Route, device: str) -> None:
+def test_router_breaks_ties_by_the_lowest_expert(score: str, op: Route, device: str) -> None:
     logits = torch.tensor([[0.0] * 12, [1.0, 2.0] * 6, [-0.0, 0.0] * 6], device=device)
     ids, weights = op(logits[None], None, RoutingRule(4, score))
     assert ids.tolist() == [[0, 1, 2, 3], [1, 3, 5, 7], [0, 1, 2, 3]]
@@ -99,7 +99,7 @@ def test_equal_scores_go_to_the_lowest_experts(score: str, op: Route, device: st
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_token_bits_do_not_depend_on_the_batch(name: str, device: str) -> None:
+def test_expert_routing_of_a_token_is_bitwise_equal_in_any_batch(name: str, device: str) -> None:
     num_experts, rule = RULES[name]
     torch.manual_seed(1)
     logits, bias = torch.randn(9, num_experts, device=device), torch.randn(num_experts, device=device)
@@ -110,14 +110,14 @@ def test_token_bits_do_not_depend_on_the_batch(name: str, device: str) -> None:
 
 
 @both_routes
-def test_underflowing_scores_are_ranked_by_logits(op: Route, device: str) -> None:
+def test_router_ranks_underflowing_scores_by_logits(op: Route, device: str) -> None:
     logits = torch.tensor([[200.0, -10.0, -20.0, -5.0]], device=device)
     ids, weights = op(logits[None], None, RoutingRule(3))
     assert ids.tolist() == [[0, 3, 1]] and weights[0, 0] == 1 and weights.isfinite().all()
 
 
 @both_routes
-def test_padding_tokens_get_no_expert(op: Route, device: str) -> None:
+def test_router_gives_padding_tokens_no_expert(op: Route, device: str) -> None:
     torch.manual_seed(2)
     logits, is_real = torch.randn(1, 5, 8, device=device), torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32).to(device)
     ids, weights = op(logits, None, RoutingRule(3), is_real)
@@ -131,10 +131,10 @@ def test_padding_tokens_get_no_expert(op: Route, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("num_inputs", [5, 130, 2048])
 @pytest.mark.parametrize("has_padding", [False, True])
-def test_shared_expert_is_weighted_by_its_gates_sigmoid(
+def test_shared_expert_weight_is_the_sigmoid_of_its_gate(
     num_inputs: int, dtype: torch.dtype, has_padding: bool, op: Route, device: str
 ) -> None:
-    """Both the gate's GEMM and its sigmoid are rounded, as by torch's linear layer and function."""
+    """The gate's logit and its sigmoid are rounded as in torch's linear layer and sigmoid."""
     torch.manual_seed(num_inputs)
     x = torch.randn(6, num_inputs + 8).to(dtype).to(device)[:, :num_inputs]
     gate = torch.randn(1, num_inputs).mul(2 / num_inputs**0.5).to(dtype).to(device)
@@ -146,20 +146,20 @@ def test_shared_expert_is_weighted_by_its_gates_sigmoid(
     assert torch.equal(ids, expected_ids) and same_bits(weights[:, :3], expected)
     found, shared = weights[:, 3], F.linear(x, gate).sigmoid()[:, 0]
     assert weights.shape == (6, 4) and weights.dtype is torch.float32
-    assert torch.equal(found.to(dtype).float(), found)  # is a number of the dtype
+    assert torch.equal(found.to(dtype).float(), found)  # the weight is rounded to the dtype
     tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(found.double(), shared.double(), rtol=tolerance, atol=0)
 
 
 @both_routes
-def test_shared_gate_logit_is_cast_before_its_sigmoid(op: Route, device: str) -> None:
-    x = torch.tensor([[-5.0, -0.01171875]], device=device).bfloat16()  # their sum is between two numbers of bf16
+def test_shared_expert_gate_logit_is_cast_to_bf16_before_its_sigmoid(op: Route, device: str) -> None:
+    x = torch.tensor([[-5.0, -0.01171875]], device=device).bfloat16()  # their sum is not a bf16 number
     _, weights = op(torch.zeros(1, 1, 2, device=device), None, RoutingRule(1), None, SharedGate(x, torch.ones_like(x)))
     cast, exact = (torch.tensor(logit).sigmoid().bfloat16().item() for logit in (-5.0, -5.01171875))
     assert weights[0, 1].item() == cast != exact
 
 
-def test_shared_weight_bits_do_not_depend_on_the_batch(device: str) -> None:
+def test_shared_expert_weight_is_bitwise_equal_in_any_batch(device: str) -> None:
     torch.manual_seed(4)
     x, gate = torch.randn(5, 70, device=device).bfloat16(), torch.randn(1, 70, device=device).bfloat16()
     logits = torch.randn(1, 5, 8, device=device)
@@ -171,7 +171,7 @@ def test_shared_weight_bits_do_not_depend_on_the_batch(device: str) -> None:
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(512, 10), (256, 8)])
-def test_experts_match_transformers_router(num_experts: int, top_k: int, device: str) -> None:
+def test_router_matches_transformers(num_experts: int, top_k: int, device: str) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     if not hasattr(modeling, "Qwen3NextTopKRouter"):
         pytest.skip("this transformers routes inside its layer of experts")
@@ -194,7 +194,7 @@ def test_experts_match_transformers_router(num_experts: int, top_k: int, device:
     ("num_tokens", "num_inputs", "num_experts"),
     [(1, 72, 5), (19, 1100, 70), (300, 130, 8), (2049, 130, 8), (2049, 72, 129), (4097, 72, 5)],
 )
-def test_logits_are_float32_matmuls(
+def test_router_logits_match_a_float64_matmul(
     num_tokens: int, num_inputs: int, num_experts: int, dtype: torch.dtype, tolerance: float, op: Logits, device: str
 ) -> None:
     torch.manual_seed(num_inputs)
@@ -208,7 +208,7 @@ def test_logits_are_float32_matmuls(
 @pytest.mark.parametrize(
     ("num_tokens", "rows"), [(64, (slice(0, 1), slice(9, 40))), (700, (slice(1, 301),)), (2100, (slice(30, 2090),))]
 )
-def test_logit_bits_do_not_depend_on_the_batch_within_a_variant(
+def test_router_logits_are_bitwise_equal_in_batches_of_one_kernel_variant(
     num_tokens: int, rows: Sequence[slice], device: str
 ) -> None:
     if device == "cpu":
@@ -225,7 +225,7 @@ def test_logit_bits_do_not_depend_on_the_batch_within_a_variant(
     ("num_tokens", "top_k", "num_experts"), [(1, 6, 128), (9, 2, 5), (700, 3, 7), (1500, 3, 7), (3, 1, 1)]
 )
 @pytest.mark.parametrize("spread", ["random", "one expert", "the last expert", "few here"])
-def test_pairs_are_sorted_by_expert(
+def test_token_expert_pairs_are_sorted_by_expert(
     num_tokens: int, top_k: int, num_experts: int, spread: str, op: Order, device: str
 ) -> None:
     torch.manual_seed(num_tokens)
@@ -248,7 +248,9 @@ def test_pairs_are_sorted_by_expert(
         assert pairs[position] == pair if pair in set(here) else position == -1
 
 
-def test_more_chunks_of_pairs_than_one_sum_covers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_expert_pairs_are_sorted_when_their_counts_take_several_sums(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(expert_order, "_CHUNKS_AT_A_TIME", 16)
     torch.manual_seed(6)
     ids = torch.randint(11, (2500, 2)).to(torch.int32)
@@ -258,7 +260,7 @@ def test_more_chunks_of_pairs_than_one_sum_covers(device: str, monkeypatch: pyte
     )
 
 
-def test_no_tokens(device: str) -> None:
+def test_expert_routing_accepts_zero_tokens(device: str) -> None:
     logits = router_logits(torch.zeros(0, 16, device=device), torch.zeros(8, 16, device=device))
     ids, weights = route(logits, None, RoutingRule(2))
     assert ids.shape == weights.shape == (0, 2)
@@ -281,7 +283,7 @@ def test_no_tokens(device: str) -> None:
         ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "gate must be contiguous"),
     ],
 )
-def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
+def test_expert_routing_refuses_mismatched_arguments(changes: dict, reason: str) -> None:
     arguments = {"logits": torch.zeros(1, 3, 8), "bias": None, "rule": RoutingRule(2)} | changes
     with pytest.raises(ValueError, match=reason):
         route(**arguments)
@@ -295,13 +297,13 @@ def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
         (torch.zeros(3, 16)[:, ::2], torch.zeros(4, 8), "contiguous"),
     ],
 )
-def test_mismatched_logit_arguments_are_refused(x: Tensor, gate: Tensor, reason: str) -> None:
+def test_router_logits_refuse_mismatched_arguments(x: Tensor, gate: Tensor, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         router_logits(x, gate)
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 0}, {"top_k": 1, "top_groups": 2}, {"top_k": 1, "score": "tanh"}])
-def test_impossible_rules_are_refused(fields: dict) -> None:
+def test_invalid_routing_rules_are_refused(fields: dict) -> None:
     with pytest.raises(ValueError, match=r"top_k >= 1|'sigmoid' or 'softmax'"):
         RoutingRule(**fields)
 
@@ -317,7 +319,7 @@ def test_impossible_rules_are_refused(fields: dict) -> None:
         ("qwen3 next", True),
     ],
 )
-def test_other_token_counts_compile_nothing_new(
+def test_expert_routing_does_not_recompile_for_other_token_counts(
     name: str, has_shared_gate: bool, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ) -> None:
     routes = compile_for_hopper(routing, "_route_kernel")
@@ -335,10 +337,10 @@ def test_other_token_counts_compile_nothing_new(
         ids, _ = route(router_logits(x, gate), bias, rule, None, shared)
         order_by_expert(ids, num_experts)
     assert len(routes.ptx) == len(products.ptx) == len(numbers)
-    has_fewer_parts = num_experts <= 128  # of up to 4,096 tokens, which are multiplied whole by more experts
-    assert len(routes.compiled) == 2 + has_fewer_parts  # logits in parts, or whole
-    assert len(products.compiled) == 3 + has_fewer_parts  # few tokens, more, and many
-    for kernel, num_forms in zip(orders, (4, 1, 1, 1), strict=True):  # of the first: 128, 1,024, 2,048 and 4,096 pairs
+    has_fewer_parts = num_experts <= 128  # for up to 4,096 tokens; with more experts, logits are not split
+    assert len(routes.compiled) == 2 + has_fewer_parts  # variants for split and for whole logits
+    assert len(products.compiled) == 3 + has_fewer_parts  # variants by number of tokens
+    for kernel, num_forms in zip(orders, (4, 1, 1, 1), strict=True):  # the first: 128, 1,024, 2,048, 4,096 pairs
         assert kernel.ptx and len(kernel.compiled) == num_forms
     for kernel in (routes, products, *orders):
         assert ".local." not in kernel.ptx[0]

@@ -1,4 +1,4 @@
-"""Whole-slot copies move every bit of the named slots and no other, by kernel and reference.
+"""Slot copies are bitwise exact and change no other slot, for kernel and reference.
 
 Without a GPU or the interpreter, the ops are their references; `test_interpreted` runs this file again.
 """
@@ -56,7 +56,7 @@ def num_launches() -> int:
 
 
 def run_counted(op: Op, slots: Tensor, *arguments: object) -> None:
-    """Run an op, and check that it is one launch exactly if its kernel can run and has work."""
+    """Run an op, and check that it has one launch if its kernel can run and has work, else none."""
     before = num_launches()
     op(*arguments)
     is_kernel = op is copy_slots and launches_kernel(slots)
@@ -76,7 +76,7 @@ def check_copy(op: Op, pools: Sequence[Tensor], src: Sequence[int], dst: Sequenc
 
 
 def draw_pairs(data: st.DataObject) -> tuple[list[int], list[int]]:
-    """Copy to targets that are not sources, in any order, with padding on either side or both."""
+    """Return pairs of slots in any order, where no target is a source; sources or targets may be padding."""
     slots = data.draw(st.permutations(range(NUM_SLOTS)))
     num_targets = data.draw(st.integers(0, NUM_SLOTS - 1))
     dst = data.draw(st.permutations(slots[:num_targets] + [PAD_SLOT] * data.draw(st.integers(0, 3))))
@@ -87,12 +87,12 @@ def draw_pairs(data: st.DataObject) -> tuple[list[int], list[int]]:
 @both_copies
 @settings(max_examples=25)
 @given(data=st.data())
-def test_copies_are_exact_and_touch_nothing_else(op: Op, data: st.DataObject) -> None:
+def test_slot_copy_is_exact_and_changes_no_other_slot(op: Op, data: st.DataObject) -> None:
     check_copy(op, make_pools("cpu"), *draw_pairs(data))
 
 
 @both_copies
-def test_tensors_of_any_shape_and_dtype_are_copied_in_one_launch(op: Op, device: str) -> None:
+def test_slot_copy_copies_tensors_of_any_shape_and_dtype_in_one_launch(op: Op, device: str) -> None:
     check_copy(op, toy_tensors(NUM_SLOTS, 3, device), [1, PAD_SLOT, 3], [0, 2, 5])
 
 
@@ -108,7 +108,7 @@ def test_tensors_of_any_shape_and_dtype_are_copied_in_one_launch(op: Op, device:
         ([PAD_SLOT, 0, 1, 1, 3], [3, 8, 7, 4, PAD_SLOT]),
     ],
 )
-def test_pairs_with_padding_are_skipped(src: list[int], dst: list[int], op: Op, device: str) -> None:
+def test_slot_copy_skips_pairs_with_padding(src: list[int], dst: list[int], op: Op, device: str) -> None:
     check_copy(op, make_pools(device), src, dst)
 
 
@@ -124,7 +124,7 @@ DTYPES = pytest.mark.parametrize(
 @both_copies
 @AWKWARD_SIZES
 @DTYPES
-def test_awkward_sizes_are_copied(
+def test_slot_copy_handles_odd_sizes(
     conv_shape: tuple[int, ...],
     ssm_shape: tuple[int, ...],
     conv_dtype: torch.dtype,
@@ -137,15 +137,15 @@ def test_awkward_sizes_are_copied(
 
 
 @pytest.mark.parametrize("num_slots", [SLOTS_AT_A_TIME, SLOTS_AT_A_TIME + 1])
-def test_any_number_of_slots(num_slots: int, device: str) -> None:
-    """Most pairs are padding, but not the last one."""
+def test_slot_copy_works_for_any_number_of_slots(num_slots: int, device: str) -> None:
+    """Most pairs are padding; the last one is not."""
     named = [slot if slot % 40 == 0 or slot == num_slots - 1 else PAD_SLOT for slot in range(num_slots)]
     pools = make_pools(device, 2 * num_slots, (1, 2), (1, 1, 2))
     check_copy(copy_slots, pools, named, range(num_slots, 2 * num_slots))
 
 
 @pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
-def test_every_tiling_copies_the_same_bytes(tiling: CopyTiling, device: str) -> None:
+def test_slot_copy_moves_the_same_bytes_with_every_tiling(tiling: CopyTiling, device: str) -> None:
     pools, slots = make_pools(device, conv_shape=(3, 12), ssm_shape=(2, 5, 8)), int32([1, 4], device)
     expected = [pool.clone() for pool in pools]
     copy_slots(pools, pools, slots, slots + 1, tiling)
@@ -155,7 +155,7 @@ def test_every_tiling_copies_the_same_bytes(tiling: CopyTiling, device: str) -> 
 
 
 @pytest.mark.parametrize("gap", [1, 8])
-def test_bytes_between_strided_slots_stay(gap: int, device: str) -> None:
+def test_slot_copy_keeps_the_bytes_between_strided_slots(gap: int, device: str) -> None:
     buffers = [torch.randn(2, 6, 24 + gap, device=device), torch.randn(2, 6, 40 + gap, device=device).bfloat16()]
     pools = [buffer[:, :, gap:].unflatten(2, (4, -1)) for buffer in buffers]
     gaps = [buffer[..., :gap].clone() for buffer in buffers]
@@ -165,8 +165,8 @@ def test_bytes_between_strided_slots_stay(gap: int, device: str) -> None:
 
 @both_copies
 @pytest.mark.parametrize("shift", [0, 1])
-def test_slots_are_copied_between_pools_of_different_sizes(shift: int, op: Op, device: str) -> None:
-    """With a shift, the pools allow accesses of other widths."""
+def test_slot_copy_works_between_pools_of_different_sizes(shift: int, op: Op, device: str) -> None:
+    """With a shift, the pools' alignment allows other access widths."""
     memory = torch.randn(2 * 7 * 24 + 1, device=device)
     sources = [memory[shift:][: 2 * 7 * 24].view(2, 7, 24), torch.randn(2, 4, 5, device=device)]
     pools = [torch.randn(2, 3, 24, device=device), torch.randn(2, 9, 5, device=device)]
@@ -180,14 +180,14 @@ def test_slots_are_copied_between_pools_of_different_sizes(shift: int, op: Op, d
     assert all(same_bits(pool, kept) for pool, kept in zip(sources, before, strict=True))
 
 
-def test_states_of_another_dtype_are_cast(device: str) -> None:
+def test_slot_copy_casts_states_of_another_dtype(device: str) -> None:
     source, pool = torch.randn(2, 4, 5, device=device), torch.zeros(2, 3, 5, dtype=torch.bfloat16, device=device)
     copy_slots([source], [pool], int32([3], device), int32([1], device))
     assert same_bits(pool[:, 1], source[:, 3].bfloat16()) and not pool[:, [0, 2]].any()
 
 
 def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str]]:
-    """Return invalid calls and a word of the error."""
+    """Return invalid calls, each with an excerpt of the error message."""
     return {
         "lengths": (lambda pools, slots: copy_slots(pools, pools, slots, slots[:1]), "src and dst of one length"),
         "dtype": (lambda pools, slots: copy_slots(pools, pools, slots.long(), slots), "src"),
@@ -199,7 +199,7 @@ def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str
 
 
 @pytest.mark.parametrize("name", bad_calls())
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_slot_copy_refuses_mismatched_arguments(name: str) -> None:
     call, reason = bad_calls()[name]
     with pytest.raises(ValueError, match=reason):
         call(make_pools("cpu"), int32([1, 2, 3], "cpu"))
@@ -207,7 +207,7 @@ def test_mismatched_arguments_are_refused(name: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_replayed_graph_reads_new_slots() -> None:
+def test_slot_copy_in_a_replayed_graph_reads_new_slots() -> None:
     pools, src, dst = make_pools("cuda"), int32([1, 2, 3], "cuda"), int32([4, PAD_SLOT, 6], "cuda")
     copy_slots(pools, pools, src, dst)
     graph = torch.cuda.CUDAGraph()
@@ -223,7 +223,7 @@ def test_replayed_graph_reads_new_slots() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_other_counts_and_alignments_compile_nothing_new() -> None:
+def test_slot_copy_does_not_recompile_for_other_counts_or_alignments() -> None:
     pools = make_pools("cuda")
     counted = slot_copies._copy_slots_kernel.kernel
     sizes = []
@@ -236,7 +236,7 @@ def test_other_counts_and_alignments_compile_nothing_new() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_offsets_past_32_bits() -> None:
+def test_slot_copy_handles_offsets_beyond_32_bits() -> None:
     slot_stride = 2**31 + 8
     num_bytes = (3 * slot_stride + 2**16) * 2
     if num_bytes > torch.cuda.mem_get_info()[0]:

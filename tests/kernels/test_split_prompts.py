@@ -1,4 +1,4 @@
-"""Attention to a history in pieces equals attention to the whole: the split requests, and the merging kernel.
+"""Attention to the pieces of a history, merged, equals attention to the whole history.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -24,7 +24,7 @@ lengths = st.tuples(st.integers(0, 9), st.integers(0, 40)).map(lambda found: (fo
 
 
 def lists_of(requests: list[tuple[int, int]]) -> PageLists:
-    """Return the pages of (query tokens, cached tokens); pages are numbered by request and position."""
+    """Return page lists for requests of (query tokens, cached tokens); pages are numbered by request and position."""
     num_pages = [-(-kv_len // BLOCK) for _, kv_len in requests]
     pages = [100 * number + page for number, count in enumerate(num_pages) for page in range(count)]
     last = [kv_len - max(count - 1, 0) * BLOCK for (_, kv_len), count in zip(requests, num_pages, strict=True)]
@@ -33,7 +33,7 @@ def lists_of(requests: list[tuple[int, int]]) -> PageLists:
 
 
 def keys_of(pages: PageLists) -> list[list[tuple[int, int]]]:
-    """Return the (page, offset) of each request's keys, in order."""
+    """Return (page, offset) of the keys of each request, in order."""
     ends = pages.cu_pages.tolist()
     held = [pages.pages[start:stop].tolist() for start, stop in pairwise(ends)]
     return [
@@ -43,7 +43,7 @@ def keys_of(pages: PageLists) -> list[list[tuple[int, int]]]:
 
 
 @given(requests=st.lists(lengths, min_size=1, max_size=5), num_pieces=st.integers(2, 8), padding=st.integers(0, 3))
-def test_pieces_and_own_blocks_cover_each_key_once(
+def test_split_kv_pieces_and_new_blocks_cover_each_key_once(
     requests: list[tuple[int, int]], num_pieces: int, padding: int
 ) -> None:
     pages = lists_of(requests)
@@ -55,7 +55,7 @@ def test_pieces_and_own_blocks_cover_each_key_once(
     for number, keys in enumerate(keys_of(pages)):
         assert [key for copy in range(num_pieces) for key in pieces[copy * stride + number]] + rest[number] == keys
         query_len, kv_len = requests[number]
-        assert len(rest[number]) >= min(query_len, kv_len)  # a query's own keys are under the causal mask
+        assert len(rest[number]) >= min(query_len, kv_len)  # the keys of the queries need the causal mask
         assert len(rest[number]) <= query_len + BLOCK or query_len > kv_len
     assert not any(pieces[stride - 1 :: stride]) and rest[-1] == []  # padding
     expected = np.add.outer(np.arange(num_pieces) * num_tokens, [*pages.cu_query[1:].tolist(), num_tokens])
@@ -67,12 +67,12 @@ def test_pieces_and_own_blocks_cover_each_key_once(
     ("num_programs", "pieces"),
     [(16, 8), (32, 4), (48, 2), (64, 2), (72, 3), (96, 1), (128, 1), (144, 3), (264, 1), (1000, 1)],
 )
-def test_pieces_fill_waves_of_an_h200(num_programs: int, pieces: int) -> None:
+def test_number_of_kv_splits_fills_the_multiprocessors_of_an_h200(num_programs: int, pieces: int) -> None:
     assert best_pieces(num_programs, 132) == pieces
 
 
 def attention_of(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return softmax(scores) @ values and log2 of the sums, for scores [tokens, heads, keys]; 0 and -inf without."""
+    """Return softmax(scores) @ values and the log2 of the softmax sums, for scores [tokens, heads, keys]."""
     sums = scores.logsumexp(-1)
     weights = torch.where(sums[..., None] == -torch.inf, 0, (scores - sums[..., None]).exp())
     return torch.einsum("thk,khd->thd", weights, values), sums / np.log(2)
@@ -80,14 +80,14 @@ def attention_of(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("num_tokens", "heads", "dim", "num_parts"), [(1, 16, 256, 3), (5, 3, 7, 2), (3, 8, 64, 9)])
-def test_merged_parts_are_the_attention_to_all_keys(
+def test_merged_split_kv_outputs_equal_attention_to_all_keys(
     num_tokens: int, heads: int, dim: int, num_parts: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(1)
     scores = 3 * torch.randn(num_tokens, heads, 5 * num_parts, dtype=torch.float64)
     values = torch.randn(5 * num_parts, heads, dim, dtype=torch.float64)
     scores[0, :, 5:10] = -torch.inf  # a part without keys
-    scores[-1, 0] = -torch.inf  # and a token without any
+    scores[-1, 0] = -torch.inf  # a token without keys
     whole, _ = attention_of(scores, values)
     found = [attention_of(scores[..., keys], values[keys]) for keys in torch.arange(5 * num_parts).split(5)]
     parts = torch.stack([out for out, _ in found]).to(device, dtype)
@@ -101,7 +101,7 @@ def test_merged_parts_are_the_attention_to_all_keys(
     assert not out[-1, 0].any()
 
 
-def test_a_token_has_the_same_bits_alone_and_among_others(device: str) -> None:
+def test_merged_split_kv_output_of_a_token_is_bit_equal_in_any_batch(device: str) -> None:
     torch.manual_seed(2)
     parts, lse = torch.randn(3, 4, 8, 32, device=device).bfloat16(), torch.randn(3, 4, 8, device=device)
     together = merge_parts(parts, lse, torch.empty_like(parts[0]))
@@ -114,7 +114,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(device: str) -> None:
 @pytest.mark.parametrize(
     "change", [{"parts": (2, 3, 4, 9)}, {"lse": (2, 3, 5)}, {"out": (3, 4, 7)}], ids=lambda change: next(iter(change))
 )
-def test_shapes_that_disagree_are_refused(change: dict[str, tuple[int, ...]]) -> None:
+def test_merging_split_kv_outputs_refuses_mismatched_shapes(change: dict[str, tuple[int, ...]]) -> None:
     sizes = {"parts": (2, 3, 4, 8), "lse": (2, 3, 4), "out": (3, 4, 8)} | change
     with pytest.raises(ValueError, match="need parts"):
         merge_parts(**{name: torch.zeros(size) for name, size in sizes.items()})

@@ -1,4 +1,4 @@
-"""Properties of the reference scan over packed rows."""
+"""Properties of the reference for the SSD scan over packed requests."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def make_pool(dtype: torch.dtype, device: str, filled: tuple[int, ...] = ()) -> 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_scan_matches_the_sequential_recurrence(
+def test_ssd_scan_reference_matches_the_sequential_recurrence(
     groups: int, dtype: torch.dtype, tolerance: float, seed: int, device: str
 ) -> None:
     torch.manual_seed(seed)
@@ -55,13 +55,13 @@ def test_scan_matches_the_sequential_recurrence(
 
 
 def neighbours(packing: str) -> tuple[list[int], list[int]]:
-    """Return the lengths of the requests before and after the one under test."""
+    """Return the lengths of the requests before and after the tested request."""
     return {"alone": ([], []), "behind others": ([3, CHUNK], []), "amid others": ([1], [2 * CHUNK + 5, 0, 1])}[packing]
 
 
 @pytest.mark.parametrize("packing", ["alone", "behind others", "amid others"])
 @pytest.mark.parametrize("tail", [0, 1, CHUNK - 1])
-def test_scan_resumed_at_every_boundary_is_bit_equal(packing: str, tail: int, device: str) -> None:
+def test_ssd_scan_reference_resumed_at_any_block_end_is_bit_equal(packing: str, tail: int, device: str) -> None:
     torch.manual_seed(tail)
     length = 4 * CHUNK + tail
     steps = random_steps(length, device, SHAPE)
@@ -87,8 +87,10 @@ def test_scan_resumed_at_every_boundary_is_bit_equal(packing: str, tail: int, de
     "shape", [SSMShape(2, 5, 7, 1), SSMShape(1, 5, 7, 1), SSMShape(1, 1, 16, 1), SSMShape(3, 5, 1, 1)], ids=str
 )
 @pytest.mark.parametrize("num_before", [1, 64, 20 * 64])
-def test_bits_do_not_depend_on_chunk_offsets(shape: SSMShape, num_before: int, device: str) -> None:
-    """Sizes whose matrices are not aligned after others in memory."""
+def test_ssd_scan_reference_is_bit_equal_at_any_offset_in_the_batch(
+    shape: SSMShape, num_before: int, device: str
+) -> None:
+    """For these sizes, matrices that follow others in memory are not aligned."""
     chunk, spec, slots = 64, RowSpec(128 + 9, 0, 3, 2), (4, *shape.state)
     for seed in range(8):
         torch.manual_seed(seed)
@@ -102,7 +104,7 @@ def test_bits_do_not_depend_on_chunk_offsets(shape: SSMShape, num_before: int, d
         assert same_bits(y[num_before:], expected) and same_bits(after[2], alone[2]), seed
 
 
-def test_first_chunk_of_an_unaligned_prompt_ends_on_an_absolute_multiple(device: str) -> None:
+def test_ssd_scan_chunks_of_a_resumed_prompt_end_at_absolute_multiples(device: str) -> None:
     torch.manual_seed(0)
     steps = random_steps(3 * CHUNK, device, SHAPE)
     pool = make_pool(torch.float32, device)
@@ -116,7 +118,7 @@ def test_first_chunk_of_an_unaligned_prompt_ends_on_an_absolute_multiple(device:
     assert same_bits(pool[0], pool[2])
 
 
-def test_nan_stays_in_its_request_and_padding_gives_zeros(device: str) -> None:
+def test_ssd_scan_reference_keeps_nan_in_its_request_and_zeros_padding(device: str) -> None:
     torch.manual_seed(1)
     clean, poison = random_steps(5, device, SHAPE), random_steps(3, device, SHAPE)
     poison.poison(slice(None))
@@ -129,7 +131,7 @@ def test_nan_stays_in_its_request_and_padding_gives_zeros(device: str) -> None:
     assert same_bits(y[8:13], y[:5]) and same_bits(pool[2], pool[0]) and pool[0].isfinite().all()
 
 
-def test_padding_chunk_stores_nothing(device: str) -> None:
+def test_ssd_scan_reference_stores_no_state_for_a_padding_chunk(device: str) -> None:
     torch.manual_seed(4)
     steps = random_steps(CHUNK + 1, device, SHAPE)
     padded = pack_rows([RowSpec(CHUNK + 1, final=0)], CHUNK, device, num_padding=1)
@@ -141,7 +143,7 @@ def test_padding_chunk_stores_nothing(device: str) -> None:
     assert same_bits(pool, plain)
 
 
-def test_padding_step_touches_nothing(device: str) -> None:
+def test_ssd_scan_reference_of_padding_only_changes_no_state(device: str) -> None:
     pool = make_pool(torch.float32, device)
     before = pool.clone()
     for num_tokens, num_padding in [(0, 0), (0, 2), (3, 2)]:
@@ -152,7 +154,7 @@ def test_padding_step_touches_nothing(device: str) -> None:
     assert same_bits(before, pool)
 
 
-def test_bf16_pool_stores_cast_states_and_carries_exact_ones(device: str) -> None:
+def test_ssd_scan_reference_casts_stored_states_but_carries_exact_ones(device: str) -> None:
     torch.manual_seed(2)
     steps = random_steps(3 * CHUNK + 1, device, SHAPE)
     spec = RowSpec(3 * CHUNK + 1, final=0, boundaries={CHUNK: 1, 2 * CHUNK: 2})
@@ -164,7 +166,7 @@ def test_bf16_pool_stores_cast_states_and_carries_exact_ones(device: str) -> Non
     assert same_bits(stored[:3], exact[:3].bfloat16())
 
 
-def test_outputs_have_the_input_dtype(device: str) -> None:
+def test_ssd_scan_reference_outputs_have_the_input_dtype(device: str) -> None:
     torch.manual_seed(3)
     steps = random_steps(CHUNK + 3, device, SHAPE)
     steps = steps.cast(torch.bfloat16)

@@ -1,6 +1,6 @@
-"""The scan's kernels follow the recurrence for any packing, and resume bit for bit.
+"""The SSD scan kernels match the recurrence in any batch, and resumed results are bitwise equal.
 
-The portable kernel runs compiled and interpreted; the Hopper kernel in every tiling where there is such a GPU.
+The portable kernel runs compiled and interpreted; the Hopper kernel runs with every tiling if there is a Hopper GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,14 +39,14 @@ SLICED = SSMShape(heads=3 if INTERPRETED else 11, head_dim=48, d_state=32, group
 NANO_9B = SSMShape(heads=8, head_dim=80, d_state=128, groups=2)
 NUM_SLOTS = 13
 LONG_CHUNK = 32 if INTERPRETED else 64
-SEVERAL_TILES = 32 if INTERPRETED else 128  # tokens of a chunk; the interpreter takes seconds for 64
+SEVERAL_TILES = 32 if INTERPRETED else 128  # chunk size; the interpreter takes seconds for 64
 TILINGS = [HopperTiling(heads, channels, stages) for heads in (1, 2) for channels in (32, 64) for stages in (2, 3)][:-1]
-"""Three stages of two whole heads, with their float32 output states, do not fit."""
+"""Tilings that fit in shared memory; three stages for two heads and float32 states do not."""
 Scan = Callable[[SSMTokens, SSMWeights, Tensor, PrefillBatch, int], Tensor]
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
 
-# The interpreter multiplies the bits of bf16 matrices as integers.
+# Triton's interpreter multiplies bf16 bit patterns as integers.
 compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bf16 matrix products")
 
 
@@ -65,7 +65,7 @@ def only_where_kernels_run(device: str) -> None:
 
 
 def scan_with(tiling: HopperTiling | None) -> Scan:
-    """Return the scan of one variant."""
+    """Return a function that scans with one kernel variant."""
 
     def scan(tokens: SSMTokens, weights: SSMWeights, pool: Tensor, rows: PrefillBatch, chunk_size: int) -> Tensor:
         shape = tile_shape(chunk_size, tokens.x.dtype)
@@ -110,7 +110,7 @@ OTHER_ORDERS = [pytest.param(chunk, -order, marks=pytest.mark.slow) for chunk, o
 
 
 @pytest.mark.parametrize(("chunk", "order"), ORDERED_CHUNKS + OTHER_ORDERS)
-def test_float32_scan_follows_the_recurrence(
+def test_float32_ssd_scan_matches_the_recurrence(
     chunk: int, order: int, device: str, counted_kernel: CountedKernel
 ) -> None:
     torch.manual_seed(chunk)
@@ -121,14 +121,16 @@ def test_float32_scan_follows_the_recurrence(
 
 
 @pytest.mark.parametrize("chunk", [8, 16, LONG_CHUNK])
-def test_heads_of_several_slices_follow_the_recurrence(chunk: int, device: str, counted_kernel: CountedKernel) -> None:
+def test_ssd_scan_of_heads_cut_into_slices_matches_the_recurrence(
+    chunk: int, device: str, counted_kernel: CountedKernel
+) -> None:
     torch.manual_seed(chunk)
     specs, launched = scan_specs(chunk), counted_kernel.launches
     check_against_recurrence(ssd_scan, specs, chunk, random_steps(num_tokens(specs) + 3, device, SLICED), 1e-5)
-    assert counted_kernel.launches == launched + 2  # 48 channels are 32 and 16
+    assert counted_kernel.launches == launched + 2  # 48 channels are split into 32 and 16
 
 
-def test_lanes_past_the_channels_of_a_slice_are_masked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssd_scan_masks_lanes_beyond_the_channels_of_a_head_slice(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     monkeypatch.setattr(scan_portable, "lanes_of", lambda width, dtype: 2 * width)
     specs = scan_specs(16)
@@ -136,14 +138,14 @@ def test_lanes_past_the_channels_of_a_slice_are_masked(device: str, monkeypatch:
 
 
 @pytest.mark.parametrize("head_dim", range(16, 144, 16))
-def test_slices_cover_a_head_once(head_dim: int) -> None:
+def test_ssd_scan_head_slices_cover_each_channel_once(head_dim: int) -> None:
     slices = head_slices(head_dim)
     assert [channel for one in slices for channel in range(one.first, one.first + one.width)] == [*range(head_dim)]
     assert all(one.width >= 16 and one.width & (one.width - 1) == 0 for one in slices)
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0, 8.0])
-def test_strong_decays_follow_the_recurrence(shift: float, device: str) -> None:
+def test_ssd_scan_with_strong_decays_matches_the_recurrence(shift: float, device: str) -> None:
     torch.manual_seed(12)
     specs = scan_specs(LONG_CHUNK)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -154,21 +156,23 @@ def test_strong_decays_follow_the_recurrence(shift: float, device: str) -> None:
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.9)])
-def test_groups_and_time_step_limits(groups: int, limits: tuple[float, float], device: str) -> None:
+def test_ssd_scan_matches_the_recurrence_with_groups_and_dt_limits(
+    groups: int, limits: tuple[float, float], device: str
+) -> None:
     torch.manual_seed(groups)
     specs = scan_specs(16)
     steps = random_steps(num_tokens(specs), device, replace(SMALL, groups=groups), dt_limit=limits)
     check_against_recurrence(ssd_scan, specs, 16, steps, 1e-5)
 
 
-def test_heads_beyond_a_multiple_of_eight(device: str) -> None:
+def test_ssd_scan_handles_a_number_of_heads_not_divisible_by_8(device: str) -> None:
     torch.manual_seed(0)
     specs = scan_specs(16)[:3]
     shape = SSMShape(heads=11, head_dim=16, d_state=16, groups=1)
     check_against_recurrence(ssd_scan, specs, 16, random_steps(num_tokens(specs) + 1, device, shape), 1e-5)
 
 
-def test_views_of_wider_rows_are_scanned_in_place(device: str) -> None:
+def test_ssd_scan_accepts_views_of_wider_tensors(device: str) -> None:
     torch.manual_seed(3)
     specs = scan_specs(16)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -198,7 +202,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
 @pytest.mark.parametrize("neighbours", [([], []), ([3, 70 if INTERPRETED else 200], []), ([1], [37, 0, 1])])
-def test_resuming_at_every_boundary_is_bit_equal(
+def test_ssd_scan_resumed_at_any_block_end_is_bit_equal(
     tiling: HopperTiling | None,
     shape: SSMShape,
     chunk: int,
@@ -230,7 +234,7 @@ def test_resuming_at_every_boundary_is_bit_equal(
 
 
 @pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
-def test_neighbouring_requests_do_not_matter(
+def test_ssd_scan_of_a_request_ignores_neighbouring_requests(
     tiling: HopperTiling | None, shape: SSMShape, chunk: int, dtype: torch.dtype, device: str
 ) -> None:
     if tiling and device == "cpu":
@@ -250,7 +254,7 @@ def test_neighbouring_requests_do_not_matter(
 
 
 @pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
-def test_bf16_pool_stores_cast_states_and_carries_exact_ones(
+def test_ssd_scan_casts_stored_states_but_carries_exact_ones(
     tiling: HopperTiling | None, shape: SSMShape, chunk: int, dtype: torch.dtype, device: str
 ) -> None:
     if tiling and device == "cpu":
@@ -269,7 +273,7 @@ def test_bf16_pool_stores_cast_states_and_carries_exact_ones(
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tiling", [pytest.param(t, marks=on_hopper) for t in TILINGS])
-def test_hopper_kernel_equals_the_portable_one_bit_for_bit(tiling: HopperTiling, pool_dtype: torch.dtype) -> None:
+def test_hopper_ssd_scan_equals_the_portable_kernel_bit_for_bit(tiling: HopperTiling, pool_dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     specs = scan_specs(256)
     steps = random_steps(num_tokens(specs) + 7, "cuda", LARGE).cast(torch.bfloat16)
@@ -291,8 +295,10 @@ SLOTS_APART = [
 
 
 @pytest.mark.parametrize(("tiling", "pool_dtype"), SLOTS_APART)
-def test_slab_strides_do_not_change_bits(tiling: HopperTiling | None, pool_dtype: torch.dtype, device: str) -> None:
-    """In slabs a layer's states are far apart: other layers' states and KV blocks are between them."""
+def test_ssd_scan_is_bit_equal_with_states_far_apart_in_memory(
+    tiling: HopperTiling | None, pool_dtype: torch.dtype, device: str
+) -> None:
+    """In slabs, states of other layers and KV blocks are between the states of one layer."""
     torch.manual_seed(6)
     shape, chunk, dtype = (SMALL, 16, torch.float32) if tiling is None else (LARGE, 128, torch.bfloat16)
     specs = scan_specs(chunk)
@@ -314,7 +320,7 @@ def test_slab_strides_do_not_change_bits(tiling: HopperTiling | None, pool_dtype
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (128, 64), (128, 128), (80, 128), (112, 64)])
-def test_other_head_shapes_follow_the_recurrence_in_every_variant(head_dim: int, d_state: int) -> None:
+def test_ssd_scan_variants_match_the_recurrence_for_other_head_shapes(head_dim: int, d_state: int) -> None:
     torch.manual_seed(10)
     shape = SSMShape(heads=4, head_dim=head_dim, d_state=d_state, groups=2)
     specs = scan_specs(128)
@@ -333,7 +339,7 @@ def test_other_head_shapes_follow_the_recurrence_in_every_variant(head_dim: int,
 
 @compiled_only
 @pytest.mark.parametrize("tiling", [None, *(pytest.param(t, marks=on_hopper) for t in TILINGS[-1:])])
-def test_bf16_scan_is_as_exact_as_bf16_allows(tiling: HopperTiling | None, device: str) -> None:
+def test_bf16_ssd_scan_error_is_within_bf16_rounding(tiling: HopperTiling | None, device: str) -> None:
     if tiling and device == "cpu":
         pytest.skip("a Hopper kernel")
     torch.manual_seed(6)
@@ -342,7 +348,7 @@ def test_bf16_scan_is_as_exact_as_bf16_allows(tiling: HopperTiling | None, devic
     check_against_recurrence(scan_with(tiling), specs, 64, steps, 4e-3)
 
 
-def test_unsupported_sizes_use_the_reference(device: str, counted_kernel: CountedKernel) -> None:
+def test_ssd_scan_uses_the_reference_for_unsupported_sizes(device: str, counted_kernel: CountedKernel) -> None:
     launched = counted_kernel.launches
     for shape, chunk in [(SSMShape(4, 5, 7, 2), 8), (SMALL, 100)]:
         torch.manual_seed(7)
@@ -351,7 +357,7 @@ def test_unsupported_sizes_use_the_reference(device: str, counted_kernel: Counte
     assert counted_kernel.launches == launched
 
 
-def test_empty_step_touches_nothing(device: str) -> None:
+def test_ssd_scan_of_an_empty_step_changes_no_state(device: str) -> None:
     pool = make_pool(SMALL, torch.float32, device)
     before = pool.clone()
     for length, num_padding in [(0, 0), (0, 2), (3, 2)]:
@@ -363,7 +369,7 @@ def test_empty_step_touches_nothing(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="counts compilations")
-def test_other_batches_lengths_or_boundaries_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssd_scan_does_not_recompile_for_other_batches_or_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     compiled: list[str] = []
@@ -385,7 +391,7 @@ def test_other_batches_lengths_or_boundaries_compile_nothing_new(monkeypatch: py
     assert compiled == []
 
 
-def test_tiles_are_numbered_consecutively_and_cut_at_absolute_positions(
+def test_ssd_scan_tiles_are_consecutive_and_cut_at_absolute_positions(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk, shape = 128, SMALL
@@ -400,7 +406,7 @@ def test_tiles_are_numbered_consecutively_and_cut_at_absolute_positions(
     assert cut is not None and cut.per_chunk == 2
     monkeypatch.setattr(torch, "empty", torch.ones)
     tiles = cut_tiles(steps.tokens.dt, steps.weights, rows, cut, shape.head_dim, torch.bfloat16)
-    # Tokens of 5..64, 64..128 | ..192, ..256 | ..320, ..384 | ..388 ; 300..364, ..370 ; 128..192, ..256
+    # Expected tiles: 5..64, 64..128 | ..192, ..256 | ..320, ..384 | ..388 ; 300..364, ..370 ; 128..192, ..256
     whole = [row * 2 + tile for row, tile in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]]
     dt = steps.weights.time_steps(steps.tokens.dt, torch.float64)
     rate = steps.weights.decay(torch.float64)
@@ -415,7 +421,7 @@ def test_tiles_are_numbered_consecutively_and_cut_at_absolute_positions(
     assert tiles.slots[1] == 7 and (tiles.y == 1).all()
 
 
-def test_mismatched_arguments_are_refused_by_name(device: str) -> None:
+def test_ssd_scan_names_the_mismatched_argument_it_refuses(device: str) -> None:
     steps = random_steps(20, device, SMALL)
     rows, pool = pack_rows([RowSpec(20)], 16, device), make_pool(SMALL, torch.float32, device)
     tokens, weights = steps.tokens, steps.weights
@@ -433,7 +439,7 @@ def test_mismatched_arguments_are_refused_by_name(device: str) -> None:
             ssd_scan(bad_tokens, bad_weights, bad_pool, rows, 16)
 
 
-def test_kernel_matches_the_reference(device: str) -> None:
+def test_ssd_scan_kernel_matches_its_reference(device: str) -> None:
     torch.manual_seed(9)
     specs = scan_specs(32)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -451,8 +457,8 @@ def test_kernel_matches_the_reference(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_cutting_overlapped_with_convolution_gives_the_same_bits(num_padding: int) -> None:
-    """A chain of layers, each of which begins with a GEMM whose output the preparation and the convolution read."""
+def test_ssd_scan_is_bit_equal_when_its_preparation_overlaps_the_conv(num_padding: int) -> None:
+    """Each layer starts with a GEMM whose output is read by the scan's preparation and by the convolution."""
     torch.manual_seed(0)
     heads, head_dim, d_state, groups = 16, 64, 128, 2
     inner, conv_dim = heads * head_dim, heads * head_dim + 2 * groups * d_state
@@ -479,7 +485,7 @@ def test_cutting_overlapped_with_convolution_gives_the_same_bits(num_padding: in
             found += [conv, y, *(pool.clone() for pool in pools)]
         return found
 
-    layers(overlapped=True)  # compiles
+    layers(overlapped=True)  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -36,7 +36,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 WHOLE_TILE = SSMShape(heads=2, head_dim=64, d_state=64, groups=1)
 SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-MOST = 2 if INTERPRETED else 4  # requests
+MOST = 2 if INTERPRETED else 4  # maximum number of requests
 PERIODS = 2 if INTERPRETED else 5
 
 
@@ -54,7 +54,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int, num_drafts: int) -> None:
-    """Decode every request to its `length`, in random batches with random drafts and padding."""
+    """Decode all requests to their `length`, in random batches with random drafts and padding."""
     while open_requests := [request for request in requests.requests if request.computed < length]:
         turns = []
         for request in draw.sample(open_requests, draw.randint(1, len(open_requests))):
@@ -68,13 +68,13 @@ def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int,
 def texts(
     number: int, length: int, device: str, shape: SSMShape = SHAPE, dtype: torch.dtype = torch.float32
 ) -> list[SSMSteps]:
-    """Return texts of one model, followed by more tokens for drafts."""
+    """Return the inputs of random texts, each followed by further tokens for drafts."""
     every = random_steps(number * (length + 9), device, shape, dtype=dtype)
     return [every[i * (length + 9) : (i + 1) * (length + 9)] for i in range(number)]
 
 
 def checkpoint_by_tokens(requests: ReplayedRequests, number: int) -> Tensor:
-    """Return a request's state at its last fold, by single-token steps of the reference."""
+    """Compute a request's state at its last fold with single-token steps of the reference."""
     request = requests.requests[number]
     alone = ReplayedRequests([request.text], SHAPE, requests.ring_len, 1, dtype=requests.pool.dtype)
     alone.pool[1] = requests.initial[request.slot]
@@ -84,7 +84,9 @@ def checkpoint_by_tokens(requests: ReplayedRequests, number: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("num_drafts", "ring_len"), [(0, 4), (0, 16), (3, 8), (8, 4), (5, 16), (7, 32)])
-def test_outputs_and_replay_bases_follow_the_recurrence(num_drafts: int, ring_len: int, op: Op, device: str) -> None:
+def test_replayed_outputs_and_stored_states_match_the_recurrence(
+    num_drafts: int, ring_len: int, op: Op, device: str
+) -> None:
     torch.manual_seed(num_drafts)
     draw = random.Random(num_drafts)
     length = (PERIODS if ring_len < 32 else 2) * ring_len + 3
@@ -97,7 +99,7 @@ def test_outputs_and_replay_bases_follow_the_recurrence(num_drafts: int, ring_le
 
 
 @pytest.mark.parametrize("seed", range(1 if INTERPRETED else 6))
-def test_float64_reference_follows_the_recurrence_over_long_texts(seed: int) -> None:
+def test_float64_state_replay_matches_the_recurrence_over_long_texts(seed: int) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
     length, ring_len, num_drafts = 150, draw.choice([4, 8, 16, 32]), draw.randint(0, 8)
@@ -118,10 +120,10 @@ def test_float64_reference_follows_the_recurrence_over_long_texts(seed: int) -> 
     ("shape", "inputs"),
     [(SHAPE, torch.float32), pytest.param(WHOLE_TILE, torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda])],
 )
-def test_replay_bases_depend_only_on_tokens(
+def test_stored_replay_states_depend_only_on_the_tokens(
     shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """For any drafts, accepted tokens, batch and capacity: the bits of single-token steps."""
+    """They are bitwise equal to single-token steps for any drafts, accepted tokens, batch and capacity."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 3)))
     ring_len = data.draw(st.sampled_from([4, 8] if INTERPRETED else [4, 8, 16, 32]))
@@ -147,7 +149,7 @@ def test_replay_bases_depend_only_on_tokens(
         assert same_bits(one_by_one.pool[request.slot], requests.pool[request.slot])
 
 
-def test_float32_replay_bases_equal_window_states_bit_for_bit(op: Op, device: str) -> None:
+def test_float32_replay_equals_state_verify_bit_for_bit(op: Op, device: str) -> None:
     torch.manual_seed(1)
     ring_len, length = 8, 17
     requests = ReplayedRequests(texts(2, length, device), SHAPE, ring_len, 4)
@@ -160,8 +162,8 @@ def test_float32_replay_bases_equal_window_states_bit_for_bit(op: Op, device: st
         assert request.folded > 0 and same_bits(pool[0], requests.pool[request.slot])
 
 
-def test_request_may_start_anywhere(op: Op, device: str) -> None:
-    """Prefill leaves a replay base at any position, and an empty ring."""
+def test_state_replay_may_start_at_any_position(op: Op, device: str) -> None:
+    """After prefill, the stored state may be at any position, and the ring is empty."""
     torch.manual_seed(2)
     requests = ReplayedRequests(texts(2, 30, device), SHAPE, 8, 3, starts=[5, 11])
     decode(requests, op, random.Random(2), 29, 2)
@@ -173,7 +175,7 @@ def test_request_may_start_anywhere(op: Op, device: str) -> None:
         )
 
 
-def test_nan_of_a_kept_token_stays_in_its_request_from_there_on(op: Op, device: str) -> None:
+def test_nan_token_in_state_replay_affects_only_later_tokens_of_its_request(op: Op, device: str) -> None:
     torch.manual_seed(3)
     requests = ReplayedRequests(texts(2, 9, device), SHAPE, 8, 4)
     bad, good = requests.requests
@@ -184,7 +186,7 @@ def test_nan_of_a_kept_token_stays_in_its_request_from_there_on(op: Op, device: 
 
 
 @BOTH_POOLS
-def test_bf16_states_lose_precision_once_per_ring(dtype: torch.dtype, op: Op, device: str) -> None:
+def test_bf16_replay_states_are_cast_once_per_ring_length(dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(4)
     requests = ReplayedRequests(texts(1, 9, device), SHAPE, 4, 9, dtype=dtype)
     (request,) = requests.requests
@@ -210,7 +212,7 @@ KERNEL_SHAPES = [
 
 @BOTH_POOLS
 @pytest.mark.parametrize(("shape", "kernel", "width"), KERNEL_SHAPES)
-def test_kernel_matches_the_reference(
+def test_state_replay_kernel_matches_its_reference(
     shape: SSMShape, kernel: str, width: int, dtype: torch.dtype, device: str
 ) -> None:
     if device == "cpu" and not INTERPRETED:
@@ -222,7 +224,7 @@ def test_kernel_matches_the_reference(
 def compare_with_twin(
     tiling: ReplayTiling, shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, device: str, num_rows: int = 3
 ) -> None:
-    """Compare a kernel's step with its reference's, from the same replay bases and rings."""
+    """Compare a step of the kernel with one of the reference, from the same states and rings."""
     torch.manual_seed(shape.d_state)
     ring_len, most = 8, 9
     mine = ReplayedRequests(
@@ -237,9 +239,9 @@ def compare_with_twin(
     y = replay_tiled(*arguments, mine.pool, mine.ring, rows, ring_len, tiling)
     expected = state_replay_ref(*arguments, its_pool, its_ring, rows, ring_len)
     exact = inputs == dtype == torch.float32
-    rounding = 2**-21 * expected.abs().max().item()  # a few, of sums whose terms cancel
+    rounding = 2**-21 * expected.abs().max().item()  # a few rounding errors of sums whose terms cancel
     torch.testing.assert_close(y, expected, rtol=2e-5 if exact else 1e-2, atol=max(2e-5, rounding) if exact else 2e-2)
-    # Rounding to bf16 may go either way where fp32 results differ in their last bits.
+    # If fp32 results differ in their last bits, they may round to different bf16 values.
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(mine.pool, its_pool, rtol=rtol, atol=1e-5, equal_nan=True)
     for found, held in zip(ring_tensors(mine.ring), ring_tensors(its_ring), strict=True):
@@ -247,7 +249,7 @@ def compare_with_twin(
 
 
 @pytest.mark.parametrize("number", [1, 3 if INTERPRETED else 63])
-def test_any_batch_size(number: int, op: Op, device: str) -> None:
+def test_state_replay_works_for_any_batch_size(number: int, op: Op, device: str) -> None:
     torch.manual_seed(5)
     every = texts(number, 3, device)
     requests = ReplayedRequests(every, SHAPE, 4, 3)
@@ -257,14 +259,14 @@ def test_any_batch_size(number: int, op: Op, device: str) -> None:
         torch.testing.assert_close(request.outputs[0].double(), outputs, rtol=1e-5, atol=1e-5)
 
 
-def test_empty_batch_gives_zeros(device: str) -> None:
+def test_state_replay_of_padding_only_gives_zeros(device: str) -> None:
     steps = random_steps(3, device, SHAPE)
     requests = ReplayedRequests([steps], SHAPE, 4, 1)
     y = state_replay(steps.tokens, steps.weights, requests.pool, requests.ring, requests.rows([]), 4)
     assert y.shape == steps.tokens.x.shape and (y == 0).all()
 
 
-def test_inputs_may_be_views_and_pool_and_rings_strided(op: Op, device: str) -> None:
+def test_state_replay_accepts_input_views_and_strided_pools_and_rings(op: Op, device: str) -> None:
     torch.manual_seed(7)
     steps = random_steps(3, device, SHAPE)
     wide = torch.full((3, 200), float("nan"), device=device)
@@ -274,7 +276,7 @@ def test_inputs_may_be_views_and_pool_and_rings_strided(op: Op, device: str) -> 
     x, dt, B, C = views
     strided = SSMTokens(x.unflatten(1, (4, 5)), dt, B.unflatten(1, (2, 7)), C.unflatten(1, (2, 7)))
     pools = torch.randn(3, 2, *SHAPE.state, device=device)
-    plain = poisoned_ring(2, 4, 3, SHAPE, device, spare=(0, 3))  # as many entries of x as of the rest
+    plain = poisoned_ring(2, 4, 3, SHAPE, device, spare=(0, 3))  # equally many entries for x and the rest
     capacity = plain.capacity
     one_allocation = torch.full((2, capacity, 2, 100), float("nan"), device=device)
     segments = one_allocation[:, :, 1]
@@ -307,7 +309,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_state_replay_refuses_mismatched_arguments(name: str) -> None:
     change, reason = BAD_CALLS[name]
     requests = ReplayedRequests(texts(1, 3, "cpu"), SHAPE, 4, 3)
     step = requests.requests[0].text[:3]
@@ -319,7 +321,7 @@ def test_mismatched_arguments_are_refused(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("inputs", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda])])
-def test_replay_error_over_4096_tokens_is_at_most_the_window_error(inputs: torch.dtype, device: str) -> None:
+def test_replay_error_over_4096_tokens_is_at_most_that_of_state_verify(inputs: torch.dtype, device: str) -> None:
     """Relative to the fp64 recurrence; bf16 states, rounded once per ring instead of per token, are far better.
 
     The errors of states are means over all folds: that of one fold depends on the few tokens before it.
@@ -329,7 +331,7 @@ def test_replay_error_over_4096_tokens_is_at_most_the_window_error(inputs: torch
     shape, length = whole_tiles if device == "cuda" else small, 4096
     text = random_steps(length, device, shape)
     steps = text.tokens.dt
-    steps.sub_(3)  # decays that keep a token for tens of tokens
+    steps.sub_(3)  # weak decays: a token has an effect for tens of tokens
     text = text.cast(inputs)
     outputs, states = text.recurrence(torch.zeros(shape.state, device=device))
     folds = range(16, length, 16)
@@ -381,7 +383,7 @@ WHOLE_TILES = [
 @BOTH_POOLS
 @pytest.mark.parametrize("shape", WHOLE_TILES)
 @pytest.mark.parametrize("kernel", ["sums", "mma"])
-def test_gluon_kernels_match_the_reference(kernel: str, shape: SSMShape, dtype: torch.dtype) -> None:
+def test_gluon_state_replay_kernels_match_the_reference(kernel: str, shape: SSMShape, dtype: torch.dtype) -> None:
     width = hopper_width(shape.head_dim, shape.d_state)
     if not is_hopper(torch.device("cuda")) or not has_tested_gluon() or width is None:
         pytest.skip("needs Hopper, and a Gluon that was tested")
@@ -395,10 +397,10 @@ def test_gluon_kernels_match_the_reference(kernel: str, shape: SSMShape, dtype: 
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 16])
 @pytest.mark.parametrize("kernel", ["portable", "sums", "mma"])
-def test_every_kernel_writes_the_replay_bases_of_the_boundary_fold(
+def test_every_replay_kernel_stores_the_same_state_as_the_boundary_op(
     kernel: str, ring_len: int, dtype: torch.dtype
 ) -> None:
-    """Fold several multiples in one step; outputs before a token of NaN stay finite."""
+    """A step may span several multiples of the fold length; outputs before a NaN token stay finite."""
     if kernel != "portable" and not (is_hopper(torch.device("cuda")) and has_tested_gluon()):
         pytest.skip("needs Hopper, and a Gluon that was tested")
     torch.manual_seed(11)
@@ -432,7 +434,7 @@ def test_every_kernel_writes_the_replay_bases_of_the_boundary_fold(
 @needs_cuda
 @BOTH_POOLS
 @pytest.mark.parametrize("shape", [SHAPE, WHOLE_TILES[0]])
-def test_replayed_graph_reads_new_inputs(shape: SSMShape, dtype: torch.dtype) -> None:
+def test_state_replay_in_a_replayed_graph_reads_new_inputs(shape: SSMShape, dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     requests = ReplayedRequests(
         [text.cast(torch.bfloat16) for text in texts(3, 40, "cuda", shape)], shape, 8, 4, dtype=dtype
@@ -469,7 +471,7 @@ ROW_TENSORS = ("cu_tokens", "slots", "buffers", "folded", "computed")
 @needs_cuda
 @pytest.mark.parametrize(("stride", "dtype"), [(2**31 + 16, torch.bfloat16), (2**30 + 16, torch.float32)])
 @pytest.mark.parametrize("num_drafts", [0, 7])
-def test_offsets_past_32_bits(num_drafts: int, stride: int, dtype: torch.dtype) -> None:
+def test_state_replay_handles_offsets_beyond_32_bits(num_drafts: int, stride: int, dtype: torch.dtype) -> None:
     num_bytes = 2 * (3 * stride + 2**20) * dtype.itemsize
     if num_bytes > torch.cuda.mem_get_info()[0]:
         pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of free device memory")

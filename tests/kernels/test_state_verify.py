@@ -1,4 +1,4 @@
-"""Properties of the state update over a base token and drafts of each request, for kernel and reference.
+"""Properties of the state update over base tokens and drafts, for kernel and reference.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -47,7 +47,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def seeds(count: int) -> range:
-    """Return random seeds; few of them where a kernel takes seconds."""
+    """Return random seeds, only a few of them for slow kernels."""
     return range(max(1, count // 10) if INTERPRETED else count)
 
 
@@ -57,7 +57,9 @@ def make_pool(num_slots: int, dtype: torch.dtype, device: str, filled: set[int])
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("slots", [[6], [5, PAD_SLOT, 0], [PAD_SLOT, 3, 7, 1]])
-def test_one_token_is_one_step_of_the_recurrence(groups: int, slots: list[int], op: Op, device: str) -> None:
+def test_state_verify_of_one_token_is_one_step_of_the_recurrence(
+    groups: int, slots: list[int], op: Op, device: str
+) -> None:
     torch.manual_seed(groups)
     step = random_steps(len(slots), device, replace(SHAPE, groups=groups))
     written = set(slots) - {PAD_SLOT}
@@ -75,7 +77,7 @@ def test_one_token_is_one_step_of_the_recurrence(groups: int, slots: list[int], 
     assert_untouched(before, pool, written)
 
 
-def test_nan_padding_touches_nothing(op: Op, device: str) -> None:
+def test_state_verify_ignores_padding_of_nan(op: Op, device: str) -> None:
     step = random_steps(3, device, SHAPE)
     step.poison(slice(None))
     pool = poisoned_pool((NUM_SLOTS, *SHAPE.state), torch.float32, device, filled=(0, 1))
@@ -84,7 +86,7 @@ def test_nan_padding_touches_nothing(op: Op, device: str) -> None:
     assert same_bits(before, pool) and (y == 0).all()
 
 
-def test_bf16_pool_stores_the_cast_state(op: Op, device: str) -> None:
+def test_state_verify_casts_the_stored_state_to_bf16(op: Op, device: str) -> None:
     torch.manual_seed(3)
     step = random_steps(1, device, SHAPE)
     rows = one_token_rows([2], device)
@@ -93,12 +95,12 @@ def test_bf16_pool_stores_the_cast_state(op: Op, device: str) -> None:
     y_stored = op(step.tokens, step.weights, stored, rows)
     y_exact = op(step.tokens, step.weights, exact, rows)
     assert same_bits(stored[2], exact[2].bfloat16())
-    torch.testing.assert_close(y_stored, y_exact, rtol=1e-5, atol=1e-5)  # the sum's order may differ
+    torch.testing.assert_close(y_stored, y_exact, rtol=1e-5, atol=1e-5)  # the order of the sum may differ
 
 
 @BOTH_POOLS
 @pytest.mark.parametrize("seed", seeds(20))
-def test_request_equals_single_token_steps_bit_for_bit(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
+def test_state_verify_equals_single_token_steps_bit_for_bit(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(seed)
     specs = random_verify_specs(seed, num_slots := 60)
     step = random_steps(sum(spec.length for spec in specs), device, replace(SHAPE, groups=1 + seed % 2))
@@ -125,7 +127,9 @@ def test_request_equals_single_token_steps_bit_for_bit(seed: int, dtype: torch.d
 
 @BOTH_POOLS
 @pytest.mark.parametrize("seed", seeds(8))
-def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
+def test_state_verify_is_unaffected_by_drafts_rejected_before(
+    seed: int, dtype: torch.dtype, op: Op, device: str
+) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
     length = 12 if INTERPRETED else 40
@@ -138,7 +142,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
         num_drafts = min(draw.randint(0, 8), length - position - 1)
         kept = draw.randint(1, 1 + num_drafts)
         tokens = text[position : position + 1 + num_drafts]
-        tokens.poison(slice(kept, None))  # wrong drafts, and nothing of them may be read again
+        tokens.poison(slice(kept, None))  # rejected drafts, which must not be read later
         spec = VerifySpec(1 + num_drafts, columns, accepted)
         y = op(tokens.tokens, tokens.weights, pool, pack_verify([spec], device))
         for j in range(kept):
@@ -150,7 +154,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("num_drafts", range(0, 9, 4 if INTERPRETED else 1))
-def test_states_and_outputs_match_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
+def test_state_verify_matches_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
     torch.manual_seed(num_drafts)
     length = 1 + num_drafts
     step = random_steps(2 * length, device, SHAPE)
@@ -166,7 +170,7 @@ def test_states_and_outputs_match_the_prefill_scan(num_drafts: int, op: Op, devi
         torch.testing.assert_close(pool[spec.columns[num_drafts]], scanned[row.final], rtol=2e-5, atol=2e-5)
 
 
-def test_nan_stays_in_its_request_and_spare_tokens_belong_to_none(op: Op, device: str) -> None:
+def test_state_verify_keeps_nan_in_its_request_and_zeros_extra_tokens(op: Op, device: str) -> None:
     torch.manual_seed(4)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
     step = random_steps(8, device, SHAPE)
@@ -180,7 +184,7 @@ def test_nan_stays_in_its_request_and_spare_tokens_belong_to_none(op: Op, device
     assert_untouched(before, pool, set(range(6)))
 
 
-def test_outputs_have_the_input_dtype(op: Op, device: str) -> None:
+def test_state_verify_outputs_have_the_input_dtype(op: Op, device: str) -> None:
     torch.manual_seed(5)
     step = random_steps(3, device, SHAPE)
     step = step.cast(torch.bfloat16)
@@ -203,7 +207,9 @@ def test_outputs_have_the_input_dtype(op: Op, device: str) -> None:
         (SSMShape(heads=1, head_dim=80, d_state=33, groups=1), 64),
     ],
 )
-def test_kernel_matches_the_reference(shape: SSMShape, width: int, dtype: torch.dtype, device: str) -> None:
+def test_state_verify_kernel_matches_its_reference(
+    shape: SSMShape, width: int, dtype: torch.dtype, device: str
+) -> None:
     torch.manual_seed(shape.d_state)
     specs = [VerifySpec(3, (3, 1, 6, 5), accepted=4), VerifySpec(2), VerifySpec(1, (4, 8, 9), accepted=2)]
     steps = random_steps(8, device, shape, dt_limit=(0.1, 1.5))
@@ -212,14 +218,14 @@ def test_kernel_matches_the_reference(shape: SSMShape, width: int, dtype: torch.
     y = state_verify(steps.tokens, steps.weights, pool, rows, VerifyTiling(width, num_warps=4, max_registers=128))
     expected = state_verify_ref(steps.tokens, steps.weights, expected_pool, rows)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5 if dtype == torch.float32 else 2e-2)
-    # Rounding to bf16 may go either way where fp32 results differ in their last bits.
+    # If fp32 results differ in their last bits, they may round to different bf16 values.
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(pool, expected_pool, rtol=rtol, atol=1e-5, equal_nan=True)
     assert_untouched(expected_pool, pool, {1, 3, 4, 6})
 
 
-def test_small_time_steps_keep_their_precision(op: Op, device: str) -> None:
-    """The state holds only the first token's input: dt * B * x."""
+def test_state_verify_keeps_the_precision_of_small_time_steps(op: Op, device: str) -> None:
+    """The state contains only the input of the first token, dt * B * x."""
     steps = random_steps(1, device, SSMShape(heads=32, head_dim=1, d_state=1, groups=1))
     steps.tokens.x.fill_(1)
     steps.tokens.B.fill_(1)
@@ -231,7 +237,7 @@ def test_small_time_steps_keep_their_precision(op: Op, device: str) -> None:
     torch.testing.assert_close(pool.flatten().double(), exact, rtol=1e-6, atol=0)
 
 
-def test_infinite_and_nan_time_steps_are_kept(op: Op, device: str) -> None:
+def test_state_verify_handles_infinite_and_nan_time_steps(op: Op, device: str) -> None:
     steps = random_steps(1, device, SSMShape(heads=3, head_dim=1, d_state=1, groups=1))
     steps.tokens.dt.copy_(torch.tensor([-float("inf"), float("nan"), 200.0], device=device))
     pool = torch.ones(1, 3, 1, 1, device=device)
@@ -239,7 +245,7 @@ def test_infinite_and_nan_time_steps_are_kept(op: Op, device: str) -> None:
     assert pool[0, 0] == 1 and pool[0, 1].isnan() and pool[0, 2].isfinite()
 
 
-def test_inputs_may_be_views_and_the_pool_strided(op: Op, device: str) -> None:
+def test_state_verify_accepts_input_views_and_a_strided_state_pool(op: Op, device: str) -> None:
     torch.manual_seed(7)
     steps, shape = random_steps(3, device, SHAPE), SHAPE
     wide = torch.full((3, 200), float("nan"), device=device)
@@ -257,7 +263,7 @@ def test_inputs_may_be_views_and_the_pool_strided(op: Op, device: str) -> None:
     assert same_bits(layers[:, 1], plain) and same_bits(layers[:, 0], other_layer)
 
 
-def test_float64_uses_the_reference(device: str) -> None:
+def test_state_verify_uses_the_reference_for_float64(device: str) -> None:
     steps = random_steps(2, device, SHAPE, dtype=torch.float64)
     pool = torch.randn(NUM_SLOTS, *SHAPE.state, dtype=torch.float64, device=device)
     expected_pool, rows = pool.clone(), pack_verify([VerifySpec(2, (1, 3))], device)
@@ -267,7 +273,7 @@ def test_float64_uses_the_reference(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_empty_batch_gives_zeros(num_tokens: int, device: str) -> None:
+def test_state_verify_of_padding_only_gives_zeros(num_tokens: int, device: str) -> None:
     steps = random_steps(num_tokens, device, SHAPE)
     pool = make_pool(2, torch.float32, device, set())
     rows = DecodeBatch(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
@@ -276,11 +282,11 @@ def test_empty_batch_gives_zeros(num_tokens: int, device: str) -> None:
 
 
 BAD_CALLS = {
-    "heads": (lambda t, w, p, r: (replace(t, B=t.B[:, :0], C=t.C[:, :0]), w, p, r), "multiple of the groups"),
+    "heads": (lambda t, w, p, r: (replace(t, B=t.B[:, :0], C=t.C[:, :0]), w, p, r), "number of groups must divide"),
     "dt": (lambda t, w, p, r: (replace(t, dt=t.dt[:, :1]), w, p, r), "need dt"),
     "C": (lambda t, w, p, r: (replace(t, C=t.C[:, :, :1]), w, p, r), "need C"),
     "D": (lambda t, w, p, r: (t, replace(w, D=w.D[:1]), p, r), "need D"),
-    "channels": (lambda t, w, p, r: (replace(t, x=t.x.mT.contiguous().mT), w, p, r), "need x contiguous"),
+    "channels": (lambda t, w, p, r: (replace(t, x=t.x.mT.contiguous().mT), w, p, r), "x must be contiguous within"),
     "pool": (lambda t, w, p, r: (t, w, p[:, :, 1:], r), "ssm_pool"),
     "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "contiguous states"),
     "pool's device": (lambda t, w, p, r: (t, w, p.to("meta"), r), "ssm_pool"),
@@ -292,7 +298,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_state_verify_refuses_mismatched_arguments(name: str) -> None:
     change, reason = BAD_CALLS[name]
     steps, pool = random_steps(3, "cpu", SHAPE), make_pool(4, torch.float32, "cpu", {0})
     with pytest.raises(ValueError, match=reason):
@@ -306,7 +312,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @needs_cuda
 @BOTH_POOLS
 @pytest.mark.parametrize("shape", [SHAPE, SSMShape(heads=8, head_dim=64, d_state=128, groups=2)])
-def test_replayed_graph_reads_new_inputs(shape: SSMShape, dtype: torch.dtype) -> None:
+def test_state_verify_in_a_replayed_graph_reads_new_inputs(shape: SSMShape, dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     steps, pool = random_steps(20, "cuda", shape), torch.randn(40, *shape.state, device="cuda").to(dtype)
     lengths = ((3, 4, 1), (1, 1, 1), (5, 0, 9), (2, 6, 4))
@@ -344,7 +350,7 @@ def test_replayed_graph_reads_new_inputs(shape: SSMShape, dtype: torch.dtype) ->
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize(("slot_stride", "dtype"), [(2**31 + 16, torch.bfloat16), (2**30 + 16, torch.float32)])
-def test_offsets_past_32_bits(slot_stride: int, dtype: torch.dtype) -> None:
+def test_state_verify_handles_offsets_beyond_32_bits(slot_stride: int, dtype: torch.dtype) -> None:
     num_bytes = (3 * slot_stride + 2**20) * dtype.itemsize
     if num_bytes > torch.cuda.mem_get_info()[0]:
         pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of free device memory")

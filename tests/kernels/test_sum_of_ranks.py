@@ -1,4 +1,4 @@
-"""The sum of the ranks' expert outputs of each token: in rank order, for any number of tokens."""
+"""The sum of expert outputs over ranks is taken in rank order, for any number of tokens."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -18,7 +18,7 @@ OPS = [sum_of_ranks, sum_of_ranks_ref]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_addend", [True, False])
 @pytest.mark.parametrize(("shape", "num_tokens"), [((2, 1, 8), 1), ((4, 9, 1100), 5), ((3, 6, 64), 6)])
-def test_each_token_gets_the_sum_of_its_rows(
+def test_rank_sum_adds_the_expert_outputs_of_each_token_over_all_ranks(
     shape: tuple[int, int, int], num_tokens: int, has_addend: bool, dtype: torch.dtype, op: object, device: str
 ) -> None:
     torch.manual_seed(num_tokens)
@@ -29,7 +29,7 @@ def test_each_token_gets_the_sum_of_its_rows(
     torch.testing.assert_close(op(parts, num_tokens, addend), expected.to(dtype))
 
 
-def test_kernel_equals_the_reference_in_any_batch_bit_for_bit(device: str) -> None:
+def test_rank_sum_kernel_equals_its_reference_bit_for_bit_in_any_batch(device: str) -> None:
     torch.manual_seed(0)
     parts = torch.randn(4, 7, 300, device=device).bfloat16()
     together = sum_of_ranks(parts, 7)
@@ -38,11 +38,11 @@ def test_kernel_equals_the_reference_in_any_batch_bit_for_bit(device: str) -> No
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_no_tokens(op: object, device: str) -> None:
+def test_rank_sum_accepts_zero_tokens(op: object, device: str) -> None:
     assert op(torch.randn(2, 3, 8, device=device), 0).shape == (0, 8)
 
 
-def test_other_token_counts_compile_nothing_new(
+def test_rank_sum_does_not_recompile_for_other_token_counts(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
 ) -> None:
     sums = compile_for_hopper(sum_of_ranks_module, "_sum_of_ranks_kernel")

@@ -1,4 +1,4 @@
-"""The sampling kernels keep the tokens of the definitions, and sample like their reference."""
+"""The sampling kernels keep the tokens that the definitions keep, and sample like their reference."""
 
 import math
 from collections.abc import Sequence
@@ -62,7 +62,9 @@ def uniforms_of(count: int) -> Tensor:
     ("vocab_size", "spread", "dtype"),
     [(5, 1.0, torch.float32), (4097, 0.3, torch.float32), (8999, 3.0, torch.bfloat16), (4096, 2.0, torch.float16)],
 )
-def test_kernels_sample_the_tokens_of_the_reference(vocab_size: int, spread: float, dtype: torch.dtype) -> None:
+def test_sampling_kernels_pick_the_same_tokens_as_the_reference(
+    vocab_size: int, spread: float, dtype: torch.dtype
+) -> None:
     torch.manual_seed(vocab_size)
     logits = (torch.randn(len(SETTINGS), vocab_size) * spread).to(dtype)
     logits[:, 3] = -torch.inf
@@ -73,8 +75,8 @@ def test_kernels_sample_the_tokens_of_the_reference(vocab_size: int, spread: flo
 
 @needs_kernels
 @pytest.mark.parametrize("chosen", [(1.0, 0, 0.5012345), (1.0, 20, 0.0), (1.0, 4500, 0.3012345)], ids=str)
-def test_equal_logits_keep_the_first_tokens(chosen: Setting) -> None:
-    """The tied tokens outnumber the lists, so that whole rows are searched."""
+def test_sampling_kernels_keep_the_first_tokens_of_equal_logits(chosen: Setting) -> None:
+    """There are more equal logits than a list can hold, so whole rows are searched."""
     num_rows = 2 if INTERPRETED else len(UNIFORMS)
     rows, uniforms = rows_of(torch.zeros(num_rows, 5000), [chosen] * num_rows), uniforms_of(num_rows)
     num_kept = math.ceil((chosen[1] or 5000) * (chosen[2] or 1))
@@ -83,7 +85,7 @@ def test_equal_logits_keep_the_first_tokens(chosen: Setting) -> None:
 
 
 @needs_kernels
-def test_token_does_not_depend_on_the_batch() -> None:
+def test_sampled_token_does_not_depend_on_the_batch() -> None:
     torch.manual_seed(2)
     rows, uniforms = rows_of(torch.randn(8, 5000), SETTINGS), uniforms_of(8)
     together = sample_tokens(rows, uniforms).tolist()
@@ -101,7 +103,7 @@ def test_token_does_not_depend_on_the_batch() -> None:
 
 
 @needs_kernels
-def test_rows_of_nan_sample_some_token_but_never_a_masked_one() -> None:
+def test_nan_logits_sample_a_valid_token_but_never_a_masked_one() -> None:
     logits = torch.full((5, 4100), -torch.inf)
     logits[1] = torch.nan
     logits[2, 4099], logits[2, 7] = 3.0, torch.nan
@@ -116,8 +118,8 @@ def test_rows_of_nan_sample_some_token_but_never_a_masked_one() -> None:
 @needs_kernels
 @pytest.mark.parametrize("top_k", [2, 7, 50])
 @pytest.mark.parametrize("logits", [(1.3,), (-0.7,), (0.0,), (3e30,), (2.1, 2.1, 2.1), (2.1, -4.0), (5.5, 1e-3, 1e-3)])
-def test_row_with_fewer_tokens_than_top_k_keeps_all(logits: Sequence[float], top_k: int) -> None:
-    """A grammar may allow a single token: it must not matter which logits equal the largest one."""
+def test_all_unmasked_tokens_are_kept_if_fewer_than_top_k(logits: Sequence[float], top_k: int) -> None:
+    """A grammar may allow a single token; then it does not matter which logit is the largest."""
     kept_tokens = torch.tensor([4099, 17, 4095][: len(logits)])
     row = torch.full((1, 4100), -torch.inf)
     row[0, kept_tokens] = torch.tensor(logits)
@@ -130,7 +132,7 @@ def test_row_with_fewer_tokens_than_top_k_keeps_all(logits: Sequence[float], top
 
 
 @needs_kernels
-def test_greedy_row_of_nan_takes_the_same_token_in_any_step() -> None:
+def test_greedy_token_of_nan_logits_is_the_same_in_any_batch() -> None:
     logits = torch.full((4, 8200), -torch.inf)
     logits[1], logits[2, 4100] = torch.nan, torch.nan
     logits[3, 8199] = -3e38
@@ -142,14 +144,14 @@ def test_greedy_row_of_nan_takes_the_same_token_in_any_step() -> None:
 
 
 @needs_kernels
-def test_empty_batch_samples_nothing() -> None:
+def test_sampling_kernels_accept_an_empty_batch() -> None:
     assert sample_tokens(rows_of(torch.empty(3, 9), [(1.0, 0, 0.0)] * 3), torch.empty(3, device=DEVICE)).shape == (3,)
     none = SamplingRows(torch.empty(0, 9, device=DEVICE), *(torch.empty(0, device=DEVICE) for _ in range(3)))
     assert sample_tokens(none, torch.empty(0, device=DEVICE)).tolist() == []
 
 
 CASES = st.tuples(
-    # Few distinct logits make ties.
+    # Few distinct logits cause ties.
     st.lists(st.sampled_from([-3.5, -1.0, -0.0, 0.0, 0.25, 2.0, -math.inf]), min_size=9, max_size=9),
     st.sampled_from([0.5, 1.0, 3.0]),
     st.sampled_from([0, 2, 3, 5, 9, 30]),
@@ -160,10 +162,10 @@ CASES = st.tuples(
 @needs_kernels
 @settings(max_examples=4 if INTERPRETED else 150, deadline=None)
 @given(st.lists(CASES, min_size=1, max_size=3), st.integers(0, 2**30))
-def test_exactly_the_tokens_of_the_definitions_are_kept(
+def test_sampling_kernels_keep_exactly_the_top_k_and_top_p_tokens(
     cases: list[tuple[list[float], float, int, float]], seed: int
 ) -> None:
-    """The kept tokens may be anywhere in a row of two tiles; all other tokens are improbable."""
+    """Kept tokens may be anywhere in a row of two tiles; all other tokens have low probabilities."""
     kept_tokens = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))[:9].sort().values
     logits = torch.full((len(cases), 5000), -40.0)
     logits[:, kept_tokens] = torch.tensor([case[0] for case in cases])
@@ -188,7 +190,7 @@ def test_exactly_the_tokens_of_the_definitions_are_kept(
 @needs_kernels
 @pytest.mark.skipif(INTERPRETED, reason="takes too long")
 @pytest.mark.parametrize("chosen", [(1.0, 0, 0.0), (0.7, 0, 0.9), (1.3, 40, 0.0), (1.0, 100, 0.95)], ids=str)
-def test_frequencies_follow_the_probabilities(chosen: Setting) -> None:
+def test_sampled_token_frequencies_follow_the_probabilities(chosen: Setting) -> None:
     torch.manual_seed(3)
     num_draws = 20_000
     logits = torch.randn(1, 6000) * 2

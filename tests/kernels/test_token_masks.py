@@ -1,4 +1,4 @@
-"""Masked tokens: the kernel writes what its reference writes, and nothing else."""
+"""The mask kernel writes the same logits as its reference, and no others."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.kernels.packed_batches import same_bits
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_logits", "vocab_size", "rows"), [(3, 96, [1]), (5, 4097, [4, 0, 2]), (2, 33, [])])
-def test_kernel_masks_what_the_reference_masks(
+def test_token_mask_kernel_equals_its_reference(
     num_logits: int, vocab_size: int, rows: list[int], dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(vocab_size)
@@ -30,7 +30,7 @@ def test_kernel_masks_what_the_reference_masks(
             assert bool(found[row, token].isneginf()) is not is_allowed
 
 
-def test_mismatched_arguments_are_refused(device: str) -> None:
+def test_token_mask_refuses_mismatched_arguments(device: str) -> None:
     logits = torch.zeros(2, 64, device=device)
     rows = torch.zeros(1, dtype=torch.int32, device=device)
     masks = torch.zeros(1, 2, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Properties of SSM chunks cut at packed positions."""
+"""Properties of chunk metadata for requests that are split at packed positions."""
 
 from itertools import accumulate
 
@@ -18,17 +18,17 @@ def as_lists(lengths: list[int], chunk_size: int, device: str = "cpu") -> tuple[
     return cu_chunks.tolist(), last.tolist(), rows.tolist()
 
 
-def test_chunks_of_a_known_packing(device: str) -> None:
+def test_varlen_chunks_match_a_worked_example(device: str) -> None:
     assert as_lists([5, 0, 4, 1], 4, device) == ([0, 4, 5, 8, 9, 10], [1, -1, 3, 4], [0, 0, 2, 2, 3])
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
-def test_no_tokens_give_no_chunks(lengths: list[int], device: str) -> None:
+def test_varlen_chunks_of_an_empty_batch_are_empty(lengths: list[int], device: str) -> None:
     assert as_lists(lengths, 4, device) == ([0], [-1] * len(lengths), [])
 
 
 @given(st.lists(st.integers(0, 20), max_size=8), st.integers(1, 9))
-def test_chunks_are_runs_of_one_request_within_one_packed_tile(lengths: list[int], chunk_size: int) -> None:
+def test_varlen_chunks_are_cut_at_request_starts_and_packed_tile_edges(lengths: list[int], chunk_size: int) -> None:
     owner = [row for row, length in enumerate(lengths) for _ in range(length)]
     cuts = [t for t in range(len(owner)) if t % chunk_size == 0 or owner[t] != owner[t - 1]]
     rows = [owner[t] for t in cuts]
@@ -37,7 +37,7 @@ def test_chunks_are_runs_of_one_request_within_one_packed_tile(lengths: list[int
     assert as_lists(lengths, chunk_size) == expected
 
 
-def test_lengths_may_reach_the_int32_limit() -> None:
+def test_varlen_chunk_lengths_may_reach_the_int32_limit() -> None:
     starts = torch.tensor([0, 2**30, 2**31 - 1])
     assert compute_varlen_chunk_metadata(starts, 2**30).cu_chunk_seqlens.tolist() == starts.tolist()
 
@@ -57,6 +57,6 @@ def test_lengths_may_reach_the_int32_limit() -> None:
         (torch.tensor([0, 4]), 2.0),
     ],
 )
-def test_malformed_lengths_and_sizes_are_refused(starts: torch.Tensor, chunk_size: int) -> None:
+def test_varlen_chunks_refuse_invalid_lengths_and_sizes(starts: torch.Tensor, chunk_size: int) -> None:
     with pytest.raises(ValueError):
         compute_varlen_chunk_metadata(starts, chunk_size)

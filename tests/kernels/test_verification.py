@@ -1,4 +1,4 @@
-"""Verification of drafts against a plain loop, and its edge cases."""
+"""Verification of drafts, compared with a plain loop, and edge cases."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -26,7 +26,7 @@ VOCAB = 4
 
 @dataclass(frozen=True)
 class Position:
-    """One logits row: the sampled token, its p, the draft that follows, and that draft's q if it was sampled."""
+    """One position: the sampled token, p, the draft that follows, and q if the draft was sampled."""
 
     token: int
     p: list[float]
@@ -37,7 +37,7 @@ class Position:
 
 
 def emitted_tokens(row: list[Position], *, by_ratio: bool) -> list[int]:
-    """Return the emitted tokens of a request: the plain loop for both ops."""
+    """Verify one request with a plain loop, and return its emitted tokens."""
     emitted = []
     for position in row[:-1]:
         x, p, q = position.draft, position.p, position.q
@@ -81,7 +81,7 @@ def random_probabilities(rng: np.random.Generator) -> list[float]:
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of both ops."""
+    """Arguments of both verification ops."""
 
     tokens: Tensor
     probabilities: Tensor
@@ -128,7 +128,7 @@ BATCHES = st.tuples(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 2), 
 
 
 @given(BATCHES)
-def test_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
+def test_draft_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
     lengths, num_padding, seed = batch
     rng = np.random.default_rng(seed)
     rows = [random_row(num_drafts, rng) for num_drafts in lengths]
@@ -139,7 +139,7 @@ def test_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int
 
 @pytest.mark.parametrize("max_drafts", [0, 1, 4, 7])
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_matching_kernel_equals_the_reference(max_drafts: int, num_padding: int, device: str) -> None:
+def test_draft_matching_kernel_equals_its_reference(max_drafts: int, num_padding: int, device: str) -> None:
     rng = np.random.default_rng(max_drafts)
     rows = [random_row(int(rng.integers(max_drafts + 1)), rng) for _ in range(40)]
     batch = batch_of(rows, device, num_padding=num_padding, max_drafts=max_drafts)
@@ -154,7 +154,7 @@ def test_matching_kernel_equals_the_reference(max_drafts: int, num_padding: int,
 
 
 @given(BATCHES)
-def test_ratio_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
+def test_draft_ratio_test_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
     lengths, num_padding, seed = batch
     rng = np.random.default_rng(seed)
     rows = [random_row(num_drafts, rng) for num_drafts in lengths]
@@ -164,7 +164,7 @@ def test_ratio_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) 
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_requests_without_sampled_drafts_are_verified_by_matching(lengths: list[int], seed: int) -> None:
+def test_drafts_without_probabilities_are_verified_by_matching(lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = [random_row(num_drafts, rng) for num_drafts in [*lengths, 4, 4, 4]]
     batch = batch_of(rows, "cpu")
@@ -174,7 +174,7 @@ def test_requests_without_sampled_drafts_are_verified_by_matching(lengths: list[
 
 
 @given(BATCHES)
-def test_every_entry_is_a_valid_id(batch: tuple[list[int], int, int]) -> None:
+def test_verification_returns_only_valid_token_ids(batch: tuple[list[int], int, int]) -> None:
     lengths, num_padding, seed = batch
     rng = np.random.default_rng(seed)
     args = batch_of([random_row(num_drafts, rng) for num_drafts in lengths], "cpu", num_padding=num_padding)
@@ -186,42 +186,42 @@ def test_every_entry_is_a_valid_id(batch: tuple[list[int], int, int]) -> None:
 
 
 def decide(p: list[float], q: list[float], accept: float, residual: float, device: str) -> list[int]:
-    """Return the emitted tokens of a request with one sampled draft, token 0; token 3 is sampled everywhere."""
+    """Verify one request whose only draft, token 0, was sampled; the model's sample is token 3 at each position."""
     first = Position(3, p, 0, q, accept, residual)
     return batch_of([[first, Position(3, p, 0, None, 0, 0)]], device, max_drafts=1).by_ratio()[0]
 
 
-def test_draft_is_accepted_up_to_the_ratio(device: str) -> None:
+def test_draft_is_accepted_if_the_random_number_is_below_the_ratio(device: str) -> None:
     p, q = [0.25, 0.75, 0.0, 0.0], [0.5, 0.25, 0.25, 0.0]
     assert decide(p, q, 0.499, 0.9, device) == [0, 3]
     assert decide(p, q, 0.5, 0.9, device) == [1]
     assert decide(p, [0.125, 0.875, 0, 0], 0.999, 0.9, device) == [0, 3]
 
 
-def test_draft_of_zero_draft_probability_is_accepted_only_if_the_model_can_emit_it(device: str) -> None:
+def test_draft_with_probability_0_is_accepted_only_if_the_model_allows_it(device: str) -> None:
     q = [0.0, 1.0, 0.0, 0.0]
     assert decide([1e-9, 1.0, 0.0, 0.0], q, 0.999, 0.0, device) == [0, 3]
     assert decide([0.0, 0.5, 0.5, 0.0], q, 0.0, 0.0, device) == [2]
 
 
-def test_empty_residual_falls_back_to_the_model(device: str) -> None:
+def test_rejected_draft_with_empty_residual_samples_from_the_model(device: str) -> None:
     p = [0.0, 0.25, 0.75, 0.0]
     assert [decide(p, p, 0.0, uniform, device) for uniform in (0.0, 0.24, 0.26)] == [[1], [1], [2]]
 
 
-def test_greedy_requests_keep_the_argmax_whatever_is_drafted(device: str) -> None:
+def test_greedy_requests_keep_the_argmax_for_any_drafts(device: str) -> None:
     one_hot = [0.0, 0.0, 1.0, 0.0]
     assert decide(one_hot, [0.9, 0.0, 0.1, 0.0], 0.0, 0.999, device) == [2]
     assert decide([1.0, 0.0, 0.0, 0.0], [0.9, 0.0, 0.1, 0.0], 0.999, 0.0, device) == [0, 3]
 
 
 @pytest.mark.parametrize("num_rows", [0, 2])
-def test_step_without_logits_emits_one_token_per_request(num_rows: int, device: str) -> None:
+def test_verification_of_padding_only_emits_one_token_per_request(num_rows: int, device: str) -> None:
     batch = batch_of([], device, num_padding=num_rows)
     assert batch.match() == batch.by_ratio() == [[0]] * num_rows
 
 
-def test_requests_without_drafts_emit_the_sampled_token(device: str) -> None:
+def test_verification_of_a_request_without_drafts_emits_its_sampled_token(device: str) -> None:
     rows = [random_row(0, np.random.default_rng(seed)) for seed in range(3)]
     batch = batch_of(rows, device, max_drafts=0)
     assert batch.match() == batch.by_ratio() == [[row[0].token] for row in rows]

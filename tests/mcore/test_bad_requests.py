@@ -98,7 +98,7 @@ def test_prompt_with_a_non_integer_token_is_refused_and_not_queued(token: Any) -
     ],
     ids=str,
 )
-def test_arrays_that_are_not_token_ids_are_refused(prompt: Any) -> None:
+def test_prompt_array_with_an_invalid_shape_or_dtype_is_refused(prompt: Any) -> None:
     run = start_run()
     with pytest.raises(ValueError, match=r"token 0 of the prompt is .*64-bit integers"):
         run.engine.add_request(0, prompt, greedy(4))
@@ -180,7 +180,7 @@ def test_invalid_request_fails_with_a_clear_error_and_others_continue(name: str)
     run.assert_nothing_held()
 
 
-def test_duplicate_id_is_refused_and_the_first_request_continues() -> None:
+def test_duplicate_request_id_is_refused_and_the_first_request_continues() -> None:
     run = start_run()
     run.add(0, some_tokens(40), 9)
     run.step()
@@ -192,7 +192,7 @@ def test_duplicate_id_is_refused_and_the_first_request_continues() -> None:
     assert run.run(0, some_tokens(40)) == 8  # its id is free again
 
 
-def test_id_of_a_failed_request_can_be_reused() -> None:
+def test_request_id_can_be_reused_after_its_request_failed() -> None:
     run = start_run()
     run.run(0, [])
     run.run(0, some_tokens(40))
@@ -348,7 +348,7 @@ def test_non_hybrid_model_is_refused(pattern: str, message: str, monkeypatch: py
         build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))
 
 
-def test_model_without_caching_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_built_without_with_mamba_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def spec_without_caching_attention(options: LocalSpecOptions) -> ModuleSpec:
         spec = local_hybrid_spec(options)
         spec.submodules.attention_layer.submodules.self_attention.module = SelfAttention

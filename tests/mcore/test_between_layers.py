@@ -40,7 +40,7 @@ def test_rms_norm_matches_torch_in_every_implementation(dtype: torch.dtype, tole
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("shape", [(96,), (2, 3, 96), (0, 96)])
 @pytest.mark.parametrize("step", [1, 2])
-def test_inputs_of_any_shape_are_normalized(shape: tuple[int, ...], step: int, device: str) -> None:
+def test_rms_norm_accepts_inputs_of_any_shape(shape: tuple[int, ...], step: int, device: str) -> None:
     norm = LayerNorm(config("RMSNorm", torch.float32), 96, eps=1e-3).to(device)
     x = torch.randn(*shape[:-1], step * shape[-1], device=device)[..., ::step]
     with torch.inference_mode():
@@ -113,7 +113,7 @@ def test_precomputed_norm_is_used_only_for_the_tensor_it_belongs_to(
         torch.testing.assert_close(norm(total), nn.functional.rms_norm(total, (96,), norm.weight, 1e-3))
 
 
-def test_training_is_refused() -> None:
+def test_residual_addition_refuses_training_mode() -> None:
     with pytest.raises(NotImplementedError, match=r"call model\.eval"):
         ResidualAdd()(True, False)
 

@@ -119,7 +119,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("attributes", "words"), BAD)
-def test_unsupported_settings_fail_only_their_request(attributes: dict[str, Any], words: str) -> None:
+def test_request_with_invalid_logit_settings_fails_and_others_continue(attributes: dict[str, Any], words: str) -> None:
     run, params = run_with(some_tokens(8), {}), greedy(4)
     add_fields(params, **attributes)
     run.add(1, some_tokens(8), params)

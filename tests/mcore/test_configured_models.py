@@ -67,7 +67,7 @@ def test_moe_model_is_built() -> None:
         ("mlp_chunks_for_prefill", 2, "2.*support"),
     ],
 )
-def test_unsupported_configuration_is_refused(setting: str, value: Any, shown: str) -> None:
+def test_unsupported_model_configuration_is_refused(setting: str, value: Any, shown: str) -> None:
     config = configured(**(value if isinstance(value, dict) else {setting: value}))
     with pytest.raises(ValueError, match=f"{setting} is {shown}"):
         built(config)
@@ -80,7 +80,7 @@ def test_moe_layer_pattern_is_refused_when_the_spec_has_no_experts() -> None:
         built(configured(), local_hybrid_spec())
 
 
-def test_model_with_skipped_layers_is_refused() -> None:
+def test_spec_without_a_layer_type_used_in_the_pattern_is_refused() -> None:
     """A custom spec may lack a symbol; Megatron builds the model all the same."""
     spec = local_hybrid_spec()
     spec.submodules.mlp_layer = IdentityOp

@@ -301,7 +301,7 @@ def test_resume_allocates_new_memory_and_captures_new_graphs() -> None:
 
 
 @pytest.mark.parametrize("resident_pools", [False, True])
-def test_closed_engine_holds_no_memory_while_referenced(resident_pools: bool) -> None:
+def test_closed_engine_frees_its_memory_while_still_referenced(resident_pools: bool) -> None:
     """Its steps overlap, and one is launched; process groups wait for graphs that hold their collectives."""
     run = start(resident_pools=resident_pools)
     run.add(0, some_tokens(30), 12)
@@ -314,7 +314,7 @@ def test_closed_engine_holds_no_memory_while_referenced(resident_pools: bool) ->
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_sampled_tokens_equal_those_without_graphs(num_drafts: int) -> None:
+def test_cuda_graphs_change_no_sampled_token(num_drafts: int) -> None:
     subject, drafter = tiny_hybrid(), PromptLookupDrafter(min_match=1) if num_drafts else None
     config = cache_config(subject.sizes, num_speculative_tokens=num_drafts)
     texts = []
@@ -345,7 +345,7 @@ def test_prompt_log_probs_are_right_when_other_steps_replay_graphs() -> None:
 
 
 @pytest.mark.parametrize("only_last", [True, False])
-def test_log_probs_equal_those_without_graphs(only_last: bool) -> None:
+def test_cuda_graphs_change_no_log_prob(only_last: bool) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes)
     found = []
@@ -411,7 +411,9 @@ def test_no_rank_captures_graphs_if_one_rank_cannot(caplog: pytest.LogCaptureFix
     assert engine.context.graphs is None and "steps run without CUDA graphs: the host waits" in caplog.text
 
 
-def test_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_on_a_cpu_runs_without_cuda_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.undo()
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")

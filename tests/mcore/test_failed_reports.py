@@ -94,7 +94,7 @@ def test_error_in_an_overlapped_step_leaves_log_prob_lists_complete(
     assert_same_lists(run, undisturbed("prompt top-n").finished)
 
 
-def test_drafts_of_the_last_step_are_counted_before_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_counts_include_the_last_step_before_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
     run, counts = start_run("log-probs", 3), {}
 
     def note(step_result: Any) -> None:

@@ -55,7 +55,7 @@ def test_error_in_any_part_of_a_step_frees_reservations_and_loses_no_token(
 
 
 @pytest.mark.parametrize("steps_between", [0, 1])
-def test_consecutive_errors_lose_no_token(steps_between: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_failed_steps_lose_no_token(steps_between: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     for _ in range(4):
         run.step()

@@ -157,7 +157,7 @@ def run_seed(name: str, form: str, seed: int, num_drafts: int, prefill_tokens: i
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
 )
-def test_tokens_match_the_oracle(
+def test_random_workloads_with_flashinfer_match_the_oracle(
     name: str, form: str, seeds: range, num_drafts: int, totals: WorkloadTotals, plans: Plans
 ) -> None:
     # Prompt lookup finds nothing in few texts that share nothing.
@@ -178,7 +178,7 @@ def test_tokens_match_the_oracle(
 @pytest.mark.parametrize(
     "name", ["roomy", *(pytest.param(name, marks=pytest.mark.long) for name in FLAVOURS if name != "roomy")]
 )
-def test_tokens_match_the_oracle_with_split_kv_attention(
+def test_random_workloads_with_split_kv_attention_match_the_oracle(
     name: str, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the query tokens of prompts were too few for the GPU."""

@@ -68,7 +68,7 @@ def test_decay_parameters_stay_in_float32_in_a_bf16_model() -> None:
     assert kept == {"A_log", "dt_bias"} and set(dtypes.values()) == {torch.float32, torch.bfloat16}
 
 
-def test_mixer_epsilon_is_part_of_the_fingerprint() -> None:
+def test_norm_epsilon_of_a_mixer_changes_the_model_fingerprint() -> None:
     model, other = (random_hybrid_model(MODELS[0]) for _ in range(2))
     assert model_shape_of(model).fingerprint == model_shape_of(other).fingerprint
     other.decoder.layers[0].mixer.norm.eps *= 2
@@ -101,7 +101,7 @@ def test_training_and_packed_sequences_are_refused() -> None:
         mixer(hidden)
 
 
-def test_local_spec_builds_gated_delta_layers() -> None:
+def test_local_layer_spec_builds_gated_delta_layers() -> None:
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8}
     spec = local_hybrid_spec(LocalSpecOptions(mixer="gated_delta", grain=32, num_experts=4))
     model = built(configured(**sizes, linear_value_head_dim=16), spec).eval()

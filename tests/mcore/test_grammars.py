@@ -104,7 +104,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_other_grammar_formats_are_followed(name: str) -> None:
+def test_replies_follow_regex_choice_and_lark_grammars(name: str) -> None:
     import re
 
     grammar, pattern = FORMS[name]

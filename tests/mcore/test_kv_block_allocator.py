@@ -100,7 +100,7 @@ def test_block_with_two_references_stays_allocated_after_one_release() -> None:
     assert own.total_avail == 9
 
 
-def test_releasing_a_free_block_raises_and_changes_nothing() -> None:
+def test_releasing_a_block_too_often_raises_and_changes_nothing() -> None:
     own = allocator()
     blocks = take(own, 2)
     with pytest.raises(CacheIntegrityError, match="release"):

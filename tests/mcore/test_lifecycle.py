@@ -64,7 +64,7 @@ def test_requests_started_before_a_flush_leave_no_cache_entries(steps_before: in
     run.assert_exact()
 
 
-def test_flush_reaches_waiting_requests() -> None:
+def test_waiting_requests_do_not_reuse_prefixes_from_before_a_flush() -> None:
     run = start_run(max_requests=1)
     run.run(0, some_tokens(50))
     run.add(1, some_tokens(20, seed=1))

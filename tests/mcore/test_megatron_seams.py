@@ -247,7 +247,7 @@ def test_override_decorator_marks_exactly_the_overriding_methods(ours: type) -> 
     assert marked == methods.keys() & theirs
 
 
-def test_engine_sets_only_known_attributes_of_the_context() -> None:
+def test_megatrons_engine_sets_only_known_attributes_of_the_context() -> None:
     source = ast.parse(inspect.getsource(inspect.getmodule(DynamicInferenceEngine)))  # type: ignore[arg-type]
     stores = (node for node in ast.walk(source) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     assert {node.attr for node in stores if ast.unparse(node.value) in ("context", "self.context")} == SET_BY_MEGATRON

@@ -60,7 +60,7 @@ def test_states_cached_by_overlapped_steps_are_reused_by_the_next_turn(settings:
         assert ahead.engine.cached_tokens(10) > 3 * BLOCK
 
 
-def test_requests_completing_the_same_text_share_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_generate_the_same_text_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request's own block becomes free while a running step still reads it."""
     run = start(1, 60)
     reported: list[bool] = []
@@ -115,7 +115,7 @@ def test_steps_overlap_at_block_boundaries_while_a_request_waits(limit: dict[str
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
-def test_request_ended_at_a_block_end_releases_blocks_of_the_running_step(length: int) -> None:
+def test_request_that_ends_at_a_block_end_releases_its_next_block(length: int) -> None:
     """A token ends the request just beyond whole blocks, while the step after it runs."""
     plain = start(3, 60, run_ahead=False)
     plain.finish()
@@ -135,7 +135,7 @@ def test_request_ended_at_a_block_end_releases_blocks_of_the_running_step(length
     run.assert_exact()
 
 
-def test_states_reserved_before_a_flush_are_not_published() -> None:
+def test_states_of_steps_before_a_flush_are_not_cached() -> None:
     run = start(2, 60)
     while not any(request.reserved for request in run.context.running_requests):
         run.step()

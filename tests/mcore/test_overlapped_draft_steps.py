@@ -304,7 +304,7 @@ def test_reports_are_the_same_with_and_without_overlapped_steps() -> None:
 @in_either_form
 @pytest.mark.parametrize("gone", [0, 1, 2])
 @pytest.mark.parametrize("only_last", [False, True])
-def test_log_probs_stay_with_their_requests_when_one_leaves(only_last: bool, gone: int) -> None:
+def test_log_probs_are_right_when_another_request_leaves(only_last: bool, gone: int) -> None:
     found = []
     for overlaps in (False, True):
         subject = tiny_hybrid()

@@ -110,7 +110,7 @@ def test_waiting_request_joins_after_the_step_that_frees_room(
     run.assert_nothing_held()
 
 
-def test_host_buffers_are_reused_only_after_their_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_buffers_are_reused_only_after_their_copy_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
 
     class Event:

@@ -63,7 +63,7 @@ def count_overlapped_steps(run: EngineRun) -> int:
 
 
 @pytest.mark.parametrize("model", [MAMBA2, GATED_DELTA], ids=KINDS)
-def test_most_decode_steps_overlap_without_changing_requests(model: dict[str, Any]) -> None:
+def test_most_decode_steps_overlap_and_advance_each_request_by_one_token(model: dict[str, Any]) -> None:
     run, num_ahead = start(model=model), 0
     num_steps = run.counters.steps
     while run.engine.has_unfinished_requests():
@@ -129,7 +129,7 @@ def sampled_tokens() -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"prefix_caching": False}, {"num_speculative_tokens": 3}], ids=str)
-def test_overlapped_steps_sample_the_same_tokens(settings: dict[str, Any]) -> None:
+def test_overlapping_steps_changes_no_sampled_token(settings: dict[str, Any]) -> None:
     drafter = PromptLookupDrafter(min_match=3) if "num_speculative_tokens" in settings else None
     run, num_ahead = start_sampled(drafter=drafter, **settings), 0
     while run.engine.has_unfinished_requests():
@@ -203,7 +203,7 @@ def test_steps_still_overlap_when_some_requests_want_extra_outputs(
     print(f"{num_steps} steps; request 8: {ahead.tokens(8)[:12]}")
 
 
-def test_penalties_and_biases_of_these_tests_change_the_tokens() -> None:
+def test_penalties_and_logit_biases_change_the_tokens() -> None:
     """Shows that the comparison above can fail."""
     texts = set()
     for asked in ({}, *ASKED.values()):
@@ -222,7 +222,7 @@ def test_empty_stop_word_ends_no_request() -> None:
     assert not run.counters.steps_aborted and len(run.tokens(2)) == 20
 
 
-def test_steps_overlap_with_a_longer_stop_word() -> None:
+def test_steps_overlap_for_a_request_with_a_stop_word_of_two_tokens() -> None:
     alone = start(1, 20)
     alone.run(2, some_tokens(20, seed=9), greedy(40))
     tokens = alone.tokens(2)
@@ -250,7 +250,7 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
 @pytest.mark.parametrize("changed_share", [pytest.param(0.0, marks=pytest.mark.long), 0.3])
 @pytest.mark.parametrize("models", [MODELS, pytest.param(GATED_DELTA_MODELS, marks=pytest.mark.long)], ids=KINDS)
-def test_random_workloads_sample_the_same_tokens(
+def test_graphs_overlap_cache_and_drafts_change_no_sampled_token(
     name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
 ) -> None:
     """Compare graphs, overlapped steps, the cache, drafts and errors with a plain run."""
@@ -266,7 +266,7 @@ def test_random_workloads_sample_the_same_tokens(
         assert outcome.seen["early steps that need the host" if changed_share else "early steps"]
 
 
-def test_steps_overlap_with_several_end_tokens() -> None:
+def test_steps_overlap_for_a_request_with_several_end_tokens() -> None:
     """Several tokens may end a reply, as in models with separate ends of a turn and a text."""
     subject = tiny_hybrid()
     alone = EngineRun.start(subject)
@@ -378,7 +378,7 @@ def test_graph_capture_does_not_wait_for_a_running_step(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("point", ["append_tokens", "land", "launch_next"])
-def test_error_during_the_next_step_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_after_a_step_was_launched_early_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_mamba_cache.mcore import engine as engine_module
     from megatron_mamba_cache.step import runner as runner_module
 
@@ -417,7 +417,7 @@ def test_overlapped_step_is_timed_from_the_end_of_the_previous_step(monkeypatch:
     assert 100.0 < run.engine.step_modern()["step_time"] < 200.0
 
 
-def test_steps_on_a_cpu_use_a_wall_clock_after_a_reset() -> None:
+def test_step_timers_use_the_wall_clock_after_a_reset() -> None:
     run = start()
     run.engine.reset()
     assert isinstance(run.engine.step_start_event, WallClockEvent)
@@ -483,7 +483,7 @@ def test_step_buffers_are_not_written_until_the_overlapped_step_ends(
     run.assert_exact()
 
 
-def test_every_overlapped_step_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_overlapped_step_is_waited_for_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     waits: list[None] = []
     monkeypatch.setattr(overlapped_step.torch.cuda, "synchronize", lambda: waits.append(None))
@@ -496,7 +496,7 @@ def test_every_overlapped_step_is_awaited(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.undo()
 
 
-def test_recapture_releases_an_overlapped_steps_graphs() -> None:
+def test_capturing_graphs_again_frees_those_of_an_overlapped_step() -> None:
     run = start()
     step_until_ahead(run)
     graphs = [weakref.ref(graph) for graph in run.context.graphs._graphs.values()]

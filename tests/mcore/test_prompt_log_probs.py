@@ -25,7 +25,7 @@ def start_run(**settings: Any) -> EngineRun:
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("most_logits", [1, 7 * 96, 2**25])
 @pytest.mark.parametrize("max_tokens", [9, 24, 64])
-def test_prompt_log_probs_match_the_oracle_for_any_chunks(
+def test_prompt_log_probs_match_the_oracle_for_any_chunk_size(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int, most_logits: int, drafts: int
 ) -> None:
     monkeypatch.setattr(prompt_log_probs, "_MOST_LOGITS", most_logits)

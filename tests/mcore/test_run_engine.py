@@ -54,7 +54,7 @@ def test_request_added_while_the_engine_idles_is_served() -> None:
     asyncio.run(serve())
 
 
-def test_requests_from_other_threads_are_served_idle_or_stepping() -> None:
+def test_requests_added_from_other_threads_are_served() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             first = await asyncio.to_thread(add, run, 0)
@@ -182,7 +182,7 @@ def test_engine_works_with_or_without_a_running_event_loop(build: str, use: str)
     assert_served(run, 1)
 
 
-def test_engine_built_in_a_running_loop_serves_there() -> None:
+def test_engine_built_in_a_running_event_loop_serves_requests_there() -> None:
     async def serve() -> None:
         for use in (generate, step):
             run = await built_in_a_loop()
@@ -199,7 +199,7 @@ def test_engine_built_in_a_running_loop_serves_there() -> None:
     asyncio.run(serve())
 
 
-def test_step_error_inside_a_running_loop_is_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_error_inside_a_running_event_loop_is_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail() -> None:
         raise RuntimeError("no room")
 
@@ -212,7 +212,7 @@ def test_step_error_inside_a_running_loop_is_raised_unchanged(monkeypatch: pytes
     asyncio.run(serve())
 
 
-def test_stepping_from_a_second_thread_names_the_remedy() -> None:
+def test_error_for_stepping_from_a_second_thread_names_the_remedy() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             with pytest.raises(RuntimeError, match=r"run_engine\(\) steps .* wait for the future of add_request\(\)"):

@@ -30,7 +30,7 @@ def model_with_fp32_residuals(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("ranks", [OneRank(), FirstOfTwoStages()])
 def test_fp32_residual_connection_is_refused_in_a_bf16_model(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_fp32_residuals(torch.bfloat16, monkeypatch)
-    message = r"fp32_residual_connection is True, but layers and stages pass torch\.bfloat16 on"
+    message = r"fp32_residual_connection is True, but layers and stages exchange torch\.bfloat16 tensors"
     with pytest.raises(ValueError, match=message):
         check_served(model, ranks, 512)
 
@@ -42,7 +42,7 @@ def test_fp32_residuals_are_served_in_an_fp32_model(ranks: OneRank, monkeypatch:
 
 
 @pytest.mark.parametrize(("length", "num_warnings"), [(512, 0), (4096, 0), (4097, 1), (100_000, 1)])
-def test_length_beyond_the_models_positions_is_served_with_one_warning(
+def test_max_length_beyond_the_models_positions_logs_one_warning(
     length: int, num_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = {"buffer_size_gb": 0.1, "prefix_caching_mamba_gb": 0.01}

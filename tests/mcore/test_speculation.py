@@ -153,7 +153,7 @@ def test_stop_word_inside_accepted_drafts_ends_the_request(index: int, length: i
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 12))
-def test_limits_inside_accepted_drafts_end_the_request(num_tokens: int) -> None:
+def test_length_limit_inside_accepted_drafts_ends_the_request(num_tokens: int) -> None:
     run = start_run(7, max_sequence_length=13 + 9)
     run.run(0, prompt_of(0), min(num_tokens, 9))
     assert run.tokens(0) == greedy_texts()[0][13 : 13 + min(num_tokens, 9)]
@@ -188,9 +188,7 @@ def test_every_accepted_token_has_its_log_prob(accuracy: float, keeps_all_logits
 @pytest.mark.parametrize("accuracy", [pytest.param(0.0, marks=pytest.mark.long), 0.8, 1.0])
 @pytest.mark.parametrize("changes", [{}, CHANGES], ids=["plain", "changed"])
 @pytest.mark.parametrize("top_k", [1, 30])
-def test_sampled_tokens_equal_those_without_drafts(
-    num_drafts: int, accuracy: float, changes: dict[str, Any], top_k: int
-) -> None:
+def test_drafts_change_no_sampled_token(num_drafts: int, accuracy: float, changes: dict[str, Any], top_k: int) -> None:
     sampling = SamplingParams(temperature=1.1, top_k=top_k, top_p=0.95, num_tokens_to_generate=30, termination_id=-1)
     add_fields(sampling, logits=changes)
 
@@ -243,7 +241,7 @@ def test_drafter_for_another_hidden_size_is_refused() -> None:
     subject = tiny_hybrid(hidden_size=48)
     drafter = HiddenStateDrafter({}, accuracy=1.0, vocab_size=96)
     config = cache_config(subject.sizes, num_speculative_tokens=3)
-    with pytest.raises(ValueError, match="width 32, but the model's have 48"):
+    with pytest.raises(ValueError, match="width 32, but the model's hidden size is 48"):
         EngineRun.start(subject, config, drafter=drafter)
     with pytest.raises(ValueError, match="materialize_only_last_token_logits=True"):
         EngineRun.start(
@@ -309,7 +307,7 @@ def test_interrupted_request_resumes_at_its_decode_checkpoint(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("checkpoints", "num_left"), [("rolling", 1), ("all", 5), ("none", 0)])
-def test_request_keeps_the_configured_decode_checkpoints(checkpoints: str, num_left: int) -> None:
+def test_request_keeps_the_configured_number_of_decode_checkpoints(checkpoints: str, num_left: int) -> None:
     run = start_run(3, accuracy=0.8, decode_checkpoints=checkpoints)
     run.run(0, prompt_of(0), NUM_TOKENS)
     prompt_states = 1  # the last boundary of 13 tokens

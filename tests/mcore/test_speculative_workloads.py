@@ -61,7 +61,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
 )
-def test_tokens_match_the_oracle_with_any_drafts(
+def test_random_workloads_with_drafts_match_the_oracle(
     name: str, form: str, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     flavour, models = FLAVOURS[name], MODEL_FORMS[form]

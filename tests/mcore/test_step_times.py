@@ -72,7 +72,7 @@ class SaysHowLong(NoisyDrafter):
         return 0.001 * num_drafts
 
 
-def test_draft_policy_waits_for_slow_drafters_but_not_prompt_lookup() -> None:
+def test_draft_policy_waits_only_for_drafters_that_report_their_time() -> None:
     subject = tiny_hybrid()
     vocab = subject.sizes.vocab_size
     drafters = {

@@ -114,7 +114,7 @@ def test_later_conversation_turns_are_restored_from_host_memory(subject: Hybrid)
     assert counters.host_restores_failed == 0
 
 
-def test_conversations_are_recomputed_without_a_host_tier() -> None:
+def test_most_conversations_are_recomputed_without_a_host_tier() -> None:
     config = replace(small_device(tiny_hybrid()), host_cache_gb=None)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
@@ -154,7 +154,7 @@ def test_flush_empties_the_host_tier(is_suspended: bool) -> None:
     run.assert_exact()
 
 
-def test_cancelled_request_releases_its_restore() -> None:
+def test_cancelled_request_releases_the_blocks_being_restored() -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     resolve(run)
@@ -169,7 +169,7 @@ def test_cancelled_request_releases_its_restore() -> None:
 
 
 @subjects
-def test_restarted_engine_restores_from_disk(tmp_path: Path, subject: Hybrid) -> None:
+def test_restarted_engine_restores_prefixes_from_disk(tmp_path: Path, subject: Hybrid) -> None:
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)
@@ -470,7 +470,7 @@ def test_conversations_of_a_killed_engine_are_restored_from_disk(tmp_path: Path)
     ("settings", "message"),
     [
         ({"host_cache_gb": 2.0**19}, "this host has only .* GiB available: lower --host-cache-gb"),
-        ({"host_cache_gb": 1e-6}, "which holds no state with the KV before it: set --host-cache-gb to "),
+        ({"host_cache_gb": 1e-6}, "too small for a state and the KV before it: set --host-cache-gb to "),
         ({"host_cache_gb": 0}, "it must be more than 0"),
         ({"disk_cache_gb": 1e-6, "disk_cache_dir": "x"}, "one entry takes .* bytes: set --disk-cache-gb to "),
     ],

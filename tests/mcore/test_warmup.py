@@ -165,7 +165,9 @@ def test_warmup_launches_every_kernel_used_by_a_draft_model() -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 24, 64, 128, 300])
 @pytest.mark.parametrize("max_requests", [1, 2, 3, 5, 16, 33, 100, 256])
-def test_warmup_covers_every_scan_variant(num_heads: int, max_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_batch_sizes_cover_every_scan_kernel_variant(
+    num_heads: int, max_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
     x, B = torch.empty(1, num_heads, 64), torch.empty(1, 1, 64)
     tokens = SSMTokens(x, x[..., 0], B, B)
@@ -217,7 +219,7 @@ def test_warmup_changes_no_state_or_counter(num_drafts: int, settings: dict[str,
 
 
 @pytest.mark.parametrize("max_requests", [1, 3])
-def test_warmup_covers_steps_larger_than_one_request(max_requests: int) -> None:
+def test_warmup_works_when_steps_hold_more_tokens_than_one_request(max_requests: int) -> None:
     run = start_run(MODELS["bf16-experts"], 0, max_requests=max_requests, max_tokens=512, max_sequence_length=96)
     rehearse_engine(run)
     run.run(0, some_tokens(90), 5)
@@ -225,7 +227,7 @@ def test_warmup_covers_steps_larger_than_one_request(max_requests: int) -> None:
 
 
 @pytest.mark.parametrize("max_length", [92, 96])
-def test_no_warmup_request_exceeds_the_models_length(max_length: int) -> None:
+def test_warmup_works_when_the_model_has_few_positions(max_length: int) -> None:
     sizes = tiny_sizes(**SMALL, pattern="ME*", use_rope=True, max_sequence_length=max_length)
     run = start_run(sizes, 0, max_sequence_length=max_length)
     rehearse_engine(run)
@@ -261,7 +263,7 @@ def test_tile_order_of_one_shared_expert_is_built_without_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("num_graphs", [0, 3])
-def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_before_the_first_graph_capture(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile once: not again for a recapture, or before a warmup."""
     capture_without_cuda(monkeypatch)
     events: list[str] = []
@@ -284,7 +286,7 @@ def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypa
 
 
 @pytest.mark.parametrize("has_draft_model", [False, True])
-def test_engine_works_if_kernels_cannot_be_compiled_ahead(
+def test_engine_works_when_compiling_kernels_ahead_fails(
     has_draft_model: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -367,7 +369,7 @@ def test_warmup_steps_respect_request_and_token_limits(data: st.DataObject) -> N
     assert {1, most} <= {len(requests) for requests in prefilling}
 
 
-def test_warmup_of_a_draft_model_changes_nothing() -> None:
+def test_warmup_of_a_draft_model_changes_no_state() -> None:
     subject = tiny_hybrid()
     drafter = DraftModelDrafter(subject.model, cache_config(subject.sizes))
     run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=3), drafter=drafter)

@@ -129,7 +129,7 @@ def test_greedy_tokens_match_transformers(comparison: Comparison) -> None:
     assert max(map(comparison.num_comparable, PROMPT_OF)) == NUM_GENERATED
 
 
-def test_shared_prefixes_are_skipped(comparison: Comparison) -> None:
+def test_prefill_skips_shared_prefixes(comparison: Comparison) -> None:
     block, reference = comparison.case.block_size, comparison.reference
     assert comparison.served.num_cached == {
         FIRST: 0,

@@ -51,7 +51,7 @@ def test_written_architecture_is_read_back(architecture: HybridArchitecture, tmp
     assert read_architecture(tmp_path) == architecture
 
 
-def test_two_kinds_of_recurrent_layers_are_refused(tmp_path: Path) -> None:
+def test_architecture_file_with_two_recurrent_layer_types_is_refused(tmp_path: Path) -> None:
     write_architecture(GATED_DELTA, tmp_path)
     path = tmp_path / ARCHITECTURE_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mamba": {"num_heads": 4}}))
@@ -59,13 +59,13 @@ def test_two_kinds_of_recurrent_layers_are_refused(tmp_path: Path) -> None:
         read_architecture(tmp_path)
 
 
-def test_value_heads_must_divide_by_key_heads() -> None:
+def test_value_head_count_must_be_a_multiple_of_key_heads() -> None:
     check_architecture(GATED_DELTA)
     with pytest.raises(ValueError, match="6 value heads are not divisible by 4 key heads"):
         check_architecture(replace(GATED_DELTA, recurrent=GatedDeltaSizes(4, 6, 4, 5)))
 
 
-def test_gate_needs_a_shared_expert() -> None:
+def test_shared_expert_gate_without_a_shared_expert_is_refused() -> None:
     assert GATED_DELTA.experts is not None
     ungated = replace(GATED_DELTA.experts, shared_hidden_size=None)
     with pytest.raises(ValueError, match="has_shared_gate needs a shared expert"):

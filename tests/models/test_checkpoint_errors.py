@@ -32,7 +32,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_missing_tensor_is_refused(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoint_with_a_missing_tensor_is_refused(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
     tensors = tensors_of(directory)
     for dropped in tensors:
@@ -43,7 +43,7 @@ def test_any_missing_tensor_is_refused(family: str, checkpoints: dict[str, Path]
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_tensor_of_a_wrong_shape_is_refused_with_both_shapes(
+def test_error_for_a_tensor_of_wrong_shape_gives_both_shapes(
     family: str, dim: int, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -63,7 +63,9 @@ def test_any_tensor_of_a_wrong_shape_is_refused_with_both_shapes(
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_superfluous_tensors_are_refused(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoint_with_an_unknown_tensor_is_refused(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
     tensors = tensors_of(directory)
     write_tensors(directory, tensors | {"model.layers.99.mamba.D": torch.ones(4)})
@@ -73,7 +75,7 @@ def test_superfluous_tensors_are_refused(family: str, checkpoints: dict[str, Pat
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_any_missing_shard_is_refused(sharded: Path) -> None:
+def test_checkpoint_with_a_missing_shard_is_refused(sharded: Path) -> None:
     for shard in sorted(sharded.glob("*.safetensors")):
         content = shard.read_bytes()
         shard.unlink()
@@ -98,7 +100,7 @@ def test_truncated_file_is_refused(sharded: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_file_of_another_format_is_refused(sharded: Path) -> None:
+def test_shard_that_is_not_a_safetensors_file_is_refused(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[0]
     shard.write_bytes(b"<html>not found</html>" * 50)
     assert_refused(sharded, f"{shard} is damaged or incomplete")
@@ -113,13 +115,13 @@ def test_file_of_another_format_is_refused(sharded: Path) -> None:
         *('{"weight_map": {"a": "/etc/passwd"}}', '{"weight_map": {"a": "../model.safetensors"}}'),
     ],
 )
-def test_damaged_index_is_refused(sharded: Path, content: str) -> None:
+def test_damaged_shard_index_is_refused(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)
     assert_refused(sharded, f"{sharded / INDEX} is not an index of safetensors shards")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_index_with_the_wrong_shard_of_a_tensor_is_refused(sharded: Path) -> None:
+def test_index_that_names_the_wrong_shard_is_refused(sharded: Path) -> None:
     first, second = sorted(sharded.glob("*.safetensors"))[:2]
     moved = next(iter(load_file(second)))
     edit_json(sharded / INDEX, lambda index: index["weight_map"].update({moved: first.name}))
@@ -131,7 +133,7 @@ def test_tensor_in_two_shards_is_refused(sharded: Path) -> None:
     first, second = sorted(sharded.glob("*.safetensors"))[:2]
     name, tensor = next(iter(load_file(second).items()))
     save_file(load_file(first) | {name: tensor}, first)
-    assert_refused(sharded, f"{second} has tensor {name}, and {first} has it too")
+    assert_refused(sharded, f"tensor {name} is in {second} and in {first}; remove one")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
@@ -145,7 +147,7 @@ def test_quantized_tensor_is_refused(dtype: torch.dtype, checkpoints: dict[str, 
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("fields", [{"vocab_size": 10**7}, {"hidden_size": 10**7, "mamba_d_head": "auto"}])
-def test_wrong_embedding_sizes_are_refused_before_allocation(
+def test_wrong_embedding_size_is_refused_before_the_model_is_built(
     fields: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
@@ -156,7 +158,7 @@ def test_wrong_embedding_sizes_are_refused_before_allocation(
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("fields", [{"num_key_value_heads": 3}, {"mamba_n_groups": 3}])
-def test_config_megatron_cannot_build_is_refused(
+def test_config_that_megatron_cannot_build_is_refused(
     fields: dict[str, int], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["granite_moe"], tmp_path)

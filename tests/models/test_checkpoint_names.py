@@ -147,7 +147,7 @@ def test_every_naming_scheme_gives_the_same_weights(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpoint_saved_by_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
+def test_checkpoint_saved_by_transformers_gives_the_same_logits(family: str, tmp_path: Path) -> None:
     model = tiny_checkpoint(f"{family}-1").model()
     model.save_pretrained(tmp_path, save_original_format=False)
     names = tensors_of(tmp_path).keys()
@@ -169,7 +169,7 @@ def test_tied_model_saved_without_its_output_layer_loads(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", ["bamba", "granite_moe", "qwen3_5"])
-def test_tied_weights_may_have_the_name_of_the_output_layer(
+def test_tied_weights_load_under_the_name_of_the_output_layer(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -184,7 +184,7 @@ def test_tied_weights_may_have_the_name_of_the_output_layer(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", ["nemotron_h", "granite_moe"])
-def test_partly_renamed_checkpoint_loads(
+def test_checkpoint_that_mixes_naming_schemes_loads(
     family: str, seed: int, checkpoints: dict[str, Path], usual: dict[str, LoadedModel], tmp_path: Path
 ) -> None:
     directory, rng = copy_of(checkpoints[family], tmp_path), random.Random(seed)
@@ -209,7 +209,7 @@ def test_partly_renamed_checkpoint_loads(
         ("qwen3_5_moe", "experts.0.down_proj.weight", packing),
     ],
 )
-def test_two_names_of_one_tensor_are_refused(
+def test_tensor_stored_under_two_names_is_refused(
     family: str, end: str, renaming: Scheme, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -232,7 +232,7 @@ def test_two_names_of_one_tensor_are_refused(
         ("qwen3_5", "linear_attn.in_proj_z.weight", ["model.language_model.layers."]),
     ],
 )
-def test_missing_tensor_is_named_with_every_name_tried(
+def test_error_for_a_missing_tensor_lists_all_names_tried(
     family: str, end: str, tried: list[str], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -243,7 +243,7 @@ def test_missing_tensor_is_named_with_every_name_tried(
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_unknown_name_is_refused_with_the_missing_ones(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_error_lists_unknown_and_missing_tensors(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints["nemotron_h"], tmp_path)
     write_tensors(directory, replacing(("backbone.norm_f", "backbone.last_norm"))(tensors_of(directory)))
     assert_refused(
@@ -288,7 +288,7 @@ def wrap(directory: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_language_model_of_a_multimodal_checkpoint_loads_with_a_note(
+def test_multimodal_checkpoint_loads_its_language_model_with_a_warning(
     name: str,
     checkpoints: dict[str, Path],
     usual: dict[str, LoadedModel],
@@ -318,7 +318,7 @@ def test_unknown_tensors_or_families_in_a_multimodal_checkpoint_are_refused(
     assert_refused(directory, f"{directory / 'config.json'}: llm_config.model_type='llama' is not supported, only ")
 
 
-def test_vision_and_draft_layers_are_skipped_with_one_line_each(
+def test_vision_and_mtp_layers_are_skipped_with_one_warning_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = tiny_checkpoint("qwen3_5_moe_whole-0")
@@ -336,7 +336,7 @@ def test_vision_and_draft_layers_are_skipped_with_one_line_each(
     assert num_of_images > 10
 
 
-def test_vision_layers_next_to_a_flat_config_are_skipped(
+def test_vision_layers_are_skipped_when_config_is_flat(
     checkpoints: dict[str, Path], usual: dict[str, LoadedModel], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
@@ -349,7 +349,7 @@ def test_vision_layers_next_to_a_flat_config_are_skipped(
 
 @pytest.mark.parametrize("inner", [False, None, True])
 @pytest.mark.parametrize("outer", [False, None, True])
-def test_multimodal_model_is_tied_if_either_config_says_so(
+def test_embeddings_are_tied_when_outer_or_text_config_says_so(
     outer: bool | None, inner: bool | None, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
@@ -377,7 +377,7 @@ def test_skipped_tensors_may_have_any_dtype(checkpoints: dict[str, Path], tmp_pa
     assert_refused(directory, "tensor norm.num_batches_tracked is of type I64, which is not supported")
 
 
-def test_missing_tensor_is_named_in_the_scheme_of_the_others(tmp_path: Path) -> None:
+def test_missing_tensor_is_named_in_the_checkpoints_naming_scheme(tmp_path: Path) -> None:
     case = tiny_checkpoint("qwen3_5_whole-0")
     case.write(case.model(), tmp_path)
     name = "model.language_model.layers.1.post_attention_layernorm.weight"

@@ -84,33 +84,33 @@ def config_of(directory: Path) -> str:
 
 
 @pytest.mark.parametrize(("family", "fields"), UNSUPPORTED, ids=str)
-def test_unsupported_setting_is_refused(family: str, fields: dict[str, Any], copies: dict[str, Path]) -> None:
+def test_unsupported_config_setting_is_refused(family: str, fields: dict[str, Any], copies: dict[str, Path]) -> None:
     set_fields(copies[family], **fields)
     values = (f"{name}={value!r}" for name, value in fields.items())
     assert_refused(copies[family], config_of(copies[family]), "is not supported", *values)
 
 
 @pytest.mark.parametrize(("family", "field"), UNKNOWN_LAYERS)
-def test_unknown_layer_is_refused(family: str, field: str, copies: dict[str, Path]) -> None:
+def test_unknown_layer_type_is_refused(family: str, field: str, copies: dict[str, Path]) -> None:
     set_fields(copies[family], **{field: ["full_attention", "hyena", "linear_attention"]})
     assert_refused(copies[family], config_of(copies[family]), field, "hyena", "linear_attention")
 
 
 @pytest.mark.parametrize("pattern", ["XM*M", "M**M\n", "M|*M", "EM*X"])
 @pytest.mark.parametrize("family", ["nemotron_h", "nemotron_h_moe"])
-def test_unknown_layer_in_a_pattern_is_refused(family: str, pattern: str, copies: dict[str, Path]) -> None:
+def test_unknown_symbol_in_a_layer_pattern_is_refused(family: str, pattern: str, copies: dict[str, Path]) -> None:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     experts |= {"moe_shared_expert_intermediate_size": 8}
     set_fields(copies[family], layers_block_type=None, hybrid_override_pattern=pattern, **experts)
     assert_refused(copies[family], config_of(copies[family]), f"layer pattern {pattern!r} has unknown symbols")
 
 
-def test_impossible_expert_groups_are_refused_by_name(copies: dict[str, Path]) -> None:
+def test_error_for_impossible_expert_groups_names_the_field(copies: dict[str, Path]) -> None:
     directory = copies["nemotron_h_moe"]
     set_fields(directory, n_routed_experts=6, num_experts_per_tok=2, n_group=2, topk_group=3)
-    assert_refused(directory, config_of(directory), "topk_group=3 is not supported, only up to n_group=2")
+    assert_refused(directory, config_of(directory), "topk_group=3 is not supported; it must be at most n_group=2")
     set_fields(directory, num_experts_per_tok=4, topk_group=1)
-    message = "num_experts_per_tok=4 is not supported, only up to the 3 experts of topk_group=1"
+    message = "num_experts_per_tok=4 is not supported; it must be at most 3, the number of experts that topk_group=1"
     assert_refused(directory, config_of(directory), message)
 
 
@@ -118,7 +118,7 @@ def test_impossible_expert_groups_are_refused_by_name(copies: dict[str, Path]) -
     ("family", "field"),
     [("nemotron_h_moe", "n_routed_experts"), ("granite_moe", "num_local_experts"), ("qwen3_5_moe", "num_experts")],
 )
-def test_absurd_expert_count_is_refused_by_name(family: str, field: str, copies: dict[str, Path]) -> None:
+def test_error_for_a_huge_expert_count_names_the_field(family: str, field: str, copies: dict[str, Path]) -> None:
     set_fields(copies[family], **{field: 2**19})
     assert_refused(
         copies[family], f"{config_of(copies[family])}: {field}=524288, but must be an integer between", "8192"
@@ -136,7 +136,7 @@ def test_scaled_rotary_embedding_is_refused(family: str, kind: str, copies: dict
 
 
 @pytest.mark.parametrize("model_type", ["zamba2", "falcon_h1", "jamba", "llama"])
-def test_unknown_architecture_is_refused_with_the_supported_ones(model_type: str, copies: dict[str, Path]) -> None:
+def test_error_for_an_unknown_model_type_lists_supported_types(model_type: str, copies: dict[str, Path]) -> None:
     set_fields(copies["bamba"], model_type=model_type)
     assert_refused(
         copies["bamba"], config_of(copies["bamba"]), repr(model_type), "only 'bamba', 'granitemoehybrid', 'nemotron_h'"

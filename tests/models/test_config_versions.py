@@ -86,7 +86,7 @@ def edited(directory: Path, edit: Edit) -> Path:
 
 
 @pytest.mark.parametrize(("family", "edit"), EDITS.values(), ids=EDITS)
-def test_field_names_of_other_versions_describe_the_same_model(
+def test_field_names_of_other_transformers_versions_are_equivalent(
     family: str, edit: Edit, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = edited(copy_of(checkpoints[family], tmp_path), edit)
@@ -127,7 +127,7 @@ def older_mrope(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("edit", [mrope, older_mrope])
-def test_image_positions_do_not_change_text_positions(
+def test_image_position_settings_do_not_change_the_text_model(
     edit: Callable[[dict[str, Any]], None], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
@@ -149,7 +149,7 @@ def test_weight_dtype_is_read_from_either_field(
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_errors_use_the_field_names_of_the_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_errors_use_the_field_names_in_the_config_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints["nemotron_h"], tmp_path)
     edit_json(directory / "config.json", lambda config: config.update(mamba_n_groups="x"))
     assert_refused(directory, f"{directory / 'config.json'}: mamba_n_groups='x', but must be an integer between 1 and")

@@ -45,7 +45,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     indirect=["subject"],
     scope="module",
 )
-def test_conversations_match_transformers(subject: Subject, name: str) -> None:
+def test_multi_turn_conversations_match_transformers(subject: Subject, name: str) -> None:
     settings = SETTINGS[name]
     run, is_short = subject.start(**settings), "kv_blocks" in settings
     converse(subject, run, num_others=2 if is_short else 0)
@@ -58,7 +58,7 @@ def test_conversations_match_transformers(subject: Subject, name: str) -> None:
         assert (counters.prompt_tokens_skipped > 0) is settings.get("prefix_caching", True)
 
 
-def test_mostly_right_drafts_change_no_token(subject: Subject) -> None:
+def test_partly_wrong_drafts_do_not_change_tokens(subject: Subject) -> None:
     plain = subject.start()
     converse(subject, plain)
     texts = {request_id: [*prompt, *plain.tokens(request_id)] for request_id, prompt in plain.prompts.items()}
@@ -70,7 +70,7 @@ def test_mostly_right_drafts_change_no_token(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", PREFILL_TOKENS)
-def test_prompts_cut_at_any_offset_continue_as_in_transformers(subject: Subject, max_tokens: int) -> None:
+def test_prompts_split_into_chunks_at_any_offset_match_transformers(subject: Subject, max_tokens: int) -> None:
     run = subject.start(max_tokens=max_tokens, align_prefill_chunks=False)
     rng, vocab, block = random.Random(100 + max_tokens), subject.case.vocab_size, subject.case.block_size
     text = [rng.randrange(vocab) for _ in range(2 * block + 23)]
@@ -83,7 +83,7 @@ def test_prompts_cut_at_any_offset_continue_as_in_transformers(subject: Subject,
 
 
 @pytest.mark.long
-def test_prompt_can_be_cut_at_every_offset(tmp_path: Path) -> None:
+def test_prefill_chunk_size_does_not_change_tokens(tmp_path: Path) -> None:
     subject = Subject.load(tiny_checkpoint(SMALLEST), tmp_path)
     rng, vocab, block = random.Random(1), subject.case.vocab_size, subject.case.block_size
     text = [rng.randrange(vocab) for _ in range(block + 11)]

@@ -96,7 +96,7 @@ def p_values(first: Tensor, second: Tensor) -> list[float]:
 @pytest.mark.long
 @pytest.mark.parametrize("num_graphs", [0, 9])
 @pytest.mark.parametrize("num_requests", [NUM_REQUESTS, pytest.param(2 * NUM_REQUESTS, marks=pytest.mark.slow)])
-def test_draft_model_changes_no_distribution(
+def test_draft_model_does_not_change_the_output_distribution(
     num_requests: int, num_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)
@@ -110,7 +110,7 @@ def test_draft_model_changes_no_distribution(
 
 
 @pytest.mark.long
-def test_wrong_draft_distributions_fail_the_check() -> None:
+def test_statistical_test_detects_wrong_draft_distributions() -> None:
     class Liar(CheckedDraftModel):
         propose, forget = DraftModelDrafter.propose, DraftModelDrafter.forget  # the run above checks the bookkeeping
 

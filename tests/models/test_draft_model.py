@@ -70,14 +70,14 @@ def acceptance(run: EngineRun) -> float:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
-def test_greedy_drafts_are_the_models_own_continuation(length: int) -> None:
+def test_greedy_drafts_are_the_draft_models_greedy_continuation(length: int) -> None:
     subject, text = small_model(), some_tokens(length)
     draft = propose(CheckedDraftModel.start(subject), {0: text}, 8)[0]
     assert len(draft.tokens) == 8 and draft.distributions is None
     assert subject.oracle.check_greedy(text, list(draft.tokens), 1e-5).first_mismatch is None
 
 
-def test_drafts_continue_the_verified_text_after_any_draft() -> None:
+def test_drafts_continue_the_verified_text_after_rejections() -> None:
     subject, drafter = small_model(), CheckedDraftModel.start(small_model())
     text = some_tokens(13)
     for seed in range(12):
@@ -132,7 +132,7 @@ def test_greedy_request_among_sampled_ones_is_drafted_greedily() -> None:
 # Engines.
 
 
-def test_self_drafts_are_accepted() -> None:
+def test_drafts_from_the_target_model_itself_are_accepted() -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
     for request_id in range(5):
@@ -143,7 +143,7 @@ def test_self_drafts_are_accepted() -> None:
     assert run.counters.draft_tokens > 200 and acceptance(run) > 0.95
 
 
-def test_self_drafts_are_right_again_after_every_rejection() -> None:
+def test_drafts_are_correct_again_after_a_rejection() -> None:
     class SometimesWrong(CheckedDraftModel):
         calls = 0
 
@@ -164,7 +164,7 @@ def test_self_drafts_are_right_again_after_every_rejection() -> None:
     assert 0.3 < acceptance(run) < 0.95
 
 
-def test_sampled_self_drafts_are_nearly_always_accepted() -> None:
+def test_sampled_drafts_from_the_target_model_itself_are_accepted() -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
     for request_id in range(4):
@@ -179,7 +179,7 @@ def sampled_params(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.9, top_p=0.9, num_tokens_to_generate=num_tokens, termination_id=-1)
 
 
-def test_different_draft_model_changes_no_token() -> None:
+def test_different_draft_model_does_not_change_tokens() -> None:
     drafter = CheckedDraftModel.start(small_model(), block_size_tokens=8)
     run = start_run(drafter)
     for request_id in range(5):
@@ -206,18 +206,18 @@ def test_evicted_and_suspended_requests_are_forgotten_and_drafted_again() -> Non
     assert run.counters.requests_evicted and acceptance(run) > 0.95
 
 
-def test_drafter_with_another_vocabulary_is_refused() -> None:
+def test_draft_model_with_another_vocabulary_is_refused() -> None:
     subject, other = tiny_hybrid(), tiny_hybrid(vocab_size=64)
     config = cache_config(subject.sizes, num_speculative_tokens=2)
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, but the model's has 96"):
         build_engine(subject.model, config, drafter=CheckedDraftModel.start(other))
 
 
-def test_drafter_with_sharded_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_with_sharded_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid(**MODEL_FORMS["experts"][0])
     assert len(propose(CheckedDraftModel.start(subject), {0: some_tokens(5)})[0].tokens) == 4
     monkeypatch.setattr(draft_model, "num_expert_ranks", lambda: 2)
-    with pytest.raises(ValueError, match="has experts, and 2 expert-parallel ranks"):
+    with pytest.raises(ValueError, match="is an MoE model, and 2 expert-parallel ranks"):
         CheckedDraftModel.start(subject)
     assert propose(CheckedDraftModel.start(small_model()), {0: some_tokens(5)})[0].tokens
 
@@ -232,7 +232,7 @@ def test_non_hybrid_draft_model_is_refused() -> None:
 # Its graphs.
 
 
-def test_every_forward_that_fits_a_shape_is_replayed(num_graphs: int) -> None:
+def test_forward_passes_that_fit_a_captured_shape_replay_graphs(num_graphs: int) -> None:
     drafter = CheckedDraftModel.start(small_model(), cuda_graph_prefill_tokens=48, max_tokens=128)
     texts = {i: some_tokens(5 + i, seed=i) for i in range(4)}
     for round_index in range(3):
@@ -258,7 +258,9 @@ def move_weights(model: Any) -> None:
 
 
 @pytest.mark.parametrize("flushed", ["drafter", "engine", "both"])
-def test_moved_weights_are_recaptured(flushed: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_recaptured_when_weights_move(
+    flushed: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = tiny_hybrid(seed=8)
     capture_without_cuda(monkeypatch, subject.model)
     drafter = CheckedDraftModel.start(subject)
@@ -278,7 +280,9 @@ def test_moved_weights_are_recaptured(flushed: str, num_graphs: int, monkeypatch
     assert acceptance(run) > 0.95
 
 
-def test_weights_moved_during_a_suspend_are_recaptured(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_recaptured_when_weights_move_during_suspend(
+    num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = tiny_hybrid(seed=8)
     capture_without_cuda(monkeypatch, subject.model)
     drafter = CheckedDraftModel.start(subject)
@@ -316,7 +320,7 @@ def test_drafter_can_be_reused_after_its_engine_closes(num_graphs: int) -> None:
 
 
 @pytest.mark.parametrize("num_graphs", [3], indirect=True)
-def test_failed_recapture_drafts_without_graphs(
+def test_drafter_runs_without_graphs_when_recapture_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
@@ -335,7 +339,7 @@ def _fail(*_: Any) -> None:
 
 @pytest.mark.parametrize("num_graphs", [3], indirect=True)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}])
-def test_replayed_drafts_are_sampled_like_eager_ones(
+def test_graph_and_eager_drafts_have_the_same_tokens(
     settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -359,7 +363,7 @@ def test_replayed_drafts_are_sampled_like_eager_ones(
 # Its cache.
 
 
-def test_shared_prefix_of_prompts_is_skipped() -> None:
+def test_draft_model_skips_a_cached_prompt_prefix() -> None:
     drafter, prefix = CheckedDraftModel.start(small_model(), max_tokens=256), some_tokens(4 * BLOCK)
     first = propose(drafter, {0: [*prefix, 1]})
     drafter.forget(0)
@@ -371,7 +375,7 @@ def test_shared_prefix_of_prompts_is_skipped() -> None:
         assert propose(CheckedDraftModel.start(small_model(), max_tokens=256), {9: text})[9].tokens == draft.tokens
 
 
-def test_second_prompt_with_a_new_prefix_waits_for_the_first() -> None:
+def test_prompt_waits_while_another_prefills_the_same_prefix() -> None:
     drafter, prefix = CheckedDraftModel.start(small_model(), max_tokens=256), some_tokens(4 * BLOCK)
     texts = {i: [*prefix, 2 + i] for i in range(2)}
     assert [bool(draft.tokens) for draft in propose(drafter, texts).values()] == [True, False]
@@ -379,7 +383,7 @@ def test_second_prompt_with_a_new_prefix_waits_for_the_first() -> None:
     assert drafter.snapshot().counters.prompt_tokens_skipped == len(prefix)
 
 
-def test_next_turn_skips_generated_tokens() -> None:
+def test_draft_model_skips_generated_tokens_in_the_next_turn() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(20)
     for _ in range(10):
         text = [*text, *propose(drafter, {0: text}, 3)[0].tokens, 7]
@@ -389,14 +393,14 @@ def test_next_turn_skips_generated_tokens() -> None:
     assert skipped == len(text) // BLOCK * BLOCK > 20
 
 
-def test_tenants_share_nothing() -> None:
+def test_draft_model_shares_no_prefixes_between_tenants() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
     for index, tenant in enumerate(["", "other"]):
         drafter.propose([DraftRequest(request_of(text, request_id=index, tenant=tenant, sampling=GREEDY), 2)])
     assert drafter.snapshot().counters.prompt_tokens_skipped == 0
 
 
-def test_flush_hides_cached_prefixes_and_prefills_running_requests_again() -> None:
+def test_flush_drops_cached_prefixes_and_restarts_prefill() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
     before = propose(drafter, {0: text})[0]
     drafter.flush("1")
@@ -417,7 +421,7 @@ def test_drafts_are_empty_until_a_long_prompt_is_prefilled() -> None:
     assert subject.oracle.check_greedy(text, list(drafts[-1]), 1e-5).first_mismatch is None
 
 
-def test_no_prompt_starves_or_blocks_others() -> None:
+def test_long_and_short_prompts_do_not_starve_each_other() -> None:
     drafter = CheckedDraftModel.start(small_model(), max_tokens=20, max_requests=8)
     texts = {i: some_tokens(60 if i >= 5 else 3, seed=i) for i in range(8)}
     num_drafted = dict.fromkeys(texts, 0)
@@ -435,7 +439,7 @@ def test_unchanged_text_is_not_drafted_twice() -> None:
     assert propose(drafter, {0: [*text, 5]})[0].tokens
 
 
-def test_shorter_text_under_the_same_id_starts_over() -> None:
+def test_reused_request_id_with_shorter_text_is_prefilled_again() -> None:
     drafter = CheckedDraftModel.start(small_model())
     propose(drafter, {0: some_tokens(30)})
     fresh = propose(CheckedDraftModel.start(small_model()), {0: some_tokens(9, seed=2)})
@@ -447,7 +451,7 @@ def test_shorter_text_under_the_same_id_starts_over() -> None:
     [{"kv_blocks": 4}, {"kv_blocks": 1}, {"max_requests": 2}, {"cached_states": 1}, {"kv_blocks": 7, "max_tokens": 9}],
     ids=str,
 )
-def test_lack_of_memory_costs_only_drafts(tight: dict[str, int]) -> None:
+def test_requests_finish_with_fewer_drafts_when_memory_is_short(tight: dict[str, int]) -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid(), **tight)
     run = start_run(drafter)
     for request_id in range(6):
@@ -469,7 +473,7 @@ def test_least_recently_drafted_request_is_evicted_first() -> None:
     assert [bool(drafts[i].tokens) for i in range(3)] == [False, True, True]
 
 
-def test_text_beyond_the_draft_models_limit_is_not_drafted() -> None:
+def test_text_beyond_the_draft_models_length_limit_gets_no_drafts() -> None:
     drafter = CheckedDraftModel.start(small_model(), max_sequence_length=32)
     text = some_tokens(30)
     assert [len(propose(drafter, {0: [*text, *range(n)]}, 4)[0].tokens) for n in range(5)] == [3, 2, 1, 0, 0]

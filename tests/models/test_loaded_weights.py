@@ -62,7 +62,7 @@ def test_stored_output_weights_of_a_tied_checkpoint_are_used(
     assert model.embedding.word_embeddings.weight.cpu().equal(tensors[EMBEDDINGS[family]])
 
 
-def test_nemotron_h_of_transformers_is_never_tied(tmp_path: Path) -> None:
+def test_nemotron_h_embeddings_are_untied_as_in_transformers(tmp_path: Path) -> None:
     case = tiny_checkpoint("nemotron_h-0")
     case.config.tie_word_embeddings = True
     reference = case.model()
@@ -74,7 +74,7 @@ def test_nemotron_h_of_transformers_is_never_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "head_dim"), [("granite", 24), ("nemotron_h", None)])
-def test_attention_head_width_matches_transformers(family: str, head_dim: int | None, tmp_path: Path) -> None:
+def test_attention_head_size_matches_transformers(family: str, head_dim: int | None, tmp_path: Path) -> None:
     case = tiny_checkpoint(f"{family}-0")
     width = head_dim or NemotronHConfig().head_dim
     case.config.head_dim = width
@@ -89,7 +89,7 @@ def test_attention_head_width_matches_transformers(family: str, head_dim: int | 
     torch.testing.assert_close(full_sequence_logits(loaded, prompts), expected, atol=1e-4, rtol=0)
 
 
-def test_nemotron_h_head_width_is_read_from_its_older_field(tmp_path: Path) -> None:
+def test_nemotron_h_head_size_is_read_from_its_older_field(tmp_path: Path) -> None:
     case = tiny_checkpoint("nemotron_h-0")
     case.write(case.model(), tmp_path)
     drop_field(tmp_path, "head_dim")

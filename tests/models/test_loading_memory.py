@@ -64,7 +64,7 @@ def write_model(directory: Path, num_mlps: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the host's memory")
-def test_loading_peaks_at_the_model_and_one_file(tmp_path: Path) -> None:
+def test_peak_memory_while_loading_is_the_model_and_one_file(tmp_path: Path) -> None:
     for name, num_mlps in (("small", 1), ("large", 40)):
         (tmp_path / name).mkdir()
         write_model(tmp_path / name, num_mlps)

@@ -28,7 +28,7 @@ def test_terminal_shows_one_progress_bar(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("every", "lines"), [(5.0, 0), (0.0, 3)])
-def test_long_load_logs_a_line_every_few_seconds_without_a_terminal(
+def test_slow_loading_prints_progress_lines_without_a_terminal(
     every: float, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "LINE_EVERY_S", every)

@@ -46,7 +46,7 @@ def saved(shipped: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-def test_saved_model_loads_bit_equal(shipped: LoadedModel, saved: Path) -> None:
+def test_saved_weights_load_bit_identical(shipped: LoadedModel, saved: Path) -> None:
     loaded = load_megatron_checkpoint(saved, torch.float32)
     assert loaded.architecture == shipped.architecture
     assert_same_weights(shipped, loaded)
@@ -71,7 +71,7 @@ def test_large_checkpoint_is_read_in_chunks(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_models_of_every_family_load_bit_equal(
+def test_saved_weights_of_every_family_load_bit_identical(
     family: str, dtype: torch.dtype, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     loaded = load_hugging_face(checkpoints[family], dtype)
@@ -94,13 +94,13 @@ def test_saving_without_psutil_fails_without_hanging(
         save_megatron_checkpoint(shipped.model, shipped.architecture, tmp_path / "saved")
 
 
-def test_file_instead_of_a_directory_is_refused(shipped: LoadedModel, tmp_path: Path) -> None:
+def test_checkpoint_path_that_is_a_file_is_refused(shipped: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     with pytest.raises(ValueError, match=f"cannot create the directory {tmp_path / 'taken'}"):
         save_megatron_checkpoint(shipped.model, shipped.architecture, tmp_path / "taken")
 
 
-def test_overwriting_is_refused(shipped: LoadedModel, saved: Path) -> None:
+def test_saving_into_a_nonempty_directory_is_refused(shipped: LoadedModel, saved: Path) -> None:
     with pytest.raises(ValueError, match="is not empty"):
         save_megatron_checkpoint(shipped.model, shipped.architecture, saved)
 
@@ -110,7 +110,7 @@ def test_weights_without_an_architecture_are_refused(tmp_path: Path) -> None:
         load_megatron_checkpoint(tmp_path)
 
 
-def test_damaged_architecture_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_damaged_architecture_file_is_refused(saved: Path, tmp_path: Path) -> None:
     text = (saved / ARCHITECTURE_FILE).read_text()
     for damaged in (text[: len(text) // 2], "[]", text.replace('"pattern"', '"patern"')):
         (tmp_path / ARCHITECTURE_FILE).write_text(damaged)
@@ -118,7 +118,7 @@ def test_damaged_architecture_is_refused(saved: Path, tmp_path: Path) -> None:
             load_megatron_checkpoint(tmp_path)
 
 
-def test_architecture_without_its_weights_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_architecture_file_without_weights_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / ARCHITECTURE_FILE).write_text((saved / ARCHITECTURE_FILE).read_text())
     with pytest.raises(ValueError, match="does not hold the weights"):
         load_megatron_checkpoint(tmp_path)
@@ -160,7 +160,7 @@ def test_checkpoint_of_another_model_is_refused_before_allocation(
     assert devices == [{"meta"}, {torch.empty(0, device=torch.cuda.current_device()).device.type}][: 1 + fits]
 
 
-def test_missing_tensors_are_named(shipped: LoadedModel, tmp_path: Path) -> None:
+def test_error_names_missing_tensors(shipped: LoadedModel, tmp_path: Path) -> None:
     model = load_hugging_face(SHIPPED, torch.float32).model
     model.decoder.final_norm = torch.nn.Identity()
     save_megatron_checkpoint(model, shipped.architecture, tmp_path / "saved")
@@ -168,7 +168,7 @@ def test_missing_tensors_are_named(shipped: LoadedModel, tmp_path: Path) -> None
         load_megatron_checkpoint(tmp_path / "saved", torch.float32)
 
 
-def test_any_value_in_an_architecture_file_builds_or_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_architecture_file_with_any_value_builds_or_is_refused(saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     file = directory / ARCHITECTURE_FILE
     whole = json.loads(file.read_text())

@@ -70,7 +70,7 @@ def test_directory_with_mtp_tensors_loads_without_them_and_logs_it_once(
     assert warning.endswith(f"their {len(names)} tensors are left out")
 
 
-def test_layers_after_the_last_one_are_mtp_if_configured(
+def test_extra_layers_are_skipped_as_mtp_when_configured(
     checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
@@ -88,7 +88,7 @@ def test_layers_after_the_last_one_are_mtp_if_configured(
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("name", ["mtps.weight", "model.layers.0.mtp.weight", "mtp", "head.mtp.layers.0.weight"])
-def test_unknown_names_next_to_mtp_are_refused(
+def test_unknown_tensors_are_refused_when_mtp_tensors_are_present(
     name: str, checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)

@@ -89,7 +89,7 @@ def joined(parts: list[Tensor], sections: tuple[int, ...], dim: int = 0) -> Tens
     dim=st.sampled_from([0, 1]),
     size=st.sampled_from(SIZES),
 )
-def test_shards_of_all_ranks_join_to_the_tensor(sections: tuple[int, ...], dim: int, size: int) -> None:
+def test_shards_from_all_ranks_concatenate_to_the_tensor(sections: tuple[int, ...], dim: int, size: int) -> None:
     shape = (sum(sections), 3) if dim == 0 else (3, sum(sections))
     tensor = torch.arange(3 * sum(sections)).view(shape)
     parts = [Split(dim, sections).local(tensor, rank, size) for rank in range(size)]
@@ -116,7 +116,7 @@ def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, s
         GroupedSplit(num_groups).local(torch.zeros(rows, 1), 0, size)
 
 
-def test_sections_of_a_wrong_length_are_refused_by_tensor_name() -> None:
+def test_error_for_sections_of_wrong_length_names_the_tensor() -> None:
     filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
     with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* into parts \[4, 4\]"):
         filler.fill("given", torch.zeros(9))
@@ -215,7 +215,7 @@ def delta_parts(family: ModuleType) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", [qwen3_next, qwen3_5])
-def test_each_rank_has_its_heads_of_every_delta_section(family: ModuleType, size: int) -> None:
+def test_each_rank_gets_its_heads_from_every_gated_delta_section(family: ModuleType, size: int) -> None:
     placements, (stored, parts) = family.placements_of(qwen()), delta_parts(family)
     assert {name for name in placements if "in_proj" in name} == stored.keys()
     rows = sum(DELTA_ROWS.values())
@@ -245,7 +245,7 @@ def test_output_gates_of_a_kv_head_follow_its_queries(num_kv_heads: int, size: i
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_experts_with_stacked_projections_are_split_like_single_ones(size: int) -> None:
+def test_stacked_expert_projections_are_split_like_separate_ones(size: int) -> None:
     stacked, single = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.2.up_proj.weight"
     usual = qwen3_next.placements_of(qwen(experts=True))
     tensor = torch.rand(3, 2 * FEED_FORWARD, HIDDEN)

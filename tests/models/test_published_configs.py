@@ -45,7 +45,7 @@ def test_nemotron_3_nano_is_read_as_published() -> None:
     assert (experts.shared_hidden_size, experts.scaling, experts.latent_size) == (3712, 2.5, None)
 
 
-def test_latent_experts_may_be_absent_and_layers_listed() -> None:
+def test_config_may_omit_latent_experts_and_list_its_layers() -> None:
     listed = {"M": "mamba", "E": "moe", "*": "attention"}
     fields = NEMOTRON_3_NANO | {
         "moe_latent_size": None,
@@ -81,7 +81,7 @@ def test_layers_of_qwen_models_are_read_as_published(qwen: tuple[str, HybridArch
     assert weights / 1e9 == pytest.approx(WEIGHTS[name], rel=0.01)
 
 
-def test_qwen_models_store_what_is_documented(qwen: tuple[str, HybridArchitecture]) -> None:
+def test_cache_sizes_of_qwen_models_match_the_documentation(qwen: tuple[str, HybridArchitecture]) -> None:
     name, found = qwen
     shape = shard_shape(found, torch.bfloat16)
     live, quantized = (

@@ -44,21 +44,21 @@ def directory(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_unsupported_quantization_is_named(kind: str, field: str, directory: Path) -> None:
+def test_error_names_the_unsupported_quantization(kind: str, field: str, directory: Path) -> None:
     set_fields(directory, **{field: CONFIGS[kind]})
     assert_refused(directory, f"{directory / 'config.json'}: {field}={kind} is not supported; {ADVICE}")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("kind", FILES)
-def test_quantization_file_next_to_the_config_is_named(kind: str, directory: Path) -> None:
+def test_error_names_a_separate_quantization_file(kind: str, directory: Path) -> None:
     name, content = FILES[kind]
     (directory / name).write_text(json.dumps(content))
     assert_refused(directory, f"{directory / name}: {kind}; {ADVICE}")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_gguf_directory_is_named(directory: Path) -> None:
+def test_error_for_a_gguf_directory_names_the_format(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "model-Q4_K_M.gguf")
     assert_refused(directory, f"{directory / 'model-Q4_K_M.gguf'}: GGUF; {ADVICE}")
 
@@ -69,13 +69,17 @@ def test_gguf_directory_is_named(directory: Path) -> None:
     [(torch.float8_e4m3fn, "F8_E4M3 (FP8)"), (torch.float8_e5m2, "F8_E5M2 (FP8)"), (torch.uint8, "U8 (packed NVFP4")],
     ids=str,
 )
-def test_tensor_of_an_8_bit_dtype_is_named_with_it(dtype: torch.dtype, message: str, directory: Path) -> None:
+def test_error_names_a_tensor_with_an_unsupported_8_bit_dtype(
+    dtype: torch.dtype, message: str, directory: Path
+) -> None:
     tensors, name = tensors_of(directory), "backbone.layers.0.mixer.in_proj.weight"
     write_tensors(directory, tensors | {name: tensors[name].to(dtype)})
     assert_refused(directory, f"tensor {name} is of type {message}", "config.json has no quantization_config")
 
 
-def test_command_prints_the_refusal_and_exits_2(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_with_an_unsupported_checkpoint_exits_with_status_2(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     set_fields(directory, quantization_config=CONFIGS["4-bit (AWQ)"])
     lines = directory.parent / "lines.jsonl"
     lines.write_text('{"prompt_tokens": [1, 2, 3]}\n')
@@ -127,7 +131,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("message", VALUES)
-def test_unknown_value_is_named_with_its_field(message: str, directory: Path) -> None:
+def test_error_names_field_and_value_of_an_unknown_quantization(message: str, directory: Path) -> None:
     kind, fields = VALUES[message]
     config = KINDS[kind].config
     assert config is not None
@@ -136,7 +140,7 @@ def test_unknown_value_is_named_with_its_field(message: str, directory: Path) ->
 
 
 @pytest.mark.parametrize("message", WEIGHTS)
-def test_unknown_value_of_a_group_is_named_with_its_field(message: str, directory: Path) -> None:
+def test_error_names_field_and_value_in_a_quantization_group(message: str, directory: Path) -> None:
     kind, fields = WEIGHTS[message]
     config = KINDS[kind].config
     assert config is not None
@@ -148,13 +152,13 @@ def test_unknown_value_of_a_group_is_named_with_its_field(message: str, director
     )
 
 
-def test_value_in_a_separate_file_is_named_with_its_field(directory: Path) -> None:
+def test_error_names_field_and_value_in_a_separate_file(directory: Path) -> None:
     file = directory / "hf_quant_config.json"
     file.write_text(json.dumps({"quantization": {"quant_algo": "W4A16_AWQ"}}))
     assert_refused(directory, f"{file}: quantization.quant_algo='W4A16_AWQ' is not supported, only 'FP8'")
 
 
-def test_plan_and_doctor_read_the_same_files_as_loading(directory: Path) -> None:
+def test_reading_sizes_refuses_an_unsupported_quantization(directory: Path) -> None:
     set_fields(directory, quantization_config=CONFIGS["4-bit (GPTQ)"])
     with pytest.raises(ValueError, match=re.escape("4-bit (GPTQ) is not supported")):
         read_sizes(directory)
@@ -224,7 +228,7 @@ DAMAGES: dict[str, tuple[str, Edit]] = {
 
 @pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize("message", DAMAGES)
-def test_damaged_codes_or_scales_are_named_before_allocation(message: str, wide: Path, tmp_path: Path) -> None:
+def test_error_names_damaged_codes_or_scales_before_building_a_model(message: str, wide: Path, tmp_path: Path) -> None:
     kind, damage = DAMAGES[message]
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS[kind], num_shards=1)
@@ -235,7 +239,7 @@ def test_damaged_codes_or_scales_are_named_before_allocation(message: str, wide:
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_truncated_file_is_named(wide: Path, tmp_path: Path) -> None:
+def test_error_names_a_truncated_file(wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS["transformers F32"])
     file = directory / "model-00002-of-00003.safetensors"
@@ -244,7 +248,7 @@ def test_truncated_file_is_named(wide: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_model_is_built")
-def test_weight_size_is_the_size_of_its_codes(wide: Path, tmp_path: Path) -> None:
+def test_error_for_codes_that_do_not_match_the_config_names_the_config(wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS["compressed-tensors NVFP4"])
     set_fields(directory, hidden_size=96)

@@ -80,7 +80,7 @@ def number_quantized(directory: Path, ending: str) -> int:
 
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_weight_is_code_times_scale_with_one_rounding(
+def test_dequantized_weight_is_code_times_scale_cast_once(
     kind: str, dtype: torch.dtype, wide: Path, tmp_path: Path
 ) -> None:
     logged = assert_loads_exactly(copy_of(wide, tmp_path), kind, dtype=dtype)
@@ -175,7 +175,7 @@ def test_unused_scales_are_counted_in_one_warning(wide: Path, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("kind", ["transformers F32", "modelopt FP8 in a file"])
-def test_weights_are_bf16_whatever_dtype_the_config_names(kind: str, wide: Path, tmp_path: Path) -> None:
+def test_quantized_weights_load_as_bf16_for_any_config_dtype(kind: str, wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     assert read_sizes(directory)[1] is torch.float32
     quantize(directory, KINDS[kind])
@@ -183,7 +183,7 @@ def test_weights_are_bf16_whatever_dtype_the_config_names(kind: str, wide: Path,
     assert load_hugging_face(directory, None).model.config.params_dtype is torch.bfloat16
 
 
-def test_cache_alone_may_be_quantized(wide: Path, tmp_path: Path) -> None:
+def test_checkpoint_with_only_a_quantized_kv_cache_loads(wide: Path, tmp_path: Path) -> None:
     directory = copy_of(wide, tmp_path)
     quantize(directory, Kind({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, {}))
     assert load_hugging_face(directory).quantized == ""

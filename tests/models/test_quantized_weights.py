@@ -81,7 +81,7 @@ def test_fp8_weight_is_its_code_times_its_block_scale(
     divides=st.booleans(),
 )
 @settings(deadline=None, max_examples=200)
-def test_fp4_weight_is_half_a_byte_times_its_scales(
+def test_fp4_weight_is_its_code_times_its_scales(
     format: WeightFormat, leading: tuple[int, ...], rows: int, pairs: int, dtype: torch.dtype, divides: bool
 ) -> None:
     rng = np.random.default_rng(rows * 41 + pairs)
@@ -100,7 +100,7 @@ def test_fp4_weight_is_half_a_byte_times_its_scales(
     assert_equal_bits(weight.values(tensors, torch.empty(0, dtype=dtype)), expected)
 
 
-def test_every_code_has_its_value() -> None:
+def test_every_fp8_and_fp4_code_decodes_to_its_value() -> None:
     eight = QuantizedWeight(fp8(1, None), (1, 254), "codes", "scale")
     tensors = {"codes": tensor_of(FINITE[None], torch.float8_e4m3fn), "scale": torch.ones(1, 1)}
     assert eight.values(tensors, torch.empty(0)).flatten().tolist() == E4M3[FINITE].tolist()
@@ -110,7 +110,7 @@ def test_every_code_has_its_value() -> None:
     assert four.values(tensors, torch.empty(0)).flatten().tolist() == np.repeat(E2M1, 2).tolist()
 
 
-def test_stack_may_share_one_scale() -> None:
+def test_stacked_weights_may_share_one_scale() -> None:
     weight = QuantizedWeight(fp8(None, None), (3, 2, 4), "codes", "scale")
     codes = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
     tensors = {"codes": tensor_of(codes, torch.float8_e4m3fn), "scale": torch.tensor(3.0)}

@@ -22,13 +22,15 @@ from megatron_mamba_cache.models.shard_shape import rank_shape
     ("num_layers", "num_stages", "lengths"),
     [(10, 1, [10]), (10, 2, [5, 5]), (5, 2, [3, 2]), (10, 4, [3, 3, 3, 1]), (5, 4, [1, 1, 1, 2]), (2, 2, [1, 1])],
 )
-def test_stages_share_layers_evenly_except_the_last(num_layers: int, num_stages: int, lengths: list[int]) -> None:
+def test_pipeline_stages_have_equal_layer_counts_except_the_last(
+    num_layers: int, num_stages: int, lengths: list[int]
+) -> None:
     assert stage_lengths(num_layers, num_stages) == lengths
 
 
 @pytest.mark.parametrize("num_layers", range(1, 60))
 @pytest.mark.parametrize("num_stages", range(1, 9))
-def test_no_stage_is_empty(num_layers: int, num_stages: int) -> None:
+def test_every_pipeline_stage_has_at_least_one_layer(num_layers: int, num_stages: int) -> None:
     if num_layers < num_stages:
         with pytest.raises(ValueError, match="--pipeline-model-parallel-size"):
             stage_lengths(num_layers, num_stages)
@@ -43,7 +45,7 @@ def part(
     return RankShard(layers, experts, first, last, tied)
 
 
-def test_layers_and_experts_are_numbered_from_the_shards_first() -> None:
+def test_local_names_number_layers_and_experts_from_zero() -> None:
     middle = part(range(3, 6), range(2, 4))
     assert middle.local_name("decoder.layers.4.mixer.D") == "decoder.layers.1.mixer.D"
     assert middle.local_name("decoder.layers.6.mixer.D") is None
@@ -54,7 +56,7 @@ def test_layers_and_experts_are_numbered_from_the_shards_first() -> None:
 
 @pytest.mark.parametrize(("is_first", "is_last"), [(True, False), (False, True), (False, False), (True, True)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_are_on_the_outer_stages(is_first: bool, is_last: bool, tied: bool) -> None:
+def test_embeddings_are_on_the_first_and_last_stages(is_first: bool, is_last: bool, tied: bool) -> None:
     here = part(range(2), first=is_first, last=is_last, tied=tied)
     copied = OUTPUT if is_last and tied else None
     assert here.local_name(EMBEDDINGS) == (EMBEDDINGS if is_first else copied)
@@ -64,7 +66,7 @@ def test_embeddings_are_on_the_outer_stages(is_first: bool, is_last: bool, tied:
 
 @pytest.mark.parametrize("pattern", ["M*-", "M*E-M", "-EM*"])
 @pytest.mark.parametrize("gated_delta", [None, GatedDeltaSizes(2, 4, 8, 12)], ids=["mamba2", "gated-delta"])
-def test_parameters_match_megatrons_in_order(pattern: str, gated_delta: GatedDeltaSizes | None) -> None:
+def test_parameter_names_and_order_match_megatron(pattern: str, gated_delta: GatedDeltaSizes | None) -> None:
     shape = RandomHybridConfig(pattern=pattern, gated_delta=gated_delta)
     model, parameters = random_hybrid_model(shape), parameters_of(random_architecture(shape))
     built = [(name, tuple(parameter.shape)) for name, parameter in unstacked_parameters(model).items()]

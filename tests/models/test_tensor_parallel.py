@@ -102,7 +102,7 @@ def run_ranks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_of_two_ranks_equal_those_of_one(name: str, one_rank: dict[str, LoadedModel]) -> None:
+def test_logits_on_two_ranks_equal_logits_on_one(name: str, one_rank: dict[str, LoadedModel]) -> None:
     loaded = one_rank[name]
     expected = full_sequence_logits(loaded, some_prompts(loaded.architecture.vocab_size))
     gathered = torch.load(loaded.directory.parent / LOGITS)
@@ -111,7 +111,7 @@ def test_logits_of_two_ranks_equal_those_of_one(name: str, one_rank: dict[str, L
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_resaved_by_two_ranks_keep_their_bits(name: str, one_rank: dict[str, LoadedModel]) -> None:
+def test_weights_saved_by_two_ranks_are_bit_identical(name: str, one_rank: dict[str, LoadedModel]) -> None:
     folder = one_rank[name].directory.parent
     for saved in (FROM_ONE_RANK, FROM_ALL_RANKS):
         assert_same_weights(one_rank[name], load_megatron_checkpoint(folder / saved, torch.float32))

@@ -76,7 +76,7 @@ def test_tokens_match_transformers_and_decode_to_the_text(save: object, text: st
     assert (ours.bos, ours.eod, ours.vocab_size) == (theirs.bos_token_id, theirs.eos_token_id, VOCABULARY)
 
 
-def test_spelled_out_bos_appears_once(tmp_path: Path) -> None:
+def test_bos_spelled_out_in_the_text_is_not_added_again(tmp_path: Path) -> None:
     save_with_bos(tmp_path)
     tokenizer = loaded(tmp_path)
     assert tokenizer.tokenize("a") == tokenizer.tokenize(f"{END_OF_TEXT}a")
@@ -148,7 +148,7 @@ def test_tokenizer_without_special_tokens_has_no_bos_or_eod(tmp_path: Path) -> N
     assert (tokenizer.bos, tokenizer.eod) == (None, -1)
 
 
-def test_special_tokens_are_found_in_any_notation(tmp_path: Path) -> None:
+def test_special_tokens_are_read_as_text_or_as_objects(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "a"}, "eos_token": None}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "c", "eos_token": "b"}))
@@ -237,7 +237,7 @@ def test_ids_beyond_the_vocabulary_are_refused_with_both_sizes(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
-def test_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+def test_error_names_a_damaged_tokenizer_file(name: str, content: bytes, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=name):
@@ -265,7 +265,7 @@ def test_other_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: 
         load_tokenizer(tmp_path, len(theirs))
 
 
-def test_unreadable_tokenizer_files_are_an_error(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
     with pytest.raises(ValueError, match="transformers cannot read"):
         load_tokenizer(tmp_path, VOCABULARY)
@@ -286,7 +286,7 @@ def test_chat_is_rendered_as_by_transformers(file: str, tmp_path: Path, monkeypa
         loaded(tmp_path).render_chat(CHAT)
 
 
-def test_special_tokens_are_shown_by_name(tmp_path: Path) -> None:
+def test_detokenizer_shows_only_the_listed_special_tokens(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = loaded(tmp_path)
     special = sorted(tokenizer._codec.special_ids)
@@ -298,7 +298,7 @@ def test_special_tokens_are_shown_by_name(tmp_path: Path) -> None:
     assert tokenizer.detokenizer(["<none>"])(tokens) == tokenizer.detokenize(tokens)
 
 
-def test_unrenderable_chat_is_an_error(tmp_path: Path) -> None:
+def test_chat_that_cannot_be_rendered_is_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = loaded(tmp_path)
     assert tokenizer.chat_template == ""
@@ -309,7 +309,7 @@ def test_unrenderable_chat_is_an_error(tmp_path: Path) -> None:
         loaded(tmp_path).render_chat(CHAT)
 
 
-def test_deeply_nested_messages_are_refused_without_the_path(tmp_path: Path) -> None:
+def test_deeply_nested_messages_are_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0] | tojson }}")
     tokenizer = load_tokenizer(tmp_path, VOCABULARY)
@@ -323,7 +323,7 @@ def test_deeply_nested_messages_are_refused_without_the_path(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("named", ["2", {}, [[1]], ["2"], -1, 1.5, True, VOCABULARY, [0, 10**12]])
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json", "text_config.", "llm_config."])
-def test_end_of_text_must_be_a_token_id(file: str, named: object, tmp_path: Path) -> None:
+def test_end_token_that_is_not_a_token_id_is_refused(file: str, named: object, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     fields: dict[str, Any] = {"eos_token_id": named}
     is_inner = file.endswith("_config.")
@@ -361,7 +361,7 @@ def test_named_template_is_chosen_as_by_transformers(names: list[str], are_files
         assert expected == ("1 tools" if tools and "tool_use" in names else CHAT[0]["content"])
 
 
-def test_template_files_precede_the_config_field_and_old_files(tmp_path: Path) -> None:
+def test_template_files_override_the_config_field_and_old_files(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
     assert loaded(tmp_path).render_chat(CHAT) == loaded(tmp_path).chat_template == "old"
@@ -375,7 +375,7 @@ def test_template_files_precede_the_config_field_and_old_files(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja", "chat_template.json"])
-def test_damaged_template_is_named(name: str, tmp_path: Path) -> None:
+def test_error_names_a_damaged_chat_template(name: str, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"\xff{")

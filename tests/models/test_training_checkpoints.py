@@ -83,7 +83,7 @@ def refusal_of(directory: Path, **settings: Any) -> str:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("singleton_experts", [False, True])
-def test_training_run_loads_bit_equal_with_the_architecture_of_its_arguments(
+def test_training_run_loads_bit_identical_without_architecture_file(
     name: str, singleton_experts: bool, tmp_path: Path
 ) -> None:
     architecture = ARCHITECTURES[name]
@@ -130,7 +130,7 @@ def test_gated_norm_has_megatrons_epsilon_and_others_the_configured_one(
     assert (layer.norm.eps, layer.mixer.norm.eps) == (1e-4, 1e-5)
 
 
-def test_epsilon_is_read_under_its_newer_name() -> None:
+def test_norm_epsilon_is_read_under_its_newer_argument_name() -> None:
     fields = arguments_of(DENSE)
     fields["layernorm_epsilon"] = fields.pop("norm_epsilon")
     assert architecture_of(CheckpointConfig(fields, "common.pt")).norm_eps == DENSE.norm_eps != 1e-5
@@ -196,10 +196,10 @@ def test_arguments_of_an_unsupported_model_are_refused(
         ({"moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type='sinkhorn' is not supported, only"),
         ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "has unknown entries ['sinkhorn']"),
         ({"moe_router_load_balancing_type": "else"}, "load_balancing_type='else' is not supported, only 'aux_loss'"),
-        ({"moe_router_topk": 10}, "moe_router_topk=10 is not supported, only up to num_experts=9"),
+        ({"moe_router_topk": 10}, "moe_router_topk=10 is not supported; it must be at most num_experts=9"),
         (
             {"moe_router_group_topk": 1},
-            "moe_router_topk=7 is not supported, only up to the 3 experts of moe_router_group",
+            "moe_router_topk=7 is not supported; it must be at most 3, the number of experts that moe_router_group",
         ),
         (
             {"moe_router_topk": 2, "moe_router_group_topk": 3},
@@ -213,7 +213,7 @@ def test_arguments_of_an_unsupported_model_are_refused(
     ],
     ids=str,
 )
-def test_unknown_routers_are_refused_by_argument(changed: dict[str, Any], message: str) -> None:
+def test_error_for_an_unknown_router_names_the_argument(changed: dict[str, Any], message: str) -> None:
     fields = arguments_of(LATENT_EXPERTS) | {"moe_router_topk": 7, "moe_router_group_topk": None} | changed
     with pytest.raises(ValueError) as refusal:
         architecture_of(CheckpointConfig(fields, "common.pt"))
@@ -221,7 +221,7 @@ def test_unknown_routers_are_refused_by_argument(changed: dict[str, Any], messag
 
 
 @pytest.mark.parametrize("balancing", ["none", ["seq_aux_loss", "global_aux_loss"]])
-def test_missing_group_count_means_one_group(balancing: str | list[str]) -> None:
+def test_experts_have_one_group_when_no_group_count_is_given(balancing: str | list[str]) -> None:
     fields = arguments_of(LATENT_EXPERTS) | {"moe_router_group_topk": None, "moe_router_topk": 7}
     fields |= {"moe_router_load_balancing_type": balancing}
     experts = architecture_of(CheckpointConfig(fields, "common.pt")).experts
@@ -229,7 +229,7 @@ def test_missing_group_count_means_one_group(balancing: str | list[str]) -> None
 
 
 @pytest.mark.parametrize("state", [{}, {"args": None}, {"args": [1]}], ids=str)
-def test_checkpoint_without_arguments_names_the_remedies(state: dict[str, Any], tmp_path: Path) -> None:
+def test_error_for_a_checkpoint_without_arguments_gives_the_remedies(state: dict[str, Any], tmp_path: Path) -> None:
     save_with_common_state(random_model(DENSE), state, tmp_path)
     refusal = refusal_of(tmp_path)
     assert f"{tmp_path / 'common.pt'} does not contain the arguments" in refusal
@@ -243,14 +243,14 @@ def save_with_common_state(model: Any, state: dict[str, Any], directory: Path) -
     dist_checkpointing.save({**model.sharded_state_dict(), **state}, str(directory), InProcessSaveStrategy())
 
 
-def test_written_architecture_precedes_the_arguments(tmp_path: Path) -> None:
+def test_architecture_file_overrides_training_arguments(tmp_path: Path) -> None:
     given = LoadedModel(random_model(DENSE), DENSE, tmp_path / "run")
     write_training_checkpoint(given.model, DENSE, tmp_path / "run", normalization="LayerNorm")
     write_architecture(DENSE, tmp_path / "run")  # next to the tracker it serves all iterations
     assert_same_weights(given, load_megatron_checkpoint(tmp_path / "run", torch.float32))
 
 
-def test_unexpected_tensors_are_named(trained: LoadedModel) -> None:
+def test_error_names_unexpected_tensors(trained: LoadedModel) -> None:
     smaller = replace(DENSE, pattern="M-*-")
     refusal = refusal_of(trained.directory, architecture=smaller)
     assert "decoder.layers.4.mixer.A_log" in refusal
@@ -259,13 +259,13 @@ def test_unexpected_tensors_are_named(trained: LoadedModel) -> None:
     assert "_extra_state" not in refusal
 
 
-def test_missing_tensors_are_named(trained: LoadedModel) -> None:
+def test_error_names_missing_tensors(trained: LoadedModel) -> None:
     refusal = refusal_of(trained.directory, architecture=replace(DENSE, pattern="M-*-M-"))
     assert "lacks 3 tensors: decoder.layers.5.mlp.linear_fc1.weight" in refusal
     assert "decoder.layers.5.pre_mlp_layernorm.weight" in refusal
 
 
-def test_other_prediction_heads_are_not_ignored(tmp_path: Path) -> None:
+def test_mtp_weights_do_not_replace_a_missing_output_layer(tmp_path: Path) -> None:
     model = random_model(DENSE)
     state = model.sharded_state_dict()
     state["output_layer.weight"].key = "mtp.layers.0.weight"
@@ -285,11 +285,11 @@ def test_wrong_embedding_size_is_refused_instead_of_padded(vocab_size: int, trai
 @pytest.mark.parametrize("named", ["", "latest", "-3", "7", "9" * 20])
 def test_tracker_without_an_iteration_is_refused(named: str, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(named)
-    expected = str(tmp_path / "iter_0000007") if named == "7" else f"names the iteration {named!r}"
+    expected = str(tmp_path / "iter_0000007") if named == "7" else f"contains {named!r}"
     assert expected in refusal_of(tmp_path)
 
 
-def test_release_tracker_is_followed(trained: LoadedModel, tmp_path: Path) -> None:
+def test_tracker_file_of_a_release_checkpoint_is_read(trained: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "release").symlink_to(trained.directory / f"iter_{ITERATION:07d}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     assert_same_weights(trained, load_megatron_checkpoint(tmp_path, torch.float32))
@@ -306,7 +306,7 @@ class Dangerous:
 
 
 @pytest.mark.parametrize("function", [os.system, eval], ids=str)
-def test_common_state_never_runs_code(function: Any, tmp_path: Path) -> None:
+def test_reading_the_common_state_runs_no_code(function: Any, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     argument = f"touch {witness}" if function is os.system else f"open({str(witness)!r}, 'w')"
     model = random_model(DENSE)
@@ -319,7 +319,7 @@ def test_common_state_never_runs_code(function: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps_the_index", [False, True])
-def test_tensor_index_never_runs_code(keeps_the_index: bool, trained: LoadedModel, tmp_path: Path) -> None:
+def test_reading_the_tensor_index_runs_no_code(keeps_the_index: bool, trained: LoadedModel, tmp_path: Path) -> None:
     run, witness = tmp_path / "run", tmp_path / "witness"
     shutil.copytree(trained.directory, run)
     (index_file,) = run.rglob(".metadata")
@@ -329,11 +329,11 @@ def test_tensor_index_never_runs_code(keeps_the_index: bool, trained: LoadedMode
         index.planner_data = (index.planner_data, dangerous)
         dangerous = index
     index_file.write_bytes(pickle.dumps(dangerous))
-    assert f"{index_file} cannot be read: it names posix.system" in refusal_of(run)
+    assert f"{index_file} cannot be read: it refers to posix.system" in refusal_of(run)
     assert not witness.exists()
 
 
-def test_tensor_as_an_argument_is_refused_by_name(tmp_path: Path) -> None:
+def test_error_names_a_training_argument_that_is_a_tensor(tmp_path: Path) -> None:
     arguments = {"add_bias_linear": torch.zeros(2)}
     directory = write_training_checkpoint(random_model(DENSE), DENSE, tmp_path / "run", **arguments)
     assert "add_bias_linear" in refusal_of(directory)

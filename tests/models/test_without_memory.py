@@ -15,7 +15,7 @@ FORMS = [form for forms in MODEL_FORMS.values() for form in forms if "is_toy" no
 
 @pytest.mark.parametrize("form", FORMS, ids=[str(form["pattern"]) + str(len(form)) for form in FORMS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_model_without_memory_differs_only_in_its_device(form: dict[str, Any], dtype: torch.dtype) -> None:
+def test_model_built_on_meta_differs_only_in_its_device(form: dict[str, Any], dtype: torch.dtype) -> None:
     architecture = random_architecture(RandomHybridConfig(**form))
 
     def described() -> tuple[dict[str, Any], dict[str, Any], set[str]]:
@@ -34,7 +34,7 @@ def test_model_without_memory_differs_only_in_its_device(form: dict[str, Any], d
     assert devices == {"meta"} != real_devices and found == expected and len(found[0]) > 10 < len(found[1])
 
 
-def test_tensors_have_memory_again_after_an_error() -> None:
+def test_tensors_are_not_created_on_meta_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), without_memory():
         assert torch.zeros(2).device.type == torch.zeros(2, device="cpu").to("cpu").device.type == "meta"
         assert torch.zeros(2).to(torch.int32).dtype is torch.int32

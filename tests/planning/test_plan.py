@@ -31,14 +31,14 @@ def test_reply_repeated_by_the_next_prompt_is_cached() -> None:
     assert plan(load, SIZES, []).unlimited.skipped_tokens == 192
 
 
-def test_reply_without_a_next_turn_shares_no_hash() -> None:
+def test_reply_without_a_next_turn_is_unique() -> None:
     load = load_of(asked(128, 128, 0, 1), asked(192, 0, 0, 1, 7), asked(192, 0, 0, 1, 9))
     texts = block_texts(load, 64)
     assert texts[0].keys == [*texts[1].keys, texts[0].keys[3]]
     assert texts[2].keys[:2] == texts[0].keys[:2] and texts[2].keys[2] not in texts[0].keys
 
 
-def test_reply_is_unknown_if_the_next_prompt_differs_after_the_last_block() -> None:
+def test_reply_is_unknown_when_the_next_prompt_differs_after_the_last_block() -> None:
     # 330 tokens: a block of 256, and a whole run after it.
     other, same = asked(700, 1, 0, 1, 2, 3, 9, 5, 6, 7, 8, 10), asked(700, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 10)
     first, of_other, of_same = block_texts(load_of(asked(330, 300, 0, 1, 2, 3, 4, 5), other, same), 256)
@@ -51,13 +51,13 @@ def test_repeated_prompt_does_not_hide_the_next_turn() -> None:
     assert first.keys == last.keys
 
 
-def test_equal_hash_after_different_content_is_another_block() -> None:
+def test_equal_hash_with_a_different_prefix_is_a_different_block() -> None:
     texts = block_texts(load_of(asked(128, 0, 0, 1), asked(128, 0, 2, 1)), 64)
     assert not set(texts[0].keys) & set(texts[1].keys)
 
 
 @pytest.mark.parametrize("block_size", [64, 128, 32])
-def test_block_joins_hashes_or_splits_one(block_size: int) -> None:
+def test_block_may_contain_several_hashes_or_part_of_one(block_size: int) -> None:
     load = load_of(asked(256, 0, 0, 1, 2, 3), asked(256, 0, 0, 1, 2, 4))
     first, second = block_texts(load, block_size)
     assert len(first.keys) == 256 // block_size
@@ -65,12 +65,12 @@ def test_block_joins_hashes_or_splits_one(block_size: int) -> None:
     assert first.keys[:shared] == second.keys[:shared] and first.keys[shared] != second.keys[shared]
 
 
-def test_block_size_that_divides_no_hash_is_refused() -> None:
-    with pytest.raises(ValueError, match="blocks of 96 tokens and hashes of 64 do not fit"):
+def test_block_size_that_does_not_match_the_hash_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="block size 96 and 64 tokens per hash do not match"):
         block_texts(load_of(asked(64, 0, 0)), 96)
 
 
-def test_prompt_that_cannot_fit_counts_as_computed() -> None:
+def test_prompt_that_does_not_fit_skips_no_tokens() -> None:
     short, long = asked(128, 1, 0, 1), asked(64 * 40, 1, *range(100, 140))
     load = load_of(short, long, long, short)
     slab = 4 * 64 * 1024  # a state, or four blocks
@@ -96,7 +96,7 @@ def random_load(seed: int) -> RecordedLoad:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_unlimited_cache_skips_at_most_what_was_seen(seed: int) -> None:
+def test_unlimited_cache_skips_only_tokens_of_earlier_requests(seed: int) -> None:
     load = random_load(seed)
     seen: set[int] = set()
     bound = 0
@@ -113,7 +113,7 @@ def test_unlimited_cache_skips_at_most_what_was_seen(seed: int) -> None:
     assert shares[0] < shares[-1] == result.unlimited.share
 
 
-def test_replay_releases_everything() -> None:
+def test_replay_releases_all_blocks_and_states() -> None:
     cache = empty_cache(SIZES.space(0.004), SIZES)
     replay(block_texts(random_load(9), 64), cache, max_tokens=256)
     cache.check_integrity([])
@@ -121,14 +121,14 @@ def test_replay_releases_everything() -> None:
     assert cache.slots.num_evicted > 0
 
 
-def test_nothing_is_skipped_without_room_for_a_state() -> None:
+def test_no_tokens_are_skipped_without_room_for_a_state() -> None:
     cache = empty_cache(SplitSpace(100, 1), SIZES)  # the live state takes the one slot
     load = load_of(asked(128, 0, 0, 1), asked(192, 0, 0, 1, 2))
     assert replay(block_texts(load, 64), cache, 8192).skipped_tokens == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_host_saves_at_most_what_the_device_evicts(seed: int) -> None:
+def test_host_tier_restores_only_what_the_device_evicted(seed: int) -> None:
     load = random_load(seed)
     result = plan(load, SIZES, [0.002, 0.006], [0.0, 0.003, 0.1])
     shares = {(cache.cache_gb, cache.host_cache_gb): cache.replayed.share for cache in result.caches}
@@ -139,7 +139,7 @@ def test_host_saves_at_most_what_the_device_evicts(seed: int) -> None:
     assert shares[0.006, 0.1] >= 0.9 * result.unlimited.share
 
 
-def test_replay_with_a_host_releases_everything() -> None:
+def test_replay_with_a_host_tier_releases_all_memory() -> None:
     space, host = SIZES.space(0.004), SIZES.space(0.004)
     tiered = tiered_cache(space, host, SIZES, CopiesAtOnce(), CopyTimes(0, 0, 1))
     texts = block_texts(random_load(9), 64)

@@ -9,7 +9,7 @@ from megatron_mamba_cache.planning.recorded_load import RecordedLoad, read_load
 from tests.planning.load_files import request, session, written
 
 
-def test_sessions_start_staggered_with_their_own_hashes(tmp_path: Path) -> None:
+def test_recorded_sessions_start_staggered_and_share_no_hashes(tmp_path: Path) -> None:
     first = session(request(0, 130, 5, range(3)), request(2000, 200, 7, range(4)))
     second = session(request(1.5, 64, 0, range(1)))
     load = read_load(written(tmp_path / "load.jsonl.gz", first, "", second))
@@ -41,7 +41,7 @@ def test_mooncake_hashes_are_shared_by_all_requests(tmp_path: Path) -> None:
     ]
 
 
-def test_subset_of_a_file_is_staggered_like_a_file(tmp_path: Path) -> None:
+def test_start_times_are_spread_evenly_over_the_sessions_that_are_read(tmp_path: Path) -> None:
     path = written(tmp_path / "load.jsonl", *(session(request(0, 64, 1, range(1))) for _ in range(4)))
 
     def starts(load: RecordedLoad) -> list[float]:
@@ -59,19 +59,19 @@ def test_subset_of_a_file_is_staggered_like_a_file(tmp_path: Path) -> None:
         ({"prompt": "x"}, "line 2: need the fields of a session"),
         ({"requests": []}, "line 2: no field 'block_size'"),
         (session({"t": 0, "in": 5, "out": 1}), "line 2: no field 'hash_ids'"),
-        (session({"t": 0, "in": "5", "out": 1, "hash_ids": []}), "line 2: in must be a whole number from 1"),
+        (session({"t": 0, "in": "5", "out": 1, "hash_ids": []}), "line 2: in must be an integer of at least 1"),
         (session({"t": -1, "in": 5, "out": 1, "hash_ids": []}), "line 2: t must be a time"),
         ({"block_size": 64, "requests": 5}, "line 2: requests must be a list"),
-        (session({"t": 0, "in": 5, "out": 1, "hash_ids": "0"}), "line 2: hash_ids must be a list of whole numbers"),
-        (session({"t": 0, "in": 64, "out": 1, "hash_ids": [None]}), "line 2: hash_ids must be a list of whole numbers"),
-        (session({"t": 0, "in": 64, "out": 2**24, "hash_ids": [0]}), "line 2: out must be a whole number from 0"),
+        (session({"t": 0, "in": 5, "out": 1, "hash_ids": "0"}), "line 2: hash_ids must be a list of integers"),
+        (session({"t": 0, "in": 64, "out": 1, "hash_ids": [None]}), "line 2: hash_ids must be a list of integers"),
+        (session({"t": 0, "in": 64, "out": 2**24, "hash_ids": [0]}), "line 2: out must be an integer of at least 0"),
         ("[" * 100_000, "line 2: nested too deeply"),
-        (session(request(0, 640, 1, range(9))), "line 2: 640 prompt tokens have 10 runs of 64, found 9"),
-        (session(request(0, 640, 1, range(10)), block_size=32), "line 2: 640 prompt tokens have 20 runs of 32"),
-        (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes of \\[32, 64\\] tokens"),
+        (session(request(0, 640, 1, range(9))), "line 2: 640 prompt tokens need 10 hashes for 64 tokens each, found 9"),
+        (session(request(0, 640, 1, range(10)), block_size=32), "line 2: 640 prompt tokens need 20 hashes for 32"),
+        (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes for \\[32, 64\\] tokens"),
     ],
 )
-def test_line_of_unknown_format_is_named(line: Any, named: str, tmp_path: Path) -> None:
+def test_invalid_line_is_named_in_the_error(line: Any, named: str, tmp_path: Path) -> None:
     path = written(tmp_path / "load.jsonl", session(request(0, 64, 1, range(1))), line)
     with pytest.raises(ValueError, match=named):
         read_load(path)
@@ -84,7 +84,7 @@ def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
 
 
 def test_file_without_requests_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="sessions without requests only"):
+    with pytest.raises(ValueError, match="contains only sessions without requests"):
         read_load(written(tmp_path / "load.jsonl", session(), session()))
-    with pytest.raises(ValueError, match="holds no requests"):
+    with pytest.raises(ValueError, match="contains no requests"):
         read_load(written(tmp_path / "load.jsonl", "", ""))

@@ -34,7 +34,7 @@ def test_copy_between_draft_slots_without_a_conv_shift_moves_bytes() -> None:
     assert plan_align_copy(15, 1, 0, 1, 5, BLOCK) == AlignCopy(5, 0, 0, True, 1)
 
 
-def test_conv_window_moves_even_if_the_ssm_state_is_in_place() -> None:
+def test_state_copy_moves_the_conv_window_even_if_the_ssm_state_stays() -> None:
     copy = plan_align_copy(60, 3, 0, 3, 2, BLOCK)
     assert copy is not None
     assert copy.source_column == copy.destination_column and copy.moves_bytes

@@ -99,7 +99,7 @@ def test_older_paused_request_resumes_before_a_younger_request_grows() -> None:
     cache.check_integrity([busy, old, young])
 
 
-def test_youngest_request_is_evicted_if_none_could_continue() -> None:
+def test_youngest_request_is_evicted_if_no_request_could_continue() -> None:
     cache = small_cache(num_blocks=3)
     requests = full_requests(cache, 1, 1, 1)
     outcome = grow_requests(requests, cache, PLENTY)
@@ -129,7 +129,7 @@ def test_evicting_one_of_two_requests_that_share_a_block_frees_nothing() -> None
     cache.check_integrity([busy])
 
 
-def test_evicted_request_releases_everything_and_stays_findable() -> None:
+def test_evicted_request_frees_its_memory_but_stays_cached() -> None:
     cache = small_cache(num_blocks=4)
     old, young = full_requests(cache, 2, 2)
     assert grow_requests([old, young], cache, 0).evicted == (young,)

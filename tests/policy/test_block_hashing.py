@@ -55,7 +55,7 @@ def test_tokens_that_collide_in_a_polynomial_hash_have_different_keys() -> None:
     assert len(keys) == 32
 
 
-def test_key_is_the_full_digest_of_previous_key_and_tokens() -> None:
+def test_block_key_is_the_digest_of_the_previous_key_and_tokens() -> None:
     first = sha256(ROOT + np.array([1, -2], dtype="<i4").tobytes()).digest()
     second = sha256(first + np.array([3, 4], dtype="<i4").tobytes()).digest()
     assert block_keys(ROOT, [1, -2, 3, 4, 5], 2) == [int.from_bytes(first, "big"), int.from_bytes(second, "big")]
@@ -80,13 +80,13 @@ def test_block_keys_do_not_depend_on_how_tokens_are_split(
     assert pieces.num_tokens == one_by_one.num_tokens == len(tokens)
 
 
-def test_strided_array_hashes_like_its_values() -> None:
+def test_strided_token_array_hashes_like_a_list() -> None:
     tokens = np.arange(64)
     assert block_keys(ROOT, tokens[::2], 8) == block_keys(ROOT, tokens[::2].tolist(), 8)
 
 
 @pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 2**40])
-def test_token_outside_32_bits_is_refused_and_changes_nothing(token: int) -> None:
+def test_hashing_a_token_outside_32_bits_raises_and_changes_nothing(token: int) -> None:
     chain = BlockKeyChain(ROOT, 2)
     chain.extend([1])
     for tokens in ([token, 2, 3], np.array([token, 2, 3])):
@@ -97,7 +97,7 @@ def test_token_outside_32_bits_is_refused_and_changes_nothing(token: int) -> Non
     assert chain.keys == block_keys(ROOT, [1, 2], 2)
 
 
-def test_tokens_must_be_a_vector_of_integers() -> None:
+def test_tokens_to_hash_must_be_a_vector_of_integers() -> None:
     for tokens in ([1.5, 2.0], np.array([1.5, 2.0]), np.zeros((2, 2), dtype=np.int64)):
         with pytest.raises(ValueError, match="integer"):
             block_keys(ROOT, tokens, 1)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def view_of(prompt: list[int], *, may_skip: bool = True) -> PromptView:
 
 
 @given(prompts, prompts)
-def test_shared_blocks_of_two_prompts_are_those_of_their_common_prefix(left: list[int], right: list[int]) -> None:
+def test_two_prompts_share_the_blocks_of_their_common_prefix(left: list[int], right: list[int]) -> None:
     shared = 0
     while left[shared : shared + 1] == right[shared : shared + 1] != []:
         shared += 1

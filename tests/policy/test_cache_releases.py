@@ -140,7 +140,7 @@ def test_request_keeps_its_age_when_admitted_again(new_cache: NewCache) -> None:
     assert cache.admit(again, plan).age == 0
 
 
-def test_counters_report_matched_and_skipped_tokens(new_cache: NewCache) -> None:
+def test_counters_report_matched_skipped_and_computed_tokens(new_cache: NewCache) -> None:
     cache = new_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     serve(cache, new_spec(1, [*A, *B, 9]), [1, 2])

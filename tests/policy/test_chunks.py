@@ -24,7 +24,7 @@ def test_resumed_request_is_chunked_at_absolute_positions() -> None:
     assert plan.last_chunk_indices == (2, 4)
 
 
-def test_request_shorter_than_its_first_chunk_is_one_chunk() -> None:
+def test_request_shorter_than_one_chunk_is_one_scan_chunk() -> None:
     assert plan_chunks([300], [0, 10], 256).cu_chunks == (0, 10)
 
 
@@ -32,13 +32,13 @@ def test_request_that_ends_at_a_chunk_end_has_no_empty_chunk() -> None:
     assert plan_chunks([300], [0, 212], 256) == ChunkPlan((0, 212), (0,), (0, 1))
 
 
-def test_empty_request_has_no_chunk() -> None:
+def test_request_without_tokens_has_no_scan_chunk() -> None:
     plan = plan_chunks([0, 7, 0], [0, 4, 4, 8], 4)
     assert plan == ChunkPlan((0, 4, 8), (0, 2), (0, 1, 1, 2))
     assert plan.last_chunk_indices == (0, -1, 1)
 
 
-def test_empty_batch_has_no_chunk() -> None:
+def test_empty_batch_has_no_scan_chunk() -> None:
     assert plan_chunks([], [0], 4) == ChunkPlan((0,), (), (0,))
 
 

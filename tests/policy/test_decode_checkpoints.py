@@ -62,7 +62,7 @@ def test_decoding_keeps_the_configured_number_of_checkpoints(
     assert planned(cache, new_spec(1, turn)).match.skip_tokens == positions[-1]
 
 
-def test_next_turn_resumes_after_the_last_full_block_of_the_reply() -> None:
+def test_next_conversation_turn_resumes_after_the_replys_last_full_block() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5, 6, 7, 8, 9, 10])
@@ -231,7 +231,7 @@ def test_release_that_fails_at_a_draft_slot_can_be_repeated(monkeypatch: pytest.
     assert cache.slots.num_available == cache.slots.num_slots
 
 
-def test_drafts_are_counted_by_position() -> None:
+def test_drafted_and_accepted_tokens_are_counted_by_draft_position() -> None:
     cache = small_cache(block_size=16)
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     verify(cache, request, [4, 5, 6], [4, 5, 9])

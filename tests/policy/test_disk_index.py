@@ -86,7 +86,7 @@ def test_least_recently_used_disk_entry_at_a_text_end_is_evicted_first() -> None
     assert index.make_room(entry(TEXTS[3], 0, 8), ()) == [tail, a]
 
 
-def test_oversized_disk_index_is_trimmed_and_accepts_nothing_once_closed() -> None:
+def test_disk_index_is_trimmed_to_its_limit_and_empty_once_closed() -> None:
     index = DiskIndex(BLOCK, ENTRY, 2 * (ENTRY + 2 * BLOCK))
     names = [entry(keys, 0, 2) for keys in TEXTS]
     for name in names:

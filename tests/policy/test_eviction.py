@@ -50,7 +50,7 @@ def priority(last_used: int, weight: Weight, now: int, likelihood: Callable[[int
     return likelihood(weight.kind) * weight.gain / (now - last_used + FULL_PRIORITY_AGE)
 
 
-def test_least_recently_used_is_evicted_first() -> None:
+def test_least_recently_used_entry_is_evicted_first() -> None:
     order = EvictionOrder()
     push_uses(order, 40, 10, 30, 20)
     assert take_all(order) == [1, 3, 2, 0]
@@ -113,7 +113,7 @@ def test_next_state_to_evict_changes_as_time_passes() -> None:
     assert [order.first(now, equally) for now in (50, 1000)] == [0, 1]
 
 
-def test_state_without_a_gain_is_evicted_first_at_any_age() -> None:
+def test_state_with_zero_gain_is_evicted_first_at_any_age() -> None:
     order = EvictionOrder()
     order.push(0, 0, 1, Weight(gain=1e-9))
     order.push(1, NOW, 1, Weight(gain=0.0))

@@ -74,7 +74,7 @@ def test_every_configurable_eviction_rule_exists() -> None:
 
 
 @given(ENTRIES)
-def test_lru_gives_all_states_one_priority(entry: CachedEntry) -> None:
+def test_lru_rule_gives_all_states_the_same_priority(entry: CachedEntry) -> None:
     assert priority(EVICTION_RULES["lru"](STATE_LEN), entry) == 1.0
 
 
@@ -114,7 +114,7 @@ def test_gain_inside_a_cached_text_is_tokens_per_byte_of_the_state(lost: int) ->
 
 
 @given(LOST)
-def test_priority_grows_with_likelihood_per_byte(lost: int) -> None:
+def test_cost_rule_orders_states_by_hit_likelihood_per_byte(lost: int) -> None:
     rule = RecomputeCost(STATE_LEN)
     kinds = (end, branch, prompt_end, inside)
     ends, branches, prompt_ends, insides = (rule.likelihood(_kind(rule, entry_of(lost))) for entry_of in kinds)
@@ -319,7 +319,7 @@ def test_cost_rule_keeps_a_shared_prefix_that_lru_loses_to_one_off_prompts() -> 
     assert skipped == {"lru": 0, "cost": len(prefix)}
 
 
-def test_end_of_a_conversation_outlives_its_earlier_turns() -> None:
+def test_last_state_of_a_conversation_outlives_its_earlier_ones() -> None:
     cache = small_cache(num_blocks=64, num_slots=5, eviction="cost")
     text = [1] * (2 * BLOCK)
     for turn in range(4):

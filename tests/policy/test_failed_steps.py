@@ -34,7 +34,7 @@ def test_failed_steps_are_counted_separately_for_each_request() -> None:
     assert failures.count(iter([2, 3])) == []
 
 
-def test_request_is_isolated_after_the_limit_of_failed_steps_and_not_before() -> None:
+def test_request_runs_alone_after_the_limit_of_failed_steps_and_not_before() -> None:
     steps = [[1, 2]] * FAILURES_BEFORE_ISOLATION
     assert failed(*steps[1:]).next_isolated() is None
     assert failed(*steps).next_isolated() == 1
@@ -69,6 +69,6 @@ def test_clearing_failed_steps_forgets_every_request(num_steps: int) -> None:
     assert not failures and failures.next_isolated() is None
 
 
-def test_refusal_names_the_number_of_failed_steps_and_the_error() -> None:
+def test_refusal_message_has_the_number_of_failed_steps_and_the_error() -> None:
     reason = refusal_reason(ValueError("broken"))
     assert str(FAILURES_BEFORE_REFUSAL) in reason and "ValueError('broken')" in reason

@@ -15,7 +15,7 @@ from megatron_mamba_cache.policy.slabs import SlabIndexPool, SlabSpace
 from tests.policy.split_space import SplitSpace
 
 
-def test_lowest_indices_are_taken_first_and_the_last_released_again() -> None:
+def test_lowest_indices_are_allocated_first_and_released_ones_reused() -> None:
     indices = FixedIndexPool(4)
     assert indices.take(3) == [0, 1, 2]
     for index in (2, 0):
@@ -36,7 +36,7 @@ def test_only_evictable_and_free_indices_are_available() -> None:
     assert (indices.num_free, indices.num_available) == (3, 3)
 
 
-def test_blocks_and_slots_of_a_split_space_are_independent() -> None:
+def test_blocks_and_slots_with_separate_memory_are_independent() -> None:
     space = SplitSpace(3, 2)
     (block,), (slot,) = space.blocks.take(1), space.slots.take(1)
     assert space.fits(2, 1) and not space.fits(3, 1) and not space.fits(2, 2)
@@ -47,7 +47,7 @@ def test_blocks_and_slots_of_a_split_space_are_independent() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(-1, 1), (1, -1)])
-def test_negative_count_is_refused(num_blocks: int, num_slots: int) -> None:
+def test_negative_number_of_blocks_or_slots_is_refused(num_blocks: int, num_slots: int) -> None:
     with pytest.raises(ValueError, match="need num_blocks >= 0"):
         SplitSpace(num_blocks, num_slots)
 
@@ -62,7 +62,7 @@ def test_negative_count_is_refused(num_blocks: int, num_slots: int) -> None:
         lambda indices: setattr(indices, "num_available", 6),
     ],
 )
-def test_check_integrity_finds_broken_indices_of_a_split_space(corrupt: object) -> None:
+def test_check_integrity_detects_corrupt_free_lists_and_counts(corrupt: object) -> None:
     space = SplitSpace(5, 5)
     space.blocks.take(2)
     corrupt(space.blocks)  # type: ignore[operator]

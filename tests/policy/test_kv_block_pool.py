@@ -109,7 +109,7 @@ def test_ten_identical_prompts_share_the_blocks_of_the_first() -> None:
     assert [pools.kv.num_refs(block) for block in first] == [10, 10, 10]
 
 
-def test_prompt_with_a_different_third_block_shares_two() -> None:
+def test_prompt_that_differs_in_its_third_block_shares_two_blocks() -> None:
     pools = new_pools(10)
     first, second = hold(pools, [1, 2, 3]), hold(pools, [1, 2, 4])
     assert second[:2] == first[:2] and second[2] != first[2]
@@ -136,7 +136,7 @@ def test_prefix_match_changes_no_pool_state() -> None:
     assert pools.kv.allocate(1) == [old]
 
 
-def test_unregistered_block_is_never_found() -> None:
+def test_unregistered_block_is_never_matched() -> None:
     pools = new_pools(3)
     blocks = pools.kv.allocate(2)
     pools.kv.register(blocks[0], BlockKey(1), None)
@@ -303,7 +303,7 @@ def test_least_recently_used_blocks_are_evicted_first() -> None:
     assert registered(pools) == {blocks[0], blocks[2]}
 
 
-def test_acquired_blocks_are_not_available() -> None:
+def test_blocks_in_use_are_not_available() -> None:
     pools = new_pools(4)
     shared = cache(pools, [1, 2])
     hold(pools, [3])
@@ -326,7 +326,7 @@ def test_second_block_with_the_same_key_is_replaced_by_the_first() -> None:
     pools.kv.check_integrity()
 
 
-def test_adopted_cached_block_cannot_be_evicted() -> None:
+def test_cached_block_that_replaced_a_duplicate_cannot_be_evicted() -> None:
     pools = new_pools(2)
     (known,) = cache(pools, [1])
     (twin,) = pools.kv.allocate(1)

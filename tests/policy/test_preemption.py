@@ -169,7 +169,7 @@ def test_granted_paused_and_evicted_requests_are_ordered_by_age(
 
 
 @ANY_CASE
-def test_oldest_waiting_request_is_evicted_last(
+def test_oldest_request_that_needs_a_block_is_evicted_last(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)

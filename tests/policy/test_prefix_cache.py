@@ -85,7 +85,7 @@ def test_third_request_with_a_common_prefix_resumes_at_its_end(new_cache: NewCac
     assert serve(cache, new_spec(2, [*A, *D, 9])) == BLOCK
 
 
-def test_blocks_of_a_running_reply_are_shared_with_equal_prompts(new_cache: NewCache) -> None:
+def test_blocks_of_a_running_reply_are_shared_with_an_equal_prompt(new_cache: NewCache) -> None:
     cache = new_cache(checkpoints="none")
     request = prefill(cache, new_spec(0, [*A, 5, 6]), first_token=7)
     decode(cache, request, [8, *B, 9])

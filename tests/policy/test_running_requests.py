@@ -118,7 +118,7 @@ def test_admission_stops_at_max_requests_until_a_request_leaves() -> None:
     assert [request.request_id for request in requests] == [1, 2]
 
 
-def test_only_requests_waiting_for_a_prefix_count_as_deferred() -> None:
+def test_only_requests_waiting_for_a_shared_prefix_count_as_deferred() -> None:
     requests = RunningRequests(small_cache(), max_requests=8, max_tokens=ENOUGH)
     counters, prompt = requests.cache.counters, [1] * 9
     assert isinstance(requests.admit(candidate_of(requests.cache, new_spec(0, prompt)), ENOUGH), RunningRequest)

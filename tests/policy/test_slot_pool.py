@@ -69,7 +69,7 @@ def test_least_recently_used_states_are_evicted_first() -> None:
     pool.check_integrity()
 
 
-def test_reading_a_state_counts_as_a_use() -> None:
+def test_resuming_from_a_state_counts_as_a_use() -> None:
     pool = SlotPool(2)
     cache(pool, 0, 1)
     pool.pin(BlockId(0))
@@ -78,7 +78,7 @@ def test_reading_a_state_counts_as_a_use() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_touching_a_block_without_a_state_does_nothing() -> None:
+def test_marking_a_block_without_a_state_as_used_does_nothing() -> None:
     pool = SlotPool(2)
     cache(pool, 0)
     pool.touch_path([BlockId(7), BlockId(0)])
@@ -239,7 +239,7 @@ def test_pinned_state_is_never_evicted() -> None:
     assert cached_blocks(pool) == []
 
 
-def test_pin_without_a_state_and_unpin_without_a_pin_are_errors() -> None:
+def test_pinning_without_a_state_and_unpinning_without_a_pin_raise() -> None:
     pool = SlotPool(2)
     cache(pool, 0)
     with pytest.raises(CacheIntegrityError, match="none at block 5"):
@@ -259,7 +259,7 @@ def test_dropping_a_state_frees_its_slot_and_ignores_blocks_without_one() -> Non
     pool.check_integrity()
 
 
-def test_dropping_a_pinned_state_is_an_error() -> None:
+def test_dropping_a_pinned_state_raises() -> None:
     pool = SlotPool(2)
     cache(pool, 0)
     pool.pin(BlockId(0))
@@ -286,7 +286,7 @@ def test_flush_drops_every_state_but_frees_pinned_ones_after_unpin() -> None:
     pool.check_integrity()
 
 
-def test_new_state_of_a_block_survives_the_unpin_of_a_flushed_one() -> None:
+def test_unpinning_a_flushed_state_keeps_the_new_state_of_its_block() -> None:
     pool = SlotPool(3)
     (orphan,) = cache(pool, 0)
     pool.pin(BlockId(0))
@@ -299,7 +299,7 @@ def test_new_state_of_a_block_survives_the_unpin_of_a_flushed_one() -> None:
     assert pool.num_available == 3
 
 
-def test_flush_keeps_live_and_reserved_slots() -> None:
+def test_flush_keeps_slots_of_running_requests_and_reserved_slots() -> None:
     pool = SlotPool(3)
     live, (reserved,) = pool.take_live(), pool.reserve()
     pool.flush()

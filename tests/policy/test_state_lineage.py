@@ -30,7 +30,7 @@ def test_lost_tokens_are_counted_from_the_nearest_earlier_state() -> None:
     assert [lost(lineage, 2, *cached) for cached in [(0, 1, 2), (0, 2), (2,)]] == [35, 50, 60]
 
 
-def test_state_cached_between_two_others_is_counted_once_linked() -> None:
+def test_state_cached_between_two_others_reduces_lost_tokens_once_linked() -> None:
     lineage = chain(10, 60)
     lineage.add(BlockId(7), 40, BlockId(0), 1)
     assert lost(lineage, 1, 0, 1, 7) == 50

@@ -138,7 +138,7 @@ BUILTIN = {
 
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_each_package_error_is_the_same_on_all_ranks(kind: type[Exception]) -> None:
+def test_every_package_error_on_one_rank_is_raised_equally_on_all(kind: type[Exception]) -> None:
     error = example_of(kind)
     found = raised_by_one(error)
     assert [(type(one), str(one)) for one in found] == [(kind, str(error))] * NUM_RANKS
@@ -148,14 +148,14 @@ def test_each_package_error_is_the_same_on_all_ranks(kind: type[Exception]) -> N
     assert found[FAILING] is error
 
 
-def test_error_on_all_ranks_names_none_of_them() -> None:
+def test_error_raised_on_all_ranks_names_no_rank() -> None:
     same = raised_by_all(*(CacheBudgetError(1.0, 2.0, 3) for _ in range(NUM_RANKS)))
     assert not any(hasattr(one, "__notes__") for one in same)
     differ = raised_by_all(*(CacheBudgetError(1.0, 2.0 + index, 3) for index in range(NUM_RANKS)))
     assert all(one.__notes__ == ["raised on rank 0 of the model"] for one in differ)
 
 
-def test_command_line_error_names_its_rank() -> None:
+def test_command_line_error_names_the_failing_rank() -> None:
     for error in (CacheBudgetError(1.0, 2.0, 3), CacheCapacityError("no room"), ValueError("cache_gb is bad")):
         for one in raised_by_one(error):
             with pytest.raises(UsageError) as found, errors_of_settings(0.5):
@@ -163,7 +163,7 @@ def test_command_line_error_names_its_rank() -> None:
             assert str(found.value).endswith(" (raised on rank 1 of the model)")
 
 
-def test_scaled_budget_error_is_raised_on_each_rank() -> None:
+def test_budget_error_with_a_draft_model_is_raised_on_each_rank() -> None:
     assert {CacheBudgetError, HostBudgetError, CacheCapacityError} < set(OWN)
     error = CacheBudgetError(1.0, 2.0, 3)
     found = [one.of_whole(0.5) for one in raised_by_one(error) if isinstance(one, CacheBudgetError)]
@@ -171,19 +171,19 @@ def test_scaled_budget_error_is_raised_on_each_rank() -> None:
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_builtin_error_is_the_same_on_all_ranks(name: str) -> None:
+def test_builtin_error_on_one_rank_is_raised_equally_on_all(name: str) -> None:
     error = BUILTIN[name]()
     found = raised_by_one(error)
     assert [(type(one), str(one)) for one in found] == [(type(error), str(error))] * NUM_RANKS
 
 
-def test_attributes_are_transferred_if_they_can_be() -> None:
+def test_picklable_attributes_of_an_error_are_transferred() -> None:
     error = with_attributes(ValueError("full"), found_gb=1.5, lock=threading.Lock(), source=lambda: None)
     for index, one in enumerate(raised_by_one(error)):
         assert one.found_gb == 1.5 and hasattr(one, "lock") == (index == FAILING)  # type: ignore[attr-defined]
 
 
-def test_causes_are_transferred_with_the_error() -> None:
+def test_cause_of_an_error_is_transferred() -> None:
     inner = from_cause(HostBudgetError(3.0, 2**30), KeyError("free"))
     for one in raised_by_one(from_cause(CacheCapacityError("no room"), inner)):
         assert type(one) is CacheCapacityError and str(one) == "no room"
@@ -200,7 +200,7 @@ def test_causes_are_transferred_with_the_error() -> None:
     [lambda: ForeignError(4, 2), UnprintableError, lambda: type("LocalError", (RuntimeError,), {})("here alone")],
     ids=["of another package", "without a text", "made in a function"],
 )
-def test_error_other_ranks_cannot_construct_names_its_type_on_all(make: Callable[[], Exception]) -> None:
+def test_error_that_cannot_be_rebuilt_becomes_a_runtime_error_with_its_type(make: Callable[[], Exception]) -> None:
     error = make()
     found = raised_by_one(error)
     assert {type(one) for one in found} == {RuntimeError} and len({str(one) for one in found}) == 1
@@ -208,7 +208,7 @@ def test_error_other_ranks_cannot_construct_names_its_type_on_all(make: Callable
     assert found[FAILING].__cause__ is error
 
 
-def test_error_of_a_type_missing_on_a_rank_names_it_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_type_missing_on_a_rank_becomes_a_runtime_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     class NewError(ValueError):
         pass
 
@@ -225,7 +225,7 @@ def test_error_of_a_type_missing_on_a_rank_names_it_on_all(monkeypatch: pytest.M
     assert [(type(one), str(one)) for one in found] == [(RuntimeError, f"{errors.__name__}.NewError: new")] * NUM_RANKS
 
 
-def test_different_errors_become_the_first_ranks_error_on_all() -> None:
+def test_error_of_the_first_rank_is_raised_when_errors_differ() -> None:
     found = raised_by_all(None, CacheBudgetError(1.0, 2.0, 3), TypeError("later"))
     assert {(type(one), str(one)) for one in found} == {(CacheBudgetError, str(CacheBudgetError(1.0, 2.0, 3)))}
 

@@ -1,4 +1,4 @@
-"""The part of a Megatron context that a slot allocator uses."""
+"""A stand-in for the parts of Megatron's context that a slot allocator reads."""
 
 from types import SimpleNamespace
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 NUM_LAYERS, CONV_SHAPE, SSM_SHAPE = 2, (3, 6), (2, 4, 5)
-LIVE_SLOTS = [4, 0, 3]  # of requests 0, 1, 2
+LIVE_SLOTS = [4, 0, 3]  # live slots of requests 0, 1 and 2
 
 
 def context(block_size: int = 64, num_blocks: int = 16, device: object = "cpu") -> SimpleNamespace:
-    """Return everything that the allocator reads; request r has the blocks 100 r, 100 r + 1 …"""
+    """Return a context for the allocator; request r has the block ids 100 * r, 100 * r + 1, and so on."""
     generator = torch.Generator().manual_seed(0)
 
     def states(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

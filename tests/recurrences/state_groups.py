@@ -1,4 +1,4 @@
-"""Groups of layers for tests: a window and a matrix, as Mamba2's layers have."""
+"""State groups for tests: each layer has a window and a matrix, as in Mamba2."""
 
 import torch
 
@@ -12,7 +12,7 @@ def window_and_matrix(
     window_dtype: torch.dtype,
     matrix_dtype: torch.dtype,
 ) -> StateGroup:
-    """Return layers with a window of inputs, [inputs, channels], and a state, [heads, rows, channels]."""
+    """Return a group whose layers have a window [inputs, channels] and a state [heads, rows, channels]."""
     tensors = (
         StateTensor("conv", window, window_dtype, motion="window"),
         StateTensor("ssm", matrix, matrix_dtype, is_matrix=True),

@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a recurrence: its states in slots, from prompt to drafts, and their storage."""
+"""Gated DeltaNet as a recurrence: prefill, decode with drafts, and the storage of its states."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ DRAFTS = 3
 
 
 def delta_shape() -> HybridModelShape:
-    """Return a model's shape with Gated DeltaNet layers instead of Mamba2's."""
+    """Return the shape of a model whose Mamba2 layers are replaced by Gated DeltaNet layers."""
     (mamba2,) = NANO_30B.recurrent
     return replace(NANO_30B, recurrent=(RecurrentLayers(DELTA, mamba2.layers),))
 
@@ -30,8 +30,8 @@ def layer_states(device: str, num_slots: int = 8) -> LayerStates:
     return StatePool([group], state_tensors(SlotLayout.of([group], DRAFTS), num_slots, device)).layer(0)
 
 
-def test_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
-    """A prompt followed by drafted tokens gives the same as one longer prompt."""
+def test_gated_delta_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
+    """Outputs and states equal those of one longer prompt."""
     torch.manual_seed(0)
     length, drafted = 21, 1 + DRAFTS
     weights = GatedDeltaWeights(*(torch.randn(size, device=device) for size in ((DELTA.conv_dim, 4), (4,), (4,))))
@@ -51,14 +51,14 @@ def test_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
     assert same_bits(states.live["conv"][7, :3], states.live["conv"][0, :3])
 
 
-def test_draft_states_have_slots() -> None:
+def test_gated_delta_drafts_use_state_slots_instead_of_replay() -> None:
     assert not isinstance(DELTA, ReplayedRecurrence)
     for requests in (1, 64):
         config = CacheConfig(max_requests=requests, num_speculative_tokens=5)
         assert not delta_shape().resolved(config).replays
 
 
-def test_replay_is_refused_with_the_recurrences_name() -> None:
+def test_replay_is_refused_for_gated_delta_layers() -> None:
     config = CacheConfig(max_requests=64, num_speculative_tokens=2, draft_states="replay")
     with pytest.raises(ValueError, match="not supported for models with gated_delta layers; set --draft-states window"):
         delta_shape().draft_buffers(delta_shape().with_forms(config))

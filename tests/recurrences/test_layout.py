@@ -1,4 +1,4 @@
-"""Properties of slot sizes and of the slots that fit a budget."""
+"""Properties of slot sizes."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.recurrences.state_groups import window_and_matrix
 LAYOUT = SlotLayout.of([window_and_matrix(2, (3, 160), (8, 16, 32), torch.bfloat16, torch.float32)])
 
 
-def test_slot_holds_every_layer_of_both_types() -> None:
+def test_slot_size_includes_every_layer_and_both_state_types() -> None:
     assert LAYOUT.slot_bytes == 2 * (3 * 160 * 2 + 8 * 16 * 32 * 4)
 
 
@@ -22,10 +22,10 @@ SHAPES = {"8B": (24, 10240, (128, 128, 64)), "Nemotron 3 Nano": (23, 6144, (64, 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("live", "least"), [(torch.float32, 3.6), (torch.bfloat16, 1.85)])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_quantization_shrinks_states_of_published_models_as_stated(
+def test_quantization_shrinks_states_by_the_documented_factor(
     name: str, live: torch.dtype, least: float, form: str
 ) -> None:
-    """Conv windows and scales count, in a packed layout with contiguous slots."""
+    """The size includes conv windows and scales, without alignment."""
     layers, conv_dim, ssm = SHAPES[name]
     groups = [window_and_matrix(layers, (3, conv_dim), ssm, torch.bfloat16, live)]
     exact = SlotLayout.of(groups)

@@ -1,4 +1,4 @@
-"""The allocator of cached states without an engine, with the method names of Megatron's documented class."""
+"""Slot allocator for cached Mamba states without an engine, with the methods of Megatron's documented class."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def allocator(max_slots: int = 4, block_size: int = 64) -> MambaSlotAllocator:
 def sharing_allocator(
     num_slots: int, device: str, rule: BoundaryRule, reservations: StepReservations
 ) -> StateSlotAllocator:
-    """Return an allocator over a pool and a slot map that it does not own."""
+    """Return an allocator that uses a given state pool and slot pool."""
     group = window_and_matrix(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
     pool = StatePool.zeros([group], num_slots, device)
     return StateSlotAllocator(context(device=device), pool, SlotPool(num_slots), rule, reservations)
@@ -53,7 +53,7 @@ def store_offsets(
     chunk: int | None = None,
     matched: int = 0,
 ) -> None:
-    """Store the boundaries of a chunk, by default the rest of the prompt."""
+    """Reserve the boundaries in a prefill chunk, which by default is the rest of the prompt."""
     chunk = num_tokens - done if chunk is None else chunk
     own.compute_and_store_offsets(prompt(num_tokens, done), request, skip, chunk, matched, [], 0)
 
@@ -64,10 +64,10 @@ def stored(own: MambaSlotAllocator) -> tuple[list[list[int]], list[int]]:
     return [row[:count] for row, count in zip(offsets.tolist(), counts.tolist(), strict=True)], counts.tolist()
 
 
-# Slots.
+# Allocation of slots.
 
 
-def test_three_blocks_have_three_slots() -> None:
+def test_states_of_three_blocks_get_three_slots() -> None:
     own = allocator()
     slots = own.allocate_slots_batch([7, 8, 9])
     assert len(set(slots)) == 3 and all(0 <= slot < 4 for slot in slots)
@@ -75,7 +75,7 @@ def test_three_blocks_have_three_slots() -> None:
     own.slots.check_integrity()
 
 
-def test_same_block_twice_has_one_slot() -> None:
+def test_block_given_twice_gets_one_state_slot() -> None:
     own = allocator()
     first = own.allocate_slots_batch([7, 7, 8])
     assert first[0] == first[1] != first[2]
@@ -83,14 +83,14 @@ def test_same_block_twice_has_one_slot() -> None:
     assert own.slots.count_by_owner()["cached"] == 2
 
 
-def test_block_without_a_state_has_slot_minus_one() -> None:
+def test_slot_of_a_block_without_a_state_is_minus_one() -> None:
     own = allocator()
     assert (own.get_slot(7), own.has_state(7)) == (-1, False)
     own.allocate_slots_batch([7])
     assert own.has_state(7)
 
 
-def test_block_ids_may_be_tensors() -> None:
+def test_allocate_slots_accepts_block_ids_as_tensors() -> None:
     own = allocator()
     slots = own.allocate_slots_batch(torch.tensor([7, 8], dtype=torch.int32))  # type: ignore[arg-type]
     assert [own.get_slot(block) for block in torch.tensor([7, 8])] == slots
@@ -105,7 +105,7 @@ def test_least_recently_used_states_are_evicted() -> None:
     assert [block for block in range(6) if own.has_state(block)] == [0, 2, 4, 5]
 
 
-def test_blocks_of_one_call_never_evict_each_other() -> None:
+def test_blocks_allocated_in_one_call_never_evict_each_other() -> None:
     own = allocator(max_slots=3)
     own.allocate_slots_batch([0, 1, 2])
     slots = own.allocate_slots_batch([0, 3, 4])
@@ -113,7 +113,7 @@ def test_blocks_of_one_call_never_evict_each_other() -> None:
 
 
 @pytest.mark.parametrize("blocks", [[1, 2, 3, 4], [0, 1, 2, 3]])
-def test_call_for_too_many_slots_changes_nothing(blocks: list[int]) -> None:
+def test_allocating_too_many_slots_changes_nothing(blocks: list[int]) -> None:
     own = allocator(max_slots=3)
     slots = own.allocate_slots_batch([0, 9])
     own.register_block_hashes_batch([0, 9], [5, 6])
@@ -125,7 +125,7 @@ def test_call_for_too_many_slots_changes_nothing(blocks: list[int]) -> None:
     own.slots.check_integrity()
 
 
-def test_call_for_too_many_slots_keeps_the_eviction_order() -> None:
+def test_allocating_too_many_slots_keeps_the_eviction_order() -> None:
     own = allocator(max_slots=3)
     own.allocate_slots_batch([0, 1, 2])
     with pytest.raises(CacheCapacityError):
@@ -139,10 +139,10 @@ def test_allocator_without_slots_is_refused() -> None:
         allocator(max_slots=0)
 
 
-# Leaving.
+# Removal of states.
 
 
-def test_invalidated_block_frees_its_slot_and_hash() -> None:
+def test_invalidating_a_block_frees_its_slot_and_hash() -> None:
     own = allocator()
     own.allocate_slots_batch([7])
     own.register_block_hashes_batch([7], [99])
@@ -169,7 +169,7 @@ def test_only_positive_hashes_of_blocks_with_a_state_are_registered() -> None:
     assert [own.hash_of(block) for block in (1, 2, 3, 4)] == [None, None, 2**255, None]
 
 
-def test_evicted_block_has_no_hash_and_does_not_regain_it() -> None:
+def test_evicted_block_has_no_hash_even_when_allocated_again() -> None:
     own = allocator(max_slots=1)
     own.allocate_slots_batch([1])
     own.register_block_hashes_batch([1], [77])
@@ -179,7 +179,7 @@ def test_evicted_block_has_no_hash_and_does_not_regain_it() -> None:
     assert own.hash_of(1) is None
 
 
-def test_reset_drops_states_hashes_and_stored_boundaries() -> None:
+def test_reset_drops_states_hashes_and_reserved_slots() -> None:
     own = allocator()
     own.allocate_slots_batch([7])
     own.register_block_hashes_batch([7], [99])
@@ -190,7 +190,7 @@ def test_reset_drops_states_hashes_and_stored_boundaries() -> None:
     assert own.slots.count_by_owner() == {"free": 4, "live": 0, "reserved": 0, "cached": 0, "draft": 0}
 
 
-# Copies.
+# Copies of states.
 
 
 def test_state_stored_from_tensors_is_restored_bit_for_bit() -> None:
@@ -245,7 +245,7 @@ def test_restoring_without_a_state_returns_false_and_changes_nothing() -> None:
     assert torch.equal(own.context.mamba_conv_states, before[1])
 
 
-def test_storing_for_a_block_without_a_slot_is_an_error() -> None:
+def test_storing_a_state_for_a_block_without_a_slot_raises() -> None:
     own = allocator()
     ssm, conv = own.state_pool.tensor("ssm")[0, 0], own.state_pool.tensor("conv")[0, 0]
     with pytest.raises(ValueError, match="block 7 has no state slot"):
@@ -253,7 +253,7 @@ def test_storing_for_a_block_without_a_slot_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, NUM_LAYERS])
-def test_storing_for_a_layer_out_of_range_is_an_error(layer: int) -> None:
+def test_storing_a_state_for_a_layer_out_of_range_raises(layer: int) -> None:
     own = allocator()
     own.allocate_slots_batch([7])
     ssm, conv = own.state_pool.tensor("ssm")[0, 0], own.state_pool.tensor("conv")[0, 0]
@@ -269,7 +269,7 @@ def test_storing_for_a_layer_out_of_range_is_an_error(layer: int) -> None:
         (SSM_SHAPE, (1, 6), r"conv_state must have shape \(3, 6\), found \(1, 6\)"),
     ],
 )
-def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
+def test_storing_a_state_of_another_shape_raises_and_changes_nothing(
     ssm_shape: tuple[int, ...], conv_shape: tuple[int, ...], message: str
 ) -> None:
     own = allocator()
@@ -279,7 +279,7 @@ def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
     assert not own.state_pool.tensor("ssm").any() and not own.state_pool.tensor("conv").any()
 
 
-def test_slots_and_requests_may_be_tensors_or_lists() -> None:
+def test_slots_and_request_indices_may_be_tensors_or_lists() -> None:
     own = allocator()
     slots = torch.tensor(own.allocate_slots_batch([7, 8]), dtype=torch.int32)
     own.store_from_live_batch(slots, torch.tensor([2, 0]))  # type: ignore[arg-type]
@@ -288,23 +288,23 @@ def test_slots_and_requests_may_be_tensors_or_lists() -> None:
         assert torch.equal(own.state_pool.tensor("ssm")[:, own.get_slot(block)], expected)
 
 
-def test_live_batch_of_unequal_lengths_changes_nothing() -> None:
+def test_storing_unequal_numbers_of_slots_and_requests_raises() -> None:
     own = allocator()
     with pytest.raises(ValueError, match="found 2 slots and 1 requests"):
         own.store_from_live_batch(own.allocate_slots_batch([7, 8]), [2])
     assert not own.state_pool.tensor("ssm").any()
 
 
-# Boundaries of a running step.
+# Boundaries in the current step.
 
 
-def test_prompt_of_one_block_and_a_token_reserves_its_boundary() -> None:
+def test_prompt_one_token_past_a_block_stores_a_state_after_it() -> None:
     own = allocator()
     store_offsets(own, 0, 65)
     assert stored(own) == ([[64]], [1])
 
 
-def test_offsets_count_from_the_chunk_and_name_the_ending_block() -> None:
+def test_stored_state_offsets_count_from_the_chunk_start() -> None:
     own = allocator(block_size=256)
     store_offsets(own, 1, 832, done=512)
     assert stored(own) == ([[256]], [1])
@@ -312,7 +312,7 @@ def test_offsets_count_from_the_chunk_and_name_the_ending_block() -> None:
     assert [block for block in range(100, 110) if own.has_state(block)] == [102]
 
 
-def test_offsets_count_from_the_first_computed_token() -> None:
+def test_stored_state_offsets_count_from_the_first_computed_token() -> None:
     own = allocator()
     store_offsets(own, 0, 300, skip=128, matched=3)
     assert stored(own) == ([[64, 128]], [2])
@@ -320,27 +320,27 @@ def test_offsets_count_from_the_first_computed_token() -> None:
     assert [block for block in range(8) if own.has_state(block)] == [2, 3]
 
 
-def test_aligned_prompt_also_reserves_the_boundary_before_the_last() -> None:
+def test_prompt_of_whole_blocks_also_stores_the_state_one_block_earlier() -> None:
     own = allocator()
     store_offsets(own, 0, 256)
     assert stored(own) == ([[192, 256]], [2])
 
 
-def test_chunk_without_a_boundary_reserves_nothing() -> None:
+def test_chunk_that_completes_no_block_reserves_no_slot() -> None:
     own = allocator()
     store_offsets(own, 0, 300, chunk=50)
     assert own.get_intermediate_gpu_data() == (None, None)
     assert own.slots.num_reserved == 0
 
 
-def test_boundary_with_a_state_is_not_reserved_again() -> None:
+def test_no_slot_is_reserved_for_a_block_that_has_a_state() -> None:
     own = allocator()
     own.allocate_slots_batch([4])
     store_offsets(own, 0, 321)
     assert own.get_intermediate_gpu_data() == (None, None)
 
 
-def test_gpu_data_has_a_padded_row_per_prefill_request_in_order() -> None:
+def test_offsets_on_the_gpu_have_one_padded_row_per_prefill_request() -> None:
     own = allocator(max_slots=8)
     store_offsets(own, 2, 300, matched=2)
     store_offsets(own, 0, 20)
@@ -354,11 +354,11 @@ def test_gpu_data_has_a_padded_row_per_prefill_request_in_order() -> None:
     assert offsets.device == counts.device == own.state_pool.tensor("ssm").device
 
 
-def test_empty_batch_has_no_gpu_data() -> None:
+def test_empty_batch_has_no_offsets_on_the_gpu() -> None:
     assert allocator().get_intermediate_gpu_data() == (None, None)
 
 
-def test_stride_widens_the_rows_to_all_boundaries_of_a_step(device: str) -> None:
+def test_offset_rows_hold_every_block_end_with_a_stride_of_1(device: str) -> None:
     own = sharing_allocator(9, device, BoundaryRule(64, stride=1), NoReservations())
     store_offsets(own, 0, 300)
     offsets, counts = own.get_intermediate_gpu_data()
@@ -366,7 +366,7 @@ def test_stride_widens_the_rows_to_all_boundaries_of_a_step(device: str) -> None
     assert offsets.tolist() == [[64, 128, 192, 256, 0, 0, 0, 0]] and counts.tolist() == [4]
 
 
-def test_reserved_state_is_found_only_after_the_commit() -> None:
+def test_reserved_state_becomes_available_only_after_the_commit() -> None:
     own = allocator()
     store_offsets(own, 0, 65)
     assert not own.has_state(0) and own.slots.num_reserved == 1
@@ -375,7 +375,7 @@ def test_reserved_state_is_found_only_after_the_commit() -> None:
     assert own.get_intermediate_gpu_data() == (None, None)
 
 
-def test_commit_with_room_for_one_state_keeps_one() -> None:
+def test_commit_keeps_one_state_when_only_one_slot_exists() -> None:
     own = allocator(max_slots=1)
     store_offsets(own, 0, 256)
     assert stored(own) == ([[192]], [1])
@@ -387,7 +387,7 @@ def test_commit_with_room_for_one_state_keeps_one() -> None:
     own.slots.check_integrity()
 
 
-def test_requests_that_share_a_block_leave_one_state() -> None:
+def test_requests_that_share_a_block_cache_one_state() -> None:
     own = allocator()
     own.context.request_to_kv_block_ids[1][0] = 0  # type: ignore[index]
     store_offsets(own, 0, 65)
@@ -396,7 +396,7 @@ def test_requests_that_share_a_block_leave_one_state() -> None:
     assert own.slots.count_by_owner() == {"free": 3, "live": 0, "reserved": 0, "cached": 1, "draft": 0}
 
 
-def test_second_store_of_boundaries_returns_the_first_reservations() -> None:
+def test_storing_offsets_again_releases_the_earlier_reservations() -> None:
     own = allocator()
     store_offsets(own, 0, 256)
     store_offsets(own, 0, 65)
@@ -404,7 +404,7 @@ def test_second_store_of_boundaries_returns_the_first_reservations() -> None:
     assert own.slots.num_reserved == 1
 
 
-def test_block_leaving_before_the_commit_releases_its_reservation() -> None:
+def test_block_deregistered_before_the_commit_releases_its_slot() -> None:
     own = allocator()
     store_offsets(own, 0, 256)
     own.on_kv_blocks_deregistered([3], [5])
@@ -414,7 +414,7 @@ def test_block_leaving_before_the_commit_releases_its_reservation() -> None:
 
 
 class Reservations:
-    """The boundaries of a custom scheduler."""
+    """Boundaries reserved by a custom scheduler."""
 
     def __init__(self, offsets: list[list[int]]) -> None:
         self._offsets = offsets
@@ -427,7 +427,7 @@ class Reservations:
         self.num_commits += 1
 
 
-def test_schedulers_own_reservations_are_reported_and_committed(device: str) -> None:
+def test_reservations_made_by_the_scheduler_are_reported_and_committed(device: str) -> None:
     reservations = Reservations([[64], [], [64, 128]])
     own = sharing_allocator(2, device, BoundaryRule(64), reservations)
     assert stored(own) == ([[64], [], [64, 128]], [1, 0, 2])

@@ -1,4 +1,4 @@
-"""Settings that depend on a model's shape."""
+"""Settings that are derived from the sizes of a model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.published_shapes import DENSE_8B, NANO_30B
 
 
 def part_of(whole: HybridModelShape, types: Sequence[str]) -> HybridModelShape:
-    """Return a rank's shard of a model with these layers."""
+    """Return the shape of one rank's shard, which has these layers."""
     (recurrent,) = whole.recurrent
     layers = RecurrentLayers(recurrent.recurrence, tuple(range(list(types).count("M"))))
     return replace(whole, layer_types=tuple(types), recurrent=(layers,))
@@ -36,7 +36,7 @@ def part_of(whole: HybridModelShape, types: Sequence[str]) -> HybridModelShape:
         ({"max_requests": 1, "draft_states": "replay"}, False, True),
     ],
 )
-def test_states_are_replayed_where_that_is_faster(
+def test_draft_states_are_replayed_when_that_is_faster(
     fields: dict[str, Any], is_fast: bool, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: is_fast)
@@ -54,7 +54,7 @@ def test_states_are_replayed_where_that_is_faster(
         ({"max_requests": 3, "num_speculative_tokens": 1}, True),
     ],
 )
-def test_small_states_with_few_drafts_use_a_window(
+def test_small_models_with_few_drafts_store_one_state_per_draft(
     fields: dict[str, Any], replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: True)
@@ -63,10 +63,10 @@ def test_small_states_with_few_drafts_use_a_window(
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize(("cache_gb", "is_lowered"), [(0.4, True), (10.0, True), (40.0, False)])
-def test_rings_are_reserved_for_the_requests_that_fit_one_budget(
+def test_max_requests_is_lowered_to_those_whose_replay_rings_fit_the_cache(
     cache_gb: float, is_lowered: bool, num_drafts: int
 ) -> None:
-    """One more request with a state, a ring and a block would not fit."""
+    """A further request would not fit in the cache with its state, its replay ring and one block."""
     fields = {"cache_gb": cache_gb, "draft_states": "replay", "num_speculative_tokens": num_drafts}
     asked = CacheConfig(max_requests=256, max_sequence_length=512, **fields)
     config = DENSE_8B.resolved(asked)
@@ -79,18 +79,18 @@ def test_rings_are_reserved_for_the_requests_that_fit_one_budget(
 
 
 class Stages(OneRank):
-    """A rank of a pipeline, as far as the memory of all stages decides.
+    """A pipeline rank that exchanges memory sizes with the other stages.
 
     Args:
-        units: What each stage stores.
-        least_bytes: The budget that each needs; None: as much as this one.
+        units: Sizes of a state and a block on each stage.
+        least_bytes: Minimum budget of each stage; None: equal to this rank's.
     """
 
     def __init__(self, units: Sequence[UnitBytes], least_bytes: Sequence[int] | None = None) -> None:
         self._units, self._least_bytes = units, least_bytes
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each stage stores, or needs; other values are equal."""
+        """Return the values of all stages for `units` or `least_bytes`; other values are equal on all stages."""
         if isinstance(value, UnitBytes):
             return list(self._units)
         if type(value) is int and self._least_bytes is not None:
@@ -110,8 +110,10 @@ STAGES = {
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("length", [4096, 65_536])
 @pytest.mark.parametrize("name", STAGES)
-def test_uneven_stages_accept_every_budget_above_the_minimum(name: str, length: int, num_drafts: int) -> None:
-    """All ranks run as many requests as fit on the stage with the least room."""
+def test_uneven_pipeline_stages_accept_any_cache_size_above_the_minimum(
+    name: str, length: int, num_drafts: int
+) -> None:
+    """All ranks use the maximum number of requests that fits on the stage with the least memory."""
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
     fields = {"max_sequence_length": length, "num_speculative_tokens": num_drafts, "draft_states": "replay"}
@@ -134,7 +136,7 @@ def test_uneven_stages_accept_every_budget_above_the_minimum(name: str, length: 
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("name", STAGES)
-def test_refusal_on_any_stage_names_a_budget_that_suffices_on_all(name: str, num_drafts: int) -> None:
+def test_minimum_cache_size_in_the_error_suffices_on_all_stages(name: str, num_drafts: int) -> None:
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
     asked = CacheConfig(cache_gb=0.001, num_speculative_tokens=num_drafts, draft_states="replay")
@@ -154,7 +156,7 @@ def test_refusal_on_any_stage_names_a_budget_that_suffices_on_all(name: str, num
         assert CacheCapacity.of(shape.resolved(enough, lambda unit: units), shape, Stages(units)).num_slabs
 
 
-def test_recurrence_specific_kernel_needs_a_supported_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_replay_kernel_needs_a_hopper_gpu_and_suitable_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(tiling, "INTERPRETED", False)
@@ -162,15 +164,15 @@ def test_recurrence_specific_kernel_needs_a_supported_gpu(monkeypatch: pytest.Mo
     for is_hopper in (True, False):
         monkeypatch.setattr(tiling, "is_hopper", lambda device, found=is_hopper: found)
         assert tiling.replays_fast(64, 128) == is_hopper
-        assert not tiling.replays_fast(60, 100)  # no tile holds such heads
+        assert not tiling.replays_fast(60, 100)  # no kernel supports these sizes
 
 
 @pytest.mark.parametrize(
     ("layer_weights", "fields", "tokens"),
     [
-        (0, {}, 4096),  # not known
+        (0, {}, 4096),  # unknown number of weights
         (200_000_000, {}, 4096),
-        (40_000_000, {}, 6144),  # 6,750, rounded down
+        (40_000_000, {}, 6144),  # 6,750 rounded down to a multiple of 1,024
         (16_000_000, {}, 8192),
         (16_000_000, {"max_tokens": 6000}, 6000),
         (16_000_000, {"max_tokens": 100_000}, 8192),
@@ -179,7 +181,7 @@ def test_recurrence_specific_kernel_needs_a_supported_gpu(monkeypatch: pytest.Mo
         (200_000_000, {"cuda_graph_prefill_tokens": 8000}, 8000),
     ],
 )
-def test_graphs_cover_prompts_whose_launches_outlast_their_compute(
+def test_prefill_graphs_cover_prompts_that_are_launch_bound(
     layer_weights: int, fields: dict[str, Any], tokens: int
 ) -> None:
     shape = replace(DENSE_8B, layer_weights=layer_weights)
@@ -189,12 +191,12 @@ def test_graphs_cover_prompts_whose_launches_outlast_their_compute(
 @pytest.mark.parametrize(
     ("num_heads", "num_ranks", "expected"), [(8, 2, 4), (2, 2, 1), (2, 4, 1), (2, 8, 1), (1, 8, 1)]
 )
-def test_ranks_have_a_share_of_the_kv_heads_or_a_copy_of_one(num_heads: int, num_ranks: int, expected: int) -> None:
+def test_kv_heads_are_divided_between_ranks_or_one_is_copied(num_heads: int, num_ranks: int, expected: int) -> None:
     assert kv_heads_of_rank(num_heads, num_ranks) == expected
 
 
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(2, 3), (3, 2), (4, 6)])
-def test_kv_heads_that_ranks_can_neither_divide_nor_copy_are_refused(num_heads: int, num_ranks: int) -> None:
+def test_kv_heads_that_cannot_be_divided_or_copied_are_refused(num_heads: int, num_ranks: int) -> None:
     message = (
         f"number of KV heads {num_heads} is not divisible by {num_ranks} tensor-parallel ranks, nor is {num_ranks} a "
         f"multiple of {num_heads}"

@@ -1,4 +1,4 @@
-"""States and KV blocks as views of one memory: no two views overlap, and each is contiguous."""
+"""States and KV blocks are views of one memory; no two overlap, and each is contiguous."""
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ def tensors(slab: SlabShape, device: str) -> tuple[StatePool, Tensor]:
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)
-def test_blocks_and_states_of_slabs_do_not_overlap(slab: SlabShape, device: str) -> None:
+def test_kv_blocks_and_states_in_shared_memory_do_not_overlap(slab: SlabShape, device: str) -> None:
     pool, kv = tensors(slab, device)
     num_slots, num_blocks = NUM_SLABS * slab.slots_per_slab, NUM_SLABS * slab.blocks_per_slab + 1
     assert pool.tensors[0].shape[1] == num_slots and kv.shape == (2, 2, num_blocks, 4, 2, 8)
-    # Slab 1 holds states, the others KV blocks, and the block after the last slab is the dummy.
+    # Slab 1 holds states, the other slabs hold KV blocks, and the dummy block follows the last slab.
     slots = [slot for slot in range(num_slots) if slot // slab.slots_per_slab == 1]
     blocks = [block for block in range(num_blocks) if block // slab.blocks_per_slab != 1]
     for slot in slots:
@@ -45,7 +45,7 @@ def test_blocks_and_states_of_slabs_do_not_overlap(slab: SlabShape, device: str)
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)
-def test_layers_of_a_unit_are_contiguous(slab: SlabShape, device: str) -> None:
+def test_layers_of_one_state_or_kv_block_are_contiguous(slab: SlabShape, device: str) -> None:
     pool, kv = tensors(slab, device)
     slot_bytes, block_bytes = (
         slab.slab_bytes(UNIT) // slab.slots_per_slab,
@@ -61,9 +61,9 @@ def test_layers_of_a_unit_are_contiguous(slab: SlabShape, device: str) -> None:
     assert all((tensor.data_ptr() - first) % 256 == 0 for tensor in (conv[1, 1], ssm[2, 1], kv[0, 0, 1]))
 
 
-def test_slot_copies_in_a_slab_pool_move_only_states(device: str) -> None:
+def test_slot_copies_in_shared_memory_move_only_states(device: str) -> None:
     pool, kv = tensors(SHAPES[0], device)
-    kv[:, :, 0] = 7  # slab 0
+    kv[:, :, 0] = 7  # all blocks in slab 0
     pool.tensor("conv")[:, 1].normal_()
     pool.tensor("ssm")[:, 1].normal_()
     one, two = (torch.tensor([slot], dtype=torch.int32, device=device) for slot in (1, 2))
@@ -72,7 +72,7 @@ def test_slot_copies_in_a_slab_pool_move_only_states(device: str) -> None:
     assert pool.tensor("ssm")[:, 2].any() and (kv[:, :, 0] == 7).all()
 
 
-def test_stage_without_a_layer_type_has_views_without_layers(device: str) -> None:
+def test_pool_of_a_stage_without_mamba_or_attention_has_empty_views(device: str) -> None:
     no_states = SlotLayout.of([window_and_matrix(0, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)])
     unit = UnitBytes(0, UNIT.block, UNIT.token_row)
     parts, kv = slab_tensors(no_states, BLOCKS, SHAPES[0], unit, NUM_SLABS, device)
@@ -83,8 +83,8 @@ def test_stage_without_a_layer_type_has_views_without_layers(device: str) -> Non
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
-def test_state_stride_is_a_multiple_of_a_heads_rows(head_dim: int) -> None:
-    """In the pool as a matrix with rows of a head's channels, each state begins at a row."""
+def test_state_stride_is_a_multiple_of_the_head_dimension(head_dim: int) -> None:
+    """If the pool is viewed as a matrix with head_dim columns, each state starts at the beginning of a row."""
     states = SlotLayout.of([window_and_matrix(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)])
     unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
     (_, ssm), _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")

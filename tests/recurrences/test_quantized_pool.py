@@ -1,4 +1,4 @@
-"""Quantized cached states: views that do not overlap, and stores and restores of whole states."""
+"""Quantized cached states do not overlap with KV blocks, and whole states are stored and restored."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def parts_of(states: StoredStates) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("slab", [SlabShape.fitting([UNIT]), SlabShape(2, 3), SlabShape(1, 1)], ids=str)
-def test_blocks_and_states_of_slabs_do_not_overlap(slab: SlabShape, device: str) -> None:
+def test_kv_blocks_and_quantized_states_in_shared_memory_do_not_overlap(slab: SlabShape, device: str) -> None:
     parts, kv = slab_tensors(LAYOUT, BLOCKS, slab, UNIT, 3, device)
     pool = StatePool([GROUP], state_tensors(LIVE, 1, device), parts).cached
     num_slots = pool.parts[0].shape[1]
@@ -62,7 +62,7 @@ def allocator_over(device: str) -> StateSlotAllocator:
     return StateSlotAllocator(context(device=device), pool_of(4, device), slots, BoundaryRule(64), NoReservations())
 
 
-def test_states_are_stored_quantized_and_restored_dequantized(device: str) -> None:
+def test_states_are_quantized_when_stored_and_dequantized_when_restored(device: str) -> None:
     own = allocator_over(device)
     live, (conv, values_of, scales_of) = own.context, parts_of(own.state_pool.cached)
     slots = own.allocate_slots_batch([7, 8])
@@ -80,7 +80,7 @@ def test_states_are_stored_quantized_and_restored_dequantized(device: str) -> No
     assert same_bits(live.mamba_conv_states[:, LIVE_SLOTS[1]], conv[:, slots[0]])
 
 
-def test_one_layer_is_stored_from_tensors(device: str) -> None:
+def test_state_of_one_layer_is_stored_quantized_from_tensors(device: str) -> None:
     own = allocator_over(device)
     (slot,) = own.allocate_slots_batch([3])
     ssm, conv = torch.randn(SSM_SHAPE), torch.randn(CONV_SHAPE).to(torch.bfloat16)
@@ -93,7 +93,7 @@ def test_one_layer_is_stored_from_tensors(device: str) -> None:
         own.store_from_tensors(3, 1, ssm[:1], conv)
 
 
-def test_padding_restores_nothing(device: str) -> None:
+def test_padding_slots_restore_no_state(device: str) -> None:
     pool = pool_of(2, device)
     _, values, scales = parts_of(pool.cached)
     scales.fill_(1)

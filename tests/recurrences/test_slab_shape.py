@@ -1,4 +1,4 @@
-"""Sizes of slabs: little is wasted for any unit sizes, and every unit is aligned."""
+"""Slab sizes waste little memory for any sizes of states and blocks, and keep all of them aligned."""
 
 import pytest
 from hypothesis import given
@@ -16,18 +16,18 @@ NANO = UnitBytes(49_000_000, 256 * 6 * 1024, 512)
         (NANO, SlabShape(31, 1)),
         (UnitBytes(103_000_000, 4 * MIB, 2048), SlabShape(24, 1)),
         (UnitBytes(168_000_000, 2 * MIB, 512), SlabShape(80, 1)),
-        (UnitBytes(52_000_000, 4 * MIB, 2048), SlabShape(25, 2)),  # bf16 states: 12.4 blocks
+        (UnitBytes(52_000_000, 4 * MIB, 2048), SlabShape(25, 2)),  # a bf16 state as large as 12.4 blocks
         (UnitBytes(MIB, 4 * MIB, 512), SlabShape(1, 4)),  # states smaller than blocks
     ],
 )
-def test_slab_is_the_smallest_that_wastes_little(unit: UnitBytes, shape: SlabShape) -> None:
+def test_slab_size_is_the_smallest_that_wastes_little_memory(unit: UnitBytes, shape: SlabShape) -> None:
     found = SlabShape.fitting([unit])
     print(f"{unit}: {found}, loses {found.loss([unit]):.4f}")
     assert found == shape and found.loss([unit]) <= 0.03
 
 
 @given(st.integers(10_000, 10**9), st.integers(10_000, 10**8), st.sampled_from([64, 512, 768]))
-def test_units_are_aligned_and_large_enough(state: int, block: int, row: int) -> None:
+def test_slots_and_blocks_in_a_slab_are_aligned_and_large_enough(state: int, block: int, row: int) -> None:
     unit = UnitBytes(state, block * row, row)
     shape = SlabShape.fitting([unit])
     slab_bytes = shape.slab_bytes(unit)
@@ -38,7 +38,7 @@ def test_units_are_aligned_and_large_enough(state: int, block: int, row: int) ->
 
 
 @given(st.floats(1 / 200, 200), st.integers(MIB, 64 * MIB))
-def test_one_rank_wastes_at_most_3_percent_in_slabs_of_16_larger_units(ratio: float, smaller: int) -> None:
+def test_slabs_of_at_most_16_large_units_waste_at_most_3_percent(ratio: float, smaller: int) -> None:
     larger = int(smaller * max(ratio, 1 / ratio))
     unit = UnitBytes(*((larger, smaller) if ratio >= 1 else (smaller, larger)), 512)
     shape = SlabShape.fitting([unit])
@@ -48,14 +48,14 @@ def test_one_rank_wastes_at_most_3_percent_in_slabs_of_16_larger_units(ratio: fl
 
 @pytest.mark.parametrize("shape", [SlabShape(31, 1), SlabShape(5, 4), SlabShape(1, 4)])
 @pytest.mark.parametrize("num_states", [1, 2, 5])
-def test_longest_request_is_the_longest_that_fits_the_slabs(shape: SlabShape, num_states: int) -> None:
+def test_longest_allowed_request_is_the_longest_that_fits_the_slabs(shape: SlabShape, num_states: int) -> None:
     for num_slabs in range(12):
         longest = shape.blocks_of_request(num_slabs, num_states)
         assert shape.slabs_of_request(longest + 1, num_states) > num_slabs
         assert not longest or shape.slabs_of_request(longest, num_states) <= num_slabs
 
 
-def test_ranks_agree_on_the_least_blocks_per_slab() -> None:
+def test_slab_shape_fits_the_largest_blocks_of_all_ranks() -> None:
     # A pipeline stage with more attention layers has larger blocks and the same states.
     heavier = UnitBytes(NANO.state, 2 * NANO.block, NANO.token_row)
     shape = SlabShape.fitting([NANO, heavier])
@@ -65,6 +65,6 @@ def test_ranks_agree_on_the_least_blocks_per_slab() -> None:
 
 
 @pytest.mark.parametrize("unit", [UnitBytes(NANO.state, 0, 0), UnitBytes(0, NANO.block, 512)])
-def test_stage_without_one_layer_type_takes_the_others_slab_shape(unit: UnitBytes) -> None:
+def test_stage_with_one_layer_type_uses_the_slab_shape_of_other_stages(unit: UnitBytes) -> None:
     assert SlabShape.fitting([NANO, unit]) == SlabShape.fitting([NANO])
     assert SlabShape.fitting([NANO]).slab_bytes(unit) > 0

@@ -1,4 +1,4 @@
-"""Moves of whole states within the pool."""
+"""Copies of whole states within the pool."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize("states", WINDOWS)
-def test_resolving_moves_the_accepted_column_into_the_live_slot(states: list[LiveState], device: str) -> None:
+def test_state_of_the_last_accepted_draft_moves_to_the_live_slot(states: list[LiveState], device: str) -> None:
     pool = random_pool(device)
     conv, ssm = (tensor.clone() for tensor in pool.tensors)
     for state in states:
@@ -43,7 +43,7 @@ def test_resolving_moves_the_accepted_column_into_the_live_slot(states: list[Liv
 
 
 @pytest.mark.parametrize("states", WINDOWS)
-def test_resolving_a_replayed_state_moves_its_window_out_of_its_buffer(states: list[LiveState], device: str) -> None:
+def test_conv_window_of_accepted_drafts_moves_from_the_draft_buffer(states: list[LiveState], device: str) -> None:
     of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
     pool, draft_inputs = StatePool.zeros([GROUP], 12, device), of_rings.draft_inputs(4, device)
     assert draft_inputs is not None
@@ -60,7 +60,7 @@ def test_resolving_a_replayed_state_moves_its_window_out_of_its_buffer(states: l
     assert same_bits(draft_inputs, before)
 
 
-def test_slots_are_copied_across_all_layers_and_types(device: str) -> None:
+def test_slot_copy_covers_all_layers_and_state_types(device: str) -> None:
     pool = random_pool(device)
     conv, ssm = (tensor.clone() for tensor in pool.tensors)
     for states in (conv, ssm):
@@ -70,6 +70,6 @@ def test_slots_are_copied_across_all_layers_and_types(device: str) -> None:
     assert same_bits(pool.tensor("conv"), conv) and same_bits(pool.tensor("ssm"), ssm)
 
 
-def test_missing_state_tensor_is_named() -> None:
+def test_error_names_the_missing_state_tensor() -> None:
     with pytest.raises(ValueError, match=r"no tensor 'keys', only \['conv', 'ssm'\]"):
         random_pool("cpu").tensor("keys")

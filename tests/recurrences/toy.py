@@ -1,8 +1,8 @@
-"""A toy recurrence, as different from Mamba2 as the engine allows.
+"""Two toy recurrences that differ from Mamba2 as much as the engine allows.
 
-Two kinds of layers alternate. A `ToyMatrix` layer keeps a window of 2 inputs, a matrix, a float64 vector and, one a
-slot, the last input of the group's first layer. A `ToyVector` layer keeps one vector. Every token is computed alone, on
-the CPU, so chunks change no bit. States after drafts have slots: there is no replay.
+Layers of both types alternate. The state of a `ToyMatrix` layer consists of a window of 2 inputs, a matrix and a
+float64 vector; all layers share one more tensor, the last input of the first layer. The state of a `ToyVector` layer is
+one vector. Tokens are computed one by one on the CPU, so results do not depend on chunks. Draft states are in slots.
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ToyWeights:
-    """The weights of a layer after the projection.
+    """Weights of a layer, without the input projection.
 
     Args:
         taps: [KEPT + 1, CHANNELS], oldest input first.
         decays: [HEADS].
-        is_first: True in the first layer of the group in the whole model, which owns the tensor of the slot.
+        is_first: True for the first layer of the group, which writes the tensor that all layers share.
     """
 
     taps: Tensor
@@ -44,7 +44,7 @@ class ToyWeights:
 
 
 class _Rows:
-    """Batches of a step, for recurrences given as the update of one token."""
+    """Base class that implements prefill and decode for recurrences that define the update for one token."""
 
     projected: ClassVar[int]
     mixed: ClassVar[int]
@@ -54,15 +54,15 @@ class _Rows:
         raise NotImplementedError
 
     def chunk_bytes(self, dtype: torch.dtype) -> int:
-        """Return 0: chunks need no memory."""
+        """Return 0, because chunks need no scratch memory."""
         return 0
 
     def token(self, x: Tensor, state: State, weights: ToyWeights) -> tuple[State, Tensor]:
-        """Return the state after a token, in new tensors, and the token's output."""
+        """Apply one token; return the new state, in new tensors, and the token's output."""
         raise NotImplementedError
 
     def prefill(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: PrefillBatch) -> Tensor:
-        """Compute packed prompt tokens [tokens, projected]; write the states of chunks and requests, in place."""
+        """Run the recurrence over packed prompt tokens [tokens, projected]; store states at chunk and request ends."""
         y = x.new_zeros(len(x), self.mixed)
         chunk_slots, final_slots = rows.chunk_slots.tolist(), rows.final_slots.tolist()
         chunks, row_chunks = list(pairwise(rows.cu_chunks.tolist())), list(pairwise(rows.cu_request_chunks.tolist()))
@@ -78,7 +78,7 @@ class _Rows:
         return y
 
     def decode(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: DecodeBatch) -> Tensor:
-        """Compute one token and the drafts of each request, [tokens, projected]; write a state per token, in place."""
+        """Run the recurrence over base tokens and drafts [tokens, projected]; store the state after each token."""
         y = x.new_zeros(len(x), self.mixed)
         spans = pairwise(rows.cu_tokens.tolist())
         for (start, end), slots, accepted in zip(spans, rows.columns.tolist(), rows.accepted.tolist(), strict=True):
@@ -95,7 +95,7 @@ class _Rows:
         return y
 
     def no_states(self, dtype: torch.dtype) -> LayerStates:
-        """Return one slot of zeros, for requests without an initial or kept state."""
+        """Return states with a single slot of zeros, for sequences that read and store no states."""
         tensors = self.tensors(StateDtypes(dtype, dtype, torch.float32))
         live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype) for tensor in tensors}
         return LayerStates(live, live)
@@ -106,7 +106,7 @@ class _Rows:
         return [tensor.name for tensor in tensors if tensor.motion == "window"]
 
     def _read(self, live: Mapping[str, Tensor], weights: ToyWeights, slot: int, window_slot: int, first: int) -> State:
-        """Return a copy of a state, whose windows begin at input `first` of another slot; zeros for PAD_SLOT."""
+        """Copy the state in `slot`; windows are read from `window_slot`, starting at `first`. Zeros for PAD_SLOT."""
         state = {}
         for tensor in self.tensors(StateDtypes(*[torch.float32] * 3)):
             if tensor.per == "slot" and not weights.is_first:
@@ -132,7 +132,7 @@ def _store(targets: Mapping[str, Any], slot: int, state: State) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ToyMatrix(_Rows):
-    """Four tensors: a window, a matrix, a float64 vector, and one of the slot."""
+    """Toy recurrence with a window, a matrix, a float64 vector, and a tensor shared by all layers."""
 
     name = "toy_matrix"
     projected = CHANNELS + 2 * HEADS * ROWS + HEADS * LANES + MEMORIES
@@ -148,7 +148,7 @@ class ToyMatrix(_Rows):
         )
 
     def token(self, x: Tensor, state: State, weights: ToyWeights) -> tuple[State, Tensor]:
-        """Return the state after a token, in new tensors, and the token's output."""
+        """Apply one token; return the new state, in new tensors, and the token's output."""
         sizes = [CHANNELS, HEADS * ROWS, HEADS * ROWS, HEADS * LANES, MEMORIES]
         u, k, q, v, memorized = x.split(sizes)
         inputs = torch.cat((state["inputs"], u[None].to(state["inputs"].dtype)))
@@ -166,18 +166,18 @@ class ToyMatrix(_Rows):
 
 @dataclass(frozen=True, slots=True)
 class ToyVector(_Rows):
-    """One tensor, without a window."""
+    """Toy recurrence whose state is one vector."""
 
     name = "toy_vector"
     projected = 3 * CELLS
     mixed = CELLS
 
     def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
-        """Return the tensor of a layer's state."""
+        """Return the only tensor of a layer's state."""
         return (StateTensor("cells", (CELLS,), torch.float32),)
 
     def token(self, x: Tensor, state: State, weights: ToyWeights) -> tuple[State, Tensor]:
-        """Return the state after a token, in new tensors, and the token's output."""
+        """Apply one token; return the new state, in new tensors, and the token's output."""
         u, gate, read = x.chunk(3)
         kept = 0.55 + 0.4 * gate
         cells = kept * state["cells"] + (1 - kept) * u
@@ -188,12 +188,12 @@ KINDS = (ToyMatrix(), ToyVector())
 
 
 def toy_groups(dtype: torch.dtype = torch.bfloat16) -> tuple[StateGroup, StateGroup]:
-    """Return the groups of three toy layers of a model of a dtype."""
+    """Return the state groups for three toy layers of a model with this dtype."""
     many, one = (kind.tensors(StateDtypes(dtype, dtype, torch.float32)) for kind in KINDS)
     return StateGroup((0, 2), many), StateGroup((1,), one)
 
 
 def toy_tensors(num_slots: int, num_drafts: int, device: str) -> tuple[Tensor, ...]:
-    """Return the tensors of `toy_groups` for some slots and drafts, with random numbers."""
+    """Return random state tensors for `toy_groups`, with this number of slots and drafts."""
     tensors = state_tensors(SlotLayout.of(toy_groups(), num_drafts), num_slots, device)
     return tuple(tensor.normal_() for tensor in tensors)

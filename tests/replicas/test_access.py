@@ -124,7 +124,7 @@ def heard(service: Service) -> list[list[bytes]]:
     return found
 
 
-def test_without_a_key_only_loopback_is_open(serving: Any) -> None:
+def test_coordinator_without_a_key_listens_only_on_loopback(serving: Any) -> None:
     service = serving()
     (replica,) = service.replicas("a")
     assert service.address.startswith("tcp://127.0.0.1:")
@@ -137,7 +137,7 @@ def test_without_a_key_only_loopback_is_open(serving: Any) -> None:
     assert nothing_was_heard(service, replica)
 
 
-def test_only_holders_of_the_key_are_served(serving: Any, tmp_path: Path) -> None:
+def test_only_clients_with_the_key_are_served(serving: Any, tmp_path: Path) -> None:
     file = keyed(tmp_path)
     service = serving(key_file=file)
     (replica,) = service.replicas("a")
@@ -187,7 +187,7 @@ def test_megatrons_client_needs_only_the_address(serving: Any) -> None:
     assert len(heard(service)) == 3  # connect, request, reply
 
 
-def test_unauthenticated_hello_gets_no_prompt(serving: Any) -> None:
+def test_replica_without_the_secret_receives_no_prompt(serving: Any) -> None:
     service = serving()
     (replica,) = service.replicas("a")
     stranger = FakeReplica(service.context, service, "stranger")
@@ -273,7 +273,7 @@ def test_remote_coordinator_without_a_key_is_refused(address: str) -> None:
         LoopbackAccess().check_address(address)
 
 
-def test_addresses_are_parsed_or_refused() -> None:
+def test_port_is_parsed_from_valid_addresses_and_invalid_ones_are_refused() -> None:
     for address in ("tcp://127.0.0.1:5", "tcp://localhost:5", "tcp://[::1]:5"):
         LoopbackAccess().check_address(address)
         assert port_of(address) == 5
@@ -329,7 +329,7 @@ def test_sockets_between_ranks_refuse_unauthenticated_peers() -> None:
             made.close()
 
 
-def test_megatrons_socket_to_the_coordinator_is_unused() -> None:
+def test_engine_does_not_use_megatrons_coordinator_socket() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, RankContext("127.0.0.1", Channel(), 1000) as context:
         server.settimeout(0.5)
         with context.socket(zmq.DEALER) as unused:
@@ -340,7 +340,7 @@ def test_megatrons_socket_to_the_coordinator_is_unused() -> None:
             unused.setsockopt(zmq.LINGER, 0)
 
 
-def test_ranks_do_not_exchange_the_key() -> None:
+def test_key_is_never_sent_between_ranks() -> None:
     secret = os.urandom(32)
     assert KeyedAccess(secret).fingerprint == KeyedAccess(secret).fingerprint
     assert secret.hex() not in KeyedAccess(secret).fingerprint and len(KeyedAccess(secret).fingerprint) == 16

@@ -57,7 +57,7 @@ def assert_served(replica: FakeReplica, client: FakeClient, number: int = 99) ->
 
 
 @pytest.mark.parametrize("service", [{"max_message_bytes": 10_000}], indirect=True)
-def test_connection_announcing_a_huge_frame_is_closed(service: Service) -> None:
+def test_connection_that_announces_an_oversized_frame_is_closed(service: Service) -> None:
     (replica,) = service.replicas("a")
     client, other = service.client(), service.client("other")
     other.socket.send(b"x" * 10_001)
@@ -67,7 +67,7 @@ def test_connection_announcing_a_huge_frame_is_closed(service: Service) -> None:
     assert service.coordinator.handled.empty()
 
 
-def test_announced_huge_frame_allocates_no_memory(box: Mailbox) -> None:
+def test_announced_oversized_frame_allocates_no_memory(box: Mailbox) -> None:
     client = connected(box)
     assert box.socket.getsockopt(zmq.MAXMSGSIZE) == 2 * len(PAGE)
     client.close()
@@ -100,7 +100,7 @@ def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("service", [{"max_request_bytes": 2000}], indirect=True)
-def test_oversized_request_is_answered_and_others_are_not_read(service: Service) -> None:
+def test_oversized_request_gets_an_error_and_other_oversized_messages_are_ignored(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     for prompt in ("1 " * 1500, [1] * 3000, TOKENS):
@@ -116,7 +116,7 @@ def test_oversized_request_is_answered_and_others_are_not_read(service: Service)
     assert_served(second, client)
 
 
-def test_ranks_close_a_connection_announcing_a_huge_frame() -> None:
+def test_ranks_close_a_connection_that_announces_an_oversized_frame() -> None:
     with RankContext("127.0.0.1", CurveChannel(b"a" * 32), 1000) as context:
         gathering, large, small = (context.socket(kind) for kind in (zmq.PULL, zmq.PUSH, zmq.PUSH))
         gathering.bind_to_random_port("tcp://127.0.0.1")
@@ -133,7 +133,7 @@ def test_ranks_close_a_connection_announcing_a_huge_frame() -> None:
 
 
 @pytest.mark.parametrize("service", [{"max_pending_bytes": 4 * 3 * REQUEST_BYTES}], indirect=True)
-def test_client_may_use_a_quarter_of_the_unfinished_work(service: Service) -> None:
+def test_one_client_may_use_a_quarter_of_the_pending_bytes(service: Service) -> None:
     (replica,) = service.replicas("a")
     client, other = service.client(), service.client("other")
     for number in range(4):
@@ -147,7 +147,7 @@ def test_client_may_use_a_quarter_of_the_unfinished_work(service: Service) -> No
 
 
 @pytest.mark.parametrize("service", [{"max_pending_bytes": 4 * 3 * REQUEST_BYTES}], indirect=True)
-def test_clients_together_may_use_all_of_the_unfinished_work(service: Service) -> None:
+def test_all_clients_together_may_use_all_pending_bytes(service: Service) -> None:
     (replica,) = service.replicas("a")
     clients = [service.client(f"client{number}") for number in range(5)]
     for number, client in enumerate(clients[:4]):
@@ -161,7 +161,7 @@ def test_clients_together_may_use_all_of_the_unfinished_work(service: Service) -
     assert_served(replica, clients[4], 1)
 
 
-def test_message_counts_once_per_kept_copy() -> None:
+def test_size_of_a_request_counts_its_text_tokens_and_parameters() -> None:
     def size(prompt: Any, tokens: list[int], **sampling: Any) -> int:
         return RequestInFlight(0, b"", 0, prompt, tokens, sampling).size()
 
@@ -183,7 +183,7 @@ def test_fast_sender_is_throttled(box: Mailbox) -> None:
     client.close()
 
 
-def test_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "_MOST_UNSENT", 100)
     box = Mailbox(None, LoopbackAccess(), 2 * len(PAGE))
     client = connected(box, RCVHWM=1, RCVBUF=100_000)
@@ -201,19 +201,19 @@ def test_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
 # What is remembered, and what is logged.
 
 
-def test_list_of_dead_processes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_remembered_dead_replicas_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "_MOST_DEAD", 3)
     members = Membership()
     for number in range(10):
         members.greet(b"%d" % number, Hello(f"replica-{number}"))
         members.bury(b"%d" % number)
     assert members.dead_identities == [b"7", b"8", b"9"]
-    with pytest.raises(WireError, match="counts as dead"):
+    with pytest.raises(WireError, match="has been declared dead"):
         members.greet(b"again", Hello("replica-9"))
     assert members.greet(b"again", Hello("replica-6")).is_complete
 
 
-def test_pending_signals_are_bounded() -> None:
+def test_number_of_pending_signals_is_bounded() -> None:
     signals = ControlSignals()
     for _ in range(1000):
         signals.ask(Headers.PAUSE)
@@ -221,7 +221,7 @@ def test_pending_signals_are_bounded() -> None:
         signals.ask(Headers.PAUSE)
 
 
-def test_hello_names_are_bounded() -> None:
+def test_length_of_names_in_a_hello_is_bounded() -> None:
     fields = {"replica": "a", "member": 0, "num_members": 1, "domain": "", "proof": ""}
     assert hello_of(fields) == Hello("a")
     for name in ("replica", "domain", "proof"):
@@ -229,7 +229,7 @@ def test_hello_names_are_bounded() -> None:
             hello_of({**fields, name: "x" * 129})
 
 
-def test_sampling_parameters_are_plain_and_shallow() -> None:
+def test_sampling_parameters_with_objects_or_deep_nesting_are_refused() -> None:
     nested: list[Any] = []
     for _ in range(6):
         nested = [nested]
@@ -240,7 +240,7 @@ def test_sampling_parameters_are_plain_and_shallow() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [2**62, -1, True])
-def test_requested_work_is_bounded(num_tokens: int) -> None:
+def test_router_caps_the_requested_number_of_tokens(num_tokens: int) -> None:
     request = RequestInFlight(0, b"", 0, [1], [1], {"num_tokens_to_generate": num_tokens})
     assert 0 <= request.max_new_tokens <= 2**20
 

@@ -5,7 +5,7 @@ from megatron.core.inference.headers import Headers
 from tests.replicas.peers import TIMEOUT_MS, TOKENS, Service
 
 
-def test_pause_skips_dead_replicas_and_holds_for_new_ones(service: Service) -> None:
+def test_pause_ignores_dead_replicas_and_applies_to_new_replicas(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     client.send(Headers.PAUSE)
@@ -21,7 +21,7 @@ def test_pause_skips_dead_replicas_and_holds_for_new_ones(service: Service) -> N
     assert first.receive() == third.receive() == [Headers.UNPAUSE.value]
 
 
-def test_unpausing_waits_until_the_pause_is_complete(service: Service) -> None:
+def test_unpause_is_sent_after_all_replicas_have_paused(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     for header in (Headers.PAUSE, Headers.SUSPEND, Headers.RESUME, Headers.UNPAUSE):

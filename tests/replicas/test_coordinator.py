@@ -12,7 +12,7 @@ from megatron_mamba_cache.replicas.wire import Hello, pack_hello
 from tests.replicas.peers import KEYS, SALT, TOKENS, Service
 
 
-def test_prompt_is_routed_to_its_prefix_and_the_reply_to_its_client(service: Service) -> None:
+def test_request_goes_to_the_replica_with_its_prefix_and_the_reply_to_its_client(service: Service) -> None:
     first, second = service.replicas("ab")
     client, other = service.client(), service.client("other")
     second.report([KEYS[2]])
@@ -24,7 +24,9 @@ def test_prompt_is_routed_to_its_prefix_and_the_reply_to_its_client(service: Ser
     assert first.hears_nothing() and other.hears_nothing()
 
 
-def test_interrupted_reply_has_one_text(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_reply_has_its_whole_text_in_the_first_part(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     monkeypatch.setattr(
@@ -38,7 +40,7 @@ def test_interrupted_reply_has_one_text(service: Service, monkeypatch: pytest.Mo
     assert "".join(part["generated_text"] for part in record["requests"]) == "aéb"
 
 
-def test_text_and_tenant_prompts_get_their_replicas_keys(service: Service) -> None:
+def test_router_computes_the_same_keys_as_replicas_for_text_and_tenants(service: Service) -> None:
     _, second, third = service.replicas("abc")
     second.report([KEYS[2]])
     third.report([block_keys(SALT.root_of("red"), TOKENS, SALT.block_size)[2]])
@@ -49,7 +51,7 @@ def test_text_and_tenant_prompts_get_their_replicas_keys(service: Service) -> No
     assert third.receive()[3]["spec"]["tenant"] == "red"
 
 
-def test_keys_with_an_old_salt_are_not_routed_to(service: Service) -> None:
+def test_router_ignores_cached_keys_with_an_old_salt(service: Service) -> None:
     first, second = service.replicas("ab")
     second.report([KEYS[2]])
     second.report([], KeySalt("model", "1", 1, 4), were_flushed=True)
@@ -60,7 +62,7 @@ def test_keys_with_an_old_salt_are_not_routed_to(service: Service) -> None:
 
 
 @pytest.mark.parametrize("service", [{"policy": "round-robin"}], indirect=True)
-def test_round_robin_ignores_cache_reports(service: Service) -> None:
+def test_round_robin_policy_ignores_cached_prefixes(service: Service) -> None:
     replicas = service.replicas("abc")
     replicas[1].report([KEYS[2]])
     client = service.client()
@@ -95,7 +97,7 @@ MALFORMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", MALFORMED)
-def test_malformed_messages_affect_no_peer(service: Service, message: str) -> None:
+def test_malformed_messages_do_not_affect_other_peers(service: Service, message: str) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     second.report([KEYS[2]])
@@ -115,7 +117,7 @@ def test_malformed_reply_fails_its_request(service: Service) -> None:
     assert "its reply cannot be read" in client.error()
 
 
-def test_malformed_record_fails_no_other_reply(service: Service) -> None:
+def test_malformed_record_does_not_affect_other_replies_in_the_message(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     for number in range(2):
@@ -127,7 +129,7 @@ def test_malformed_record_fails_no_other_reply(service: Service) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["1 two 3", [1, "2"], [2**40], {"1": 2}, None])
-def test_malformed_prompt_fails_alone(service: Service, prompt: Any) -> None:
+def test_malformed_prompt_fails_only_its_own_request(service: Service, prompt: Any) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(3, prompt)

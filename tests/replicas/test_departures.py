@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_only_a_departed_clients_requests_are_cancelled(service: Service) -> None:
+def test_only_requests_of_the_departed_client_are_cancelled(service: Service) -> None:
     first, second = service.replicas("ab")
     gone, stays = service.client("gone"), service.client("stays")
     for number in range(4):
@@ -48,7 +48,7 @@ def test_only_a_departed_clients_requests_are_cancelled(service: Service) -> Non
     assert stays.answer()[1]["generated_tokens"] == [5] and stays.hears_nothing()
 
 
-def test_departed_clients_work_is_no_longer_counted(service: Service) -> None:
+def test_pending_bytes_of_a_departed_client_are_released(service: Service) -> None:
     (replica,) = service.replicas("a")
     in_flight = service.coordinator._in_flight
     for number in range(3):
@@ -65,7 +65,7 @@ def test_departed_clients_work_is_no_longer_counted(service: Service) -> None:
 
 
 @pytest.mark.parametrize("service", [{"probe_interval_s": 0.5}], indirect=True)
-def test_client_leaving_as_its_replica_dies_affects_no_other(service: Service) -> None:
+def test_other_clients_are_unaffected_when_a_client_leaves_as_its_replica_dies(service: Service) -> None:
     """One probe misses both: neither a replica for the first request nor its client is left."""
     (replica,) = service.replicas("a")
     gone, stays = service.client("gone"), service.client("stays")
@@ -86,7 +86,7 @@ def test_client_leaving_as_its_replica_dies_affects_no_other(service: Service) -
 
 
 @pytest.mark.parametrize("service", [{"probe_interval_s": 0.5}], indirect=True)
-def test_departed_clients_retried_requests_are_cancelled(service: Service) -> None:
+def test_retried_requests_of_a_departed_client_are_cancelled(service: Service) -> None:
     first, second = service.replicas("ab")
     gone = service.client("gone")
     gone.submit(0, TOKENS)

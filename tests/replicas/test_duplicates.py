@@ -6,7 +6,7 @@ from megatron_mamba_cache.replicas.wire import WELCOME
 from tests.replicas.peers import TIMEOUT_MS, TOKENS, FakeReplica, Service
 
 
-def test_reused_request_number_means_the_first_request(service: Service) -> None:
+def test_second_request_with_a_used_id_is_ignored(service: Service) -> None:
     (replica,) = service.replicas("a")
     client, other = service.client(), service.client("other")
     client.submit(3, TOKENS)
@@ -26,7 +26,7 @@ def test_reused_request_number_means_the_first_request(service: Service) -> None
     assert client.answer()[1]["generated_tokens"] == [8]
 
 
-def test_oversized_request_with_a_reused_number_keeps_the_first(service: Service) -> None:
+def test_oversized_request_with_a_used_id_does_not_affect_the_first_request(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(3, TOKENS)
@@ -35,7 +35,7 @@ def test_oversized_request_with_a_reused_number_keeps_the_first(service: Service
     assert client.answer()[1]["generated_tokens"] == [5] and client.hears_nothing()
 
 
-def test_second_hello_changes_nothing(service: Service) -> None:
+def test_second_hello_from_a_process_is_ignored(service: Service) -> None:
     first, second = service.replicas("ab")
     first.greet()
     first.greet(replica="c")  # nor a second replica for one socket
@@ -51,7 +51,7 @@ def test_second_hello_changes_nothing(service: Service) -> None:
     assert sorted(taken) == [0, 1, 2, 3] and late.hears_nothing()
 
 
-def test_processes_of_a_replica_agree_on_its_size(service: Service) -> None:
+def test_process_that_reports_another_replica_size_is_refused(service: Service) -> None:
     first = service.replica("a0", replica="a", num_members=2)
     service.replica("a1", replica="a", member=1, num_members=3)
     service.replica("a2", replica="a", member=1, num_members=2, domain="experts")
@@ -60,7 +60,7 @@ def test_processes_of_a_replica_agree_on_its_size(service: Service) -> None:
     assert second.socket.poll(TIMEOUT_MS) and second.socket.recv() == WELCOME
 
 
-def test_repeated_answer_does_not_count_for_the_next_signal(service: Service) -> None:
+def test_repeated_answer_to_a_signal_does_not_answer_the_next_signal(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     client.send(Headers.PAUSE)

@@ -117,7 +117,7 @@ SCRIPTS: dict[str, tuple[Script, Script]] = {
 
 
 @pytest.mark.parametrize("case", SCRIPTS)
-def test_expert_peers_start_and_leave_together(case: str) -> None:
+def test_expert_parallel_replicas_start_and_leave_together(case: str) -> None:
     async def scenario() -> None:
         meeting = Meeting(2)
         peers = [peer(script, meeting) for script in SCRIPTS[case]]

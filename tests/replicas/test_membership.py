@@ -13,7 +13,7 @@ from megatron_mamba_cache.replicas.wire import FENCED, WELCOME
 from tests.replicas.peers import KEYS, TIMEOUT_MS, TOKENS, FakeClient, FakeReplica, Service
 
 
-def test_replica_messages_from_others_are_ignored(service: Service) -> None:
+def test_replica_messages_from_other_senders_are_ignored(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(0, TOKENS)
@@ -30,7 +30,7 @@ def test_replica_messages_from_others_are_ignored(service: Service) -> None:
     assert client.receive()[0] == Headers.PAUSE_ACK.value
 
 
-def test_reconnected_client_is_answered(service: Service) -> None:
+def test_client_that_reconnects_gets_its_replies(service: Service) -> None:
     """As one whose connection was closed while its process was stopped."""
     (replica,) = service.replicas("a")
     service.kill(service.client("before"))
@@ -42,7 +42,7 @@ def test_reconnected_client_is_answered(service: Service) -> None:
     assert (number, answer["generated_tokens"]) == (3, [5])
 
 
-def test_reconnected_clients_signal_is_answered(service: Service) -> None:
+def test_signal_from_a_reconnected_client_is_answered(service: Service) -> None:
     (replica,) = service.replicas("a")
     back = FakeClient(service.context, service, "after")
     service.peers.append(back)
@@ -52,7 +52,7 @@ def test_reconnected_clients_signal_is_answered(service: Service) -> None:
     assert back.receive()[0] == Headers.PAUSE_ACK.value
 
 
-def test_dead_replicas_request_is_retried_and_its_late_replies_ignored(
+def test_requests_of_a_dead_replica_are_retried_and_its_late_replies_ignored(
     service: Service,
 ) -> None:
     first, second = service.replicas("ab")
@@ -72,7 +72,7 @@ def test_dead_replicas_request_is_retried_and_its_late_replies_ignored(
     assert client.hears_nothing()
 
 
-def test_revived_process_is_notified_though_it_is_silent(service: Service) -> None:
+def test_fenced_replica_is_notified_even_if_it_sends_nothing(service: Service) -> None:
     (replica,) = service.replicas("a")
     service.kill(replica)
     client = service.client()
@@ -83,7 +83,7 @@ def test_revived_process_is_notified_though_it_is_silent(service: Service) -> No
     assert back.receive() == msgpack.unpackb(FENCED)
 
 
-def test_request_fails_if_replicas_keep_dying_or_none_is_left(service: Service) -> None:
+def test_request_fails_after_too_many_replicas_died_or_none_is_left(service: Service) -> None:
     client = service.client()
     client.submit(0, TOKENS)
     assert "no replica is left" in client.error()
@@ -99,7 +99,7 @@ def test_request_fails_if_replicas_keep_dying_or_none_is_left(service: Service) 
     assert client.answer()[0] == 2
 
 
-def test_replica_joins_with_all_processes_and_dies_with_any(service: Service) -> None:
+def test_replica_needs_all_of_its_processes_to_serve(service: Service) -> None:
     first = service.replica("a0", replica="a", num_members=2)
     client = service.client()
     client.submit(0, TOKENS)
@@ -113,7 +113,7 @@ def test_replica_joins_with_all_processes_and_dies_with_any(service: Service) ->
     assert "no replica is left" in client.error()
 
 
-def test_replicas_of_one_failure_domain_die_together(service: Service) -> None:
+def test_replicas_in_one_failure_domain_die_together(service: Service) -> None:
     first, second = service.replica("a", domain="experts"), service.replica("b", domain="experts")
     third = service.replica("c")
     client = service.client()
@@ -123,7 +123,7 @@ def test_replicas_of_one_failure_domain_die_together(service: Service) -> None:
     third.take()
 
 
-def test_departed_client_delays_no_other(service: Service) -> None:
+def test_other_clients_are_served_when_a_client_has_left(service: Service) -> None:
     (replica,) = service.replicas("a")
     gone, client = service.client("gone"), service.client()
     gone.submit(0, TOKENS)
@@ -135,7 +135,7 @@ def test_departed_client_delays_no_other(service: Service) -> None:
     assert client.answer()[1]["generated_tokens"] == [2]
 
 
-def test_missing_replicas_time_out() -> None:
+def test_coordinator_times_out_when_replicas_do_not_join() -> None:
     ours, theirs = Pipe()
     settings = RoutingSettings(join_timeout_s=0.2, probe_interval_s=0.05, num_replicas=3)
     coordinator = PrefixCoordinator(theirs, TokenIdTokenizer(96), None, settings)

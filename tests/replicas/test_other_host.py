@@ -104,7 +104,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         service.end()
 
 
-def test_another_host_can_connect(other_host: OtherHost) -> None:
+def test_process_on_another_host_can_connect(other_host: OtherHost) -> None:
     with socket.create_server((HERE, 0)) as server:
         says = (
             "import socket, sys; print(socket.create_connection((sys.argv[1], int(sys.argv[2])), 10).recv(9).decode())"
@@ -128,14 +128,14 @@ def test_another_host_can_connect(other_host: OtherHost) -> None:
             assert client.communicate(timeout=SECONDS)[0] == "hello\n" and peer[0] == THERE
 
 
-def test_without_a_key_another_host_cannot_connect(other_host: OtherHost, serving: Any) -> None:
+def test_process_on_another_host_cannot_connect_without_a_configured_key(other_host: OtherHost, serving: Any) -> None:
     service, replica = serving()
     port = port_of(service.address)
     assert other_host.says_everything(f"tcp://{HERE}:{port}") == "refused ConnectionRefusedError"
     assert service.coordinator.handled.empty() and replica.hears_nothing()
 
 
-def test_with_a_key_another_host_needs_it(other_host: OtherHost, serving: Any, tmp_path: Path) -> None:
+def test_process_on_another_host_needs_the_configured_key(other_host: OtherHost, serving: Any, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(KEY.hex(), encoding="ascii")
     file.chmod(0o600)

@@ -30,7 +30,7 @@ def peer(line: Line) -> Iterator[tuple[zmq.Socket, PeerSocket]]:
     [PeerSocket.recv, PeerSocket.recv_multipart, lambda socket: socket.recv(zmq.NOBLOCK)],
     ids=["one part", "all parts", "without waiting"],
 )
-def test_waiting_for_a_dead_peer_raises(
+def test_waiting_for_a_dead_rank_raises_an_error(
     wait: Callable[[PeerSocket], Any],
     line: Line,
     peer: tuple[zmq.Socket, PeerSocket],
@@ -42,7 +42,7 @@ def test_waiting_for_a_dead_peer_raises(
                 wait(peer[1])
 
 
-def test_messages_of_peers_and_coordinator_keep_their_order(
+def test_messages_from_ranks_and_coordinator_arrive_in_order(
     line: Line,
     peer: tuple[zmq.Socket, PeerSocket],
 ) -> None:

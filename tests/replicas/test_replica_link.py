@@ -18,12 +18,12 @@ from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, KeyReport
 from tests.replicas.replica_line import HELLO, MAX_BYTES, Line
 
 
-def test_link_sends_hello_first_under_its_own_identity(line: Line) -> None:
+def test_replica_link_sends_its_hello_first_with_a_unique_identity(line: Line) -> None:
     kind, body = msgpack.unpackb(line.hello)
     assert (kind, hello_of(body), line.identity) == ("hello", HELLO, b"a/1")
 
 
-def test_only_engine_messages_pass_the_link(line: Line) -> None:
+def test_replica_link_forwards_only_messages_for_the_engine(line: Line) -> None:
     line.say(WELCOME, PROBE, b"request")
     assert line.link.recv() == b"request"
     with pytest.raises(zmq.Again):
@@ -37,12 +37,12 @@ def test_fenced_replica_must_restart(line: Line) -> None:
         line.link.drain()
 
 
-def test_missing_welcome_times_out(line: Line) -> None:
+def test_replica_link_times_out_without_a_welcome(line: Line) -> None:
     with pytest.raises(ConnectionError, match=r"no coordinator has accepted this replica at tcp://127\.0\.0\.1:\d+"):
         asyncio.run(line.link.wait_for_welcome(0.05))
 
 
-def test_silent_coordinator_is_lost_but_probes_keep_it(line: Line) -> None:
+def test_replica_link_raises_when_the_coordinator_is_silent_but_not_with_probes(line: Line) -> None:
     silence_s = replica_link.COORDINATOR_SILENCE_S + 1
     line.link._last_heard -= silence_s  # as in a long step, in which nothing reads
     line.say(PROBE)
@@ -52,7 +52,7 @@ def test_silent_coordinator_is_lost_but_probes_keep_it(line: Line) -> None:
         line.link.drain()
 
 
-def test_reports_arrive_in_order(line: Line) -> None:
+def test_cache_reports_arrive_in_order(line: Line) -> None:
     changes = BoundaryChanges((BlockKey(2**255 + 1), BlockKey(1)), (BlockKey(7),), were_flushed=True)
     salt = KeySalt("model", "1", 2, 16)
     line.link.report_keys(changes, salt)
@@ -62,7 +62,7 @@ def test_reports_arrive_in_order(line: Line) -> None:
     assert report_of(line.heard()[1]) == KeyReport(BoundaryChanges())
 
 
-def test_large_report_is_split_without_loss(line: Line) -> None:
+def test_large_cache_report_is_split_without_loss(line: Line) -> None:
     dropped, published = (tuple(BlockKey(key) for key in range(first, first + 150)) for first in (1, 1001))
     salt = KeySalt("model", "1", 2, 16)
     line.link.report_keys(BoundaryChanges(published, dropped, were_flushed=True), salt)
@@ -77,7 +77,7 @@ def test_large_report_is_split_without_loss(line: Line) -> None:
     assert [key for part in parts for key in part] == [*dropped, *published]
 
 
-def test_large_message_is_split_by_request_and_oversized_ones_fail_alone(line: Line) -> None:
+def test_large_message_is_split_and_only_oversized_requests_fail(line: Line) -> None:
     records = [{"requests": [{"request_id": number, "prompt": "x" * size}]} for number, size in SIZES]
     line.link.send(msgpack.packb([Headers.ENGINE_REPLY.value, records]))
     assert [line.heard() for _ in range(2)] == [[Headers.ENGINE_REPLY.value, [record]] for record in records[:2]]

@@ -41,7 +41,7 @@ def launch(fleet: Fleet, layout: tuple[int, int], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout", [pytest.param(TENSOR, id="tensor"), pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.long)]
 )
-def test_ranks_of_a_replica_serve_clients_and_follow_signals(
+def test_replica_with_several_ranks_serves_clients_and_obeys_signals(
     layout: tuple[int, int], fleet: Fleet, tmp_path: Path
 ) -> None:
     launch(fleet, layout, tmp_path)
@@ -64,7 +64,7 @@ def test_ranks_of_a_replica_serve_clients_and_follow_signals(
 
 
 @pytest.mark.long
-def test_dead_rank_fails_its_replicas_requests_and_the_coordinator_ends_last(fleet: Fleet, tmp_path: Path) -> None:
+def test_requests_fail_when_a_rank_of_their_replica_dies(fleet: Fleet, tmp_path: Path) -> None:
     """The replica's first rank, which started the coordinator, ends before it."""
     launch(fleet, TENSOR, tmp_path)
 
@@ -78,7 +78,7 @@ def test_dead_rank_fails_its_replicas_requests_and_the_coordinator_ends_last(fle
     fleet.wait_until_nothing_listens()
 
 
-def test_rank_waiting_for_a_dead_one_times_out(fleet: Fleet, tmp_path: Path) -> None:
+def test_rank_that_waits_for_a_dead_rank_times_out(fleet: Fleet, tmp_path: Path) -> None:
     """An idle replica: its second rank computes nothing that the first one's end would break."""
     launch(fleet, TENSOR, tmp_path)
     first, second = fleet.replicas

@@ -32,7 +32,7 @@ def fleet(many_processes: None) -> Iterator[Fleet]:
     started.end()
 
 
-def test_turns_reuse_their_prefix_and_a_killed_replica_loses_no_request(fleet: Fleet) -> None:
+def test_turns_hit_the_cache_and_no_request_is_lost_when_a_replica_is_killed(fleet: Fleet) -> None:
     """Three launches of one replica each, the last two of which join the first one's coordinator."""
     fleet.launch([{"fail_steps": 40, "step_s": STEP_S}] * 3)
 
@@ -65,7 +65,9 @@ def test_turns_reuse_their_prefix_and_a_killed_replica_loses_no_request(fleet: F
 
 
 @pytest.mark.long
-def test_slow_replica_is_alive_and_a_dead_ones_requests_report_why(fleet: Fleet, tmp_path: Path) -> None:
+def test_slow_replica_stays_alive_and_requests_of_a_dead_replica_report_the_reason(
+    fleet: Fleet, tmp_path: Path
+) -> None:
     """Two ranks of one launch; a request is not tried twice."""
     world = str(tmp_path / "store")
     routing = {"num_attempts": 1}
@@ -100,7 +102,7 @@ def test_slow_replica_is_alive_and_a_dead_ones_requests_report_why(fleet: Fleet,
 
 
 @pytest.mark.long
-def test_oversized_reply_fails_alone(fleet: Fleet) -> None:
+def test_oversized_reply_fails_only_its_own_request(fleet: Fleet) -> None:
     limit, scored = 20_000, {"return_log_probs": True, "top_n_logprobs": 20, "skip_prompt_log_probs": True}
     fleet.launch([{"step_s": 0.0}], {"max_message_bytes": limit})
 

@@ -24,7 +24,7 @@ UNREADABLE: list[dict[str, Any]] = [
 ]
 
 
-def test_requests_of_dead_replicas_go_to_a_live_one(service: Service) -> None:
+def test_requests_of_dead_replicas_go_to_a_living_replica(service: Service) -> None:
     first, _second = service.replica("a", domain="experts"), service.replica("b", domain="experts")
     other = service.replica("c")
     client = service.client()
@@ -58,7 +58,7 @@ def test_tokens_beyond_32_bits_are_refused(token: Any) -> None:
 
 
 @pytest.mark.parametrize("sampling", [*UNREADABLE, {"add_BOS": True}])
-def test_malformed_request_is_answered(service: Service, sampling: dict[str, Any]) -> None:
+def test_malformed_request_gets_an_error_reply(service: Service, sampling: dict[str, Any]) -> None:
     (replica,) = service.replicas("a")
     replica.report([KEYS[2]])
     client = service.client()
@@ -69,7 +69,7 @@ def test_malformed_request_is_answered(service: Service, sampling: dict[str, Any
     assert "the request cannot be read" in failed["events"][-2]["payload"]["message"]
 
 
-def test_departed_clients_are_forgotten(service: Service) -> None:
+def test_state_for_departed_clients_is_removed(service: Service) -> None:
     service.replicas("a")
     stays = service.client("stays")
     for number in range(8):
@@ -82,7 +82,7 @@ def test_departed_clients_are_forgotten(service: Service) -> None:
     assert stays.answer()[0] == 0
 
 
-def test_unsendable_reply_fails_its_request_and_cancels_it(
+def test_request_is_failed_and_cancelled_when_its_reply_is_too_large(
     service: Service,
 ) -> None:
     first, second = service.replicas("ab")

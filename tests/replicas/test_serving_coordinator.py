@@ -21,7 +21,7 @@ def progress(start: int, *tokens: int) -> dict[str, Any]:
     return {"start": start, "tokens": list(tokens)}
 
 
-def test_progress_reaches_the_client_under_its_own_number(service: Service) -> None:
+def test_progress_has_the_request_id_of_the_client(service: Service) -> None:
     (replica,) = service.replicas("a")
     client, other = service.client(), service.client("other")
     client.submit(7, TOKENS)
@@ -67,7 +67,7 @@ def test_submission_cannot_be_turned_into_another_message(service: Service, name
     assert name in client.error() and replica.hears_nothing()
 
 
-def test_watchers_follow_the_replicas_until_they_leave(service: Service) -> None:
+def test_watching_clients_get_replica_states_until_they_leave(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     client.send(WATCH)

@@ -18,6 +18,6 @@ from megatron_mamba_cache.replicas.settings import RoutingSettings
         {"join_timeout_s": 0},
     ],
 )
-def test_bad_settings_are_refused_by_name(setting: dict[str, Any]) -> None:
+def test_invalid_routing_setting_is_named_in_the_error(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(setting))} is "):
         RoutingSettings(**setting)

@@ -1,4 +1,4 @@
-"""A headless Chromium, controlled through its debugging pipe: JSON messages that end with a NUL."""
+"""Headless Chromium, controlled through its debugging pipe with NUL-terminated JSON messages."""
 
 import base64
 import itertools
@@ -25,7 +25,7 @@ class Page:
     """One page of a browser.
 
     Args:
-        send, receive: The ends of its pipes.
+        send, receive: File descriptors of the pipes to and from the browser.
     """
 
     def __init__(self, send: int, receive: int) -> None:
@@ -39,7 +39,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return the browser's answer; raises `RuntimeError` with its error."""
+        """Call a method of the browser and return its result; raise `RuntimeError` if it fails."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if hasattr(self, "_session"):
@@ -54,7 +54,7 @@ class Page:
             self._note(answer)
 
     def open(self, url: str, headers: dict[str, str]) -> None:
-        """Load a page, all of whose requests have these headers."""
+        """Load a page; send these headers with all of its requests."""
         self.call("Network.setExtraHTTPHeaders", headers=headers)
         self.call("Page.navigate", url=url)
 
@@ -63,10 +63,10 @@ class Page:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 30.0) -> Any:
-        """Return the expression's value once it is true.
+        """Wait until an expression is true and return its value.
 
         Raises:
-            TimeoutError: If it never is.
+            TimeoutError: If the expression is not true within `seconds`.
         """
         deadline = time.monotonic() + seconds
         while not (found := self.value(expression)):
@@ -76,7 +76,7 @@ class Page:
         return found
 
     def resize(self, width: int, height: int, *, is_phone: bool = False) -> None:
-        """Give the page another size, in CSS pixels."""
+        """Set the size of the page, in CSS pixels."""
         scale = 2 if is_phone else 1
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": is_phone}
         self.call("Emulation.setDeviceMetricsOverride", **size)
@@ -105,7 +105,7 @@ class Page:
 
 @contextmanager
 def chromium_page(profile: Path) -> Iterator[Page]:
-    """Run Chromium with its own profile for the block."""
+    """Context manager: run Chromium with its own profile and yield a page."""
     assert CHROMIUM is not None
     (to_read, send), (receive, to_write) = os.pipe(), os.pipe()
 

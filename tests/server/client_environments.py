@@ -1,9 +1,9 @@
-"""Scripts of other projects' clients, and their environments.
+"""Scripts that use third-party clients, and the environments that the scripts run in.
 
-An environment holds what an extra of pyproject.toml names, in its newest releases, and is kept in the folder
-CLIENTS_HOME (default: ~/.cache/megatron_mamba_cache/clients); remove the folder to get newer releases. The Node clients
-share one, of clients/package.json. A new client is a script in clients/, its line in `CLIENTS`, and an extra client-...
-of pyproject.toml or a dependency in package.json.
+Each environment has the newest releases of the packages in an extra of pyproject.toml. Environments are cached in the
+folder CLIENTS_HOME (default: ~/.cache/megatron_mamba_cache/clients); remove the folder to get newer releases. The Node
+clients share the environment of clients/package.json. To add a client, add a script to clients/, its line in `CLIENTS`,
+and an extra client-... in pyproject.toml or a dependency in package.json.
 """
 
 import json
@@ -29,12 +29,12 @@ _VERSIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A script and where it runs.
+    """Script of a client and the environment that it runs in.
 
     Args:
-        environment: An extra, `NODE`, or "" for the Python of the tests.
-        is_scripted: True if its server is that of `scripted_model_server`.
-        module: That the environment must have, or the script is skipped.
+        environment: Name of an extra, `NODE`, or "" for the Python that runs the tests.
+        is_scripted: True if the script needs a server from `scripted_model_server`.
+        module: Module that the script needs; the script is skipped if it is missing.
     """
 
     environment: str
@@ -64,18 +64,18 @@ CLIENTS: Mapping[str, Client] = {
     "with_aider.py": Client("client-aider", is_scripted=True),
     "with_lm_eval.py": Client("client-lm-eval"),
     "with_llm.py": Client("client-llm"),
-    "with_guidellm.py": Client("", module="guidellm"),  # which needs torch, as the tests do
+    "with_guidellm.py": Client("", module="guidellm"),  # needs torch, so it runs in the tests' environment
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """An environment of scripts.
+    """Environment in which client scripts run.
 
     Args:
-        command: What runs a script.
-        folder: Where the scripts are.
-        versions: The clients' names and releases.
+        command: Command that runs a script.
+        folder: Folder with the scripts.
+        versions: Names and releases of the clients.
     """
 
     command: str
@@ -84,11 +84,11 @@ class Environment:
 
 
 class NotHere(Exception):
-    """An environment that is unavailable on this machine."""
+    """The environment is not available on this machine."""
 
 
 def environment_of(client: Client) -> Environment:
-    """Return a client's environment; build it if it is missing or other requirements are declared.
+    """Return a client's environment; build it if it is missing or its requirements have changed.
 
     Raises:
         NotHere: If Node, or the client's module, is not installed.
@@ -128,7 +128,7 @@ def _node_environment() -> Environment:
         shutil.copy(SCRIPTS / "package.json", folder)
         _run([npm, "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder)])
         _mark(folder, package)
-    for script in SCRIPTS.glob("*.mjs"):  # imports are looked for next to the importing file
+    for script in SCRIPTS.glob("*.mjs"):  # Node resolves imports relative to the importing file
         shutil.copy(script, folder)
     installed = {name: folder / "node_modules" / name / "package.json" for name in json.loads(package)["dependencies"]}
     versions = [f"{name} {json.loads(file.read_text())['version']}" for name, file in installed.items()]
@@ -136,7 +136,7 @@ def _node_environment() -> Environment:
 
 
 def _is_stale(folder: Path, made_of: str) -> bool:
-    """Return True if an environment must be built; remains of another one are removed."""
+    """Return True if an environment must be built; remove an outdated environment."""
     file = folder / _MADE_OF
     if file.exists() and file.read_text() == made_of:
         return False

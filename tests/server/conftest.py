@@ -1,4 +1,4 @@
-"""One server of the shipped model for all tests without special settings."""
+"""Fixtures: one server with the example model for all tests that need no special settings."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ collect_ignore_glob = ["test_*.py"] if any(importlib.util.find_spec(name) is Non
 
 @pytest.fixture(autouse=True, scope="session")
 def schemas_made_once() -> Iterator[None]:
-    """Make the OpenAPI schema of the same endpoints once for all servers; each takes most of its start-up for it."""
+    """Build the OpenAPI schema once for all servers with the same endpoints; it takes most of their startup."""
     if collect_ignore_glob:
         yield
         return
@@ -46,7 +46,7 @@ def _endpoints(routes: Sequence[Any]) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator["RunningServer"]:
-    """Run the server that tests share: the shipped model, two API keys."""
+    """Run the shared server with the example model and two API keys."""
     from tests.server.running_server import KEYS, running_server
 
     with running_server(*KEYS) as running:
@@ -55,7 +55,7 @@ def shared_server() -> Iterator["RunningServer"]:
 
 @pytest.fixture
 def server(shared_server: "RunningServer") -> Iterator["RunningServer"]:
-    """Return the shared server with an empty cache; afterwards no request may hold anything."""
+    """Return the shared server with an empty cache; check afterwards that no request holds resources."""
     shared_server.between_steps(lambda engine: engine.flush())
     yield shared_server
     shared_server.assert_nothing_held()

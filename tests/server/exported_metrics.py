@@ -1,4 +1,4 @@
-"""Metrics as a server exports them."""
+"""Read the metrics that a server exports."""
 
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,13 +1,13 @@
-"""Chat templates that treat messages like those of published families, written for these tests.
+"""Chat templates written for these tests that treat messages like the templates of published model families.
 
-What matters is what each reads, drops and refuses, not the texts around the messages.
+They read, drop and refuse the same messages; the texts around the messages differ.
 """
 
 from tests.server.qwen_templates import QWEN_3_6, QWEN_3_8
 
 _CALL = '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}'
 
-LLAMA_3 = (  # one call a message, without its text; results as JSON; tools need a first message of the user
+LLAMA_3 = (  # one call per message, without text; results as JSON; tools require a first user message
     "{{ bos_token }}{% set ns = namespace(system='', shown=false) %}"
     "{% if messages[0].role == 'system' %}{% set ns.system = messages[0].content | trim %}"
     "{% set messages = messages[1:] %}{% endif %}"
@@ -24,7 +24,7 @@ LLAMA_3 = (  # one call a message, without its text; results as JSON; tools need
     "{% endfor %}{% if add_generation_prompt %}<|header|>assistant\n{% endif %}"
 )
 
-QWEN_3 = (  # results inside a message of the user; reasoning before the last question is dropped
+QWEN_3 = (  # results inside a user message; drops reasoning before the last question
     "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
     "{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
     "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
@@ -40,13 +40,13 @@ QWEN_3 = (  # results inside a message of the user; reasoning before the last qu
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-QWEN_3_5 = QWEN_3.replace(  # the same, but instructions come first or not at all
+QWEN_3_5 = QWEN_3.replace(  # like QWEN_3, but instructions may only come first
     "{% if m.role == 'user' or",
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning') }}"
     "{% elif m.role == 'user' or",
 )
 
-MISTRAL_3 = (  # alternates; instructions in the last message, if it is the user's; ids of nine characters
+MISTRAL_3 = (  # roles alternate; instructions go into a last user message; ids have nine characters
     "{{ bos_token }}{% set ns = namespace(system='', index=0) %}"
     "{% if messages[0].role == 'system' %}{% set ns.system = messages[0].content %}"
     "{% set messages = messages[1:] %}{% endif %}"
@@ -69,7 +69,7 @@ MISTRAL_3 = (  # alternates; instructions in the last message, if it is the user
     "{% endfor %}"
 )
 
-GEMMA = (  # no instructions at all, alternates, knows no tools
+GEMMA = (  # roles alternate; no instructions and no tools
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -77,7 +77,7 @@ GEMMA = (  # no instructions at all, alternates, knows no tools
     "{% if add_generation_prompt %}<turn>model\n{% endif %}"
 )
 
-NEMOTRON_NANO_2 = (  # drops later instructions; calls are one list; control words are taken out of the texts
+NEMOTRON_NANO_2 = (  # drops later instructions; calls are one list; removes control words from texts
     "{% if messages[0].role == 'system' %}<SPECIAL_10>System\n"
     "{{ messages[0].content.replace('/no_think', '') | trim }}\n{% endif %}"
     "{% if tools %}<AVAILABLE_TOOLS>{{ tools | tojson }}</AVAILABLE_TOOLS>\n{% endif %}"
@@ -93,7 +93,7 @@ NEMOTRON_NANO_2 = (  # drops later instructions; calls are one list; control wor
     "{% if add_generation_prompt %}<SPECIAL_11>Assistant\n{% endif %}"
 )
 
-GRANITE_4 = (  # reads every role where it is
+GRANITE_4 = (  # renders every role in its original order
     "{% if tools %}<|role|>system<|/role|>{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|end|>\n{% endif %}"
     "{% for m in messages %}<|role|>{{ 'user' if m.role == 'tool' else m.role }}<|/role|>"
     "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}{{ m.content }}{% endif %}"
@@ -101,14 +101,14 @@ GRANITE_4 = (  # reads every role where it is
     "{% if add_generation_prompt %}<|role|>assistant<|/role|>{% endif %}"
 )
 
-PHI_4 = (  # shows tools, but reads no results: roles that it does not know are dropped
+PHI_4 = (  # renders tools but no results: unknown roles are dropped
     "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}<|{{ m.role }}|>"
     "{% if loop.first and tools %}<|tool|>{{ tools | tojson }}<|/tool|>{% endif %}{{ m.content }}"
     "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | tojson }}<|/tool_call|>{% endif %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-HERMES = (  # ChatML, with every message where it is
+HERMES = (  # ChatML; renders every message in its original order
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}\n<tool_call>\n" + _CALL + "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""A front end over a scripted backend, listening in a thread, and raw connections to it."""
+"""A front end with a scripted backend that listens in a thread, and raw connections to it."""
 
 import asyncio
 import json
@@ -30,10 +30,10 @@ RED, BLUE = "red-key", "blue-key"
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A server that listens.
+    """Server that listens on a port.
 
     Args:
-        drain: What a SIGTERM does.
+        drain: Function that has the effect of SIGTERM.
     """
 
     url: str
@@ -44,17 +44,17 @@ class Listening:
 
 @contextmanager
 def listening(server: Server, on_ready: Callable[[], None] = lambda: None) -> Iterator[Listening]:
-    """Let a server listen on a free port until the block ends; `on_ready` is called once it is ready."""
+    """Context manager: let a server listen on a free port; call `on_ready` once it is ready."""
     listener = bound_socket("127.0.0.1", 0)
     url = "http://{}:{}".format(*listener.getsockname())
     running, begun = DrainingServer(server, on_ready=on_ready), Future()  # type: ignore[var-annotated]
 
     def run() -> None:
-        with asyncio.Runner() as runner:  # which cancels what is left, as that of serve does
+        with asyncio.Runner() as runner:  # cancels the remaining tasks on exit, as in `serve`
             begun.set_result(runner.get_loop())
             runner.run(running.serve(sockets=[listener]))
 
-    thread = threading.Thread(target=run, name="http", daemon=True)  # or one that does not end holds pytest
+    thread = threading.Thread(target=run, name="http", daemon=True)  # daemon: a thread that hangs must not block pytest
     thread.start()
     loop = begun.result(60)
     try:
@@ -64,12 +64,12 @@ def listening(server: Server, on_ready: Callable[[], None] = lambda: None) -> It
             loop.call_soon_threadsafe(running.drain)
         thread.join(60)
         if thread.is_alive():
-            raise TimeoutError(f"the server at {url} does not end")
+            raise TimeoutError(f"the server at {url} has not stopped")
 
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """A front end that listens, and its backend."""
+    """Front end that listens on a port, and its backend."""
 
     listening: Listening
     server: Server
@@ -77,16 +77,16 @@ class FrontEnd:
 
     @property
     def owners(self) -> list[str]:
-        """The owners of both keys."""
+        """Owners of both API keys."""
         return [self.server.settings.keys.owner_of(f"Bearer {key}") or "" for key in (RED, BLUE)]
 
     def client(self, key: str = RED) -> httpx.Client:
-        """Return an HTTP client that sends a key."""
+        """Return an HTTP client that sends an API key."""
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=self.listening.url, headers=headers, timeout=60)
 
     def connection(self, *parts: bytes, receive_buffer: int | None = None) -> socket.socket:
-        """Return a connection over which parts were sent."""
+        """Open a connection and send `parts`."""
         connection = socket.socket()
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -99,7 +99,7 @@ class FrontEnd:
 
 
 class LongTokens(ByteTokenizer):
-    """Every token is a thousand characters."""
+    """Tokenizer whose tokens each decode to a thousand characters."""
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:
         return "x" * 1000 * len(tokens)
@@ -119,10 +119,10 @@ def scripted_server(
     """Return a server over a scripted backend.
 
     Args:
-        tokenizer: None: of bytes.
+        tokenizer: None: a tokenizer with one token per byte.
         access_log, load_record, traces: None: off.
-        describes_tokenizer: As in `ServerSettings`.
-        limits: Of `ServerLimits`.
+        describes_tokenizer: Field of `ServerSettings`.
+        limits: Fields of `ServerLimits`.
     """
     tokenizer = tokenizer or ByteTokenizer()
     syntax = reply_syntax(getattr(tokenizer, "chat_template", ""))
@@ -139,7 +139,7 @@ def scripted_server(
 
 @contextmanager
 def front_end(**settings: Any) -> Iterator[FrontEnd]:
-    """Run a server over a scripted backend until the block ends; see `scripted_server`."""
+    """Context manager: run a server with a scripted backend; see `scripted_server`."""
     server = scripted_server(**settings)
     assert isinstance(server.backend, ScriptedBackend)
     with listening(server) as found:
@@ -148,7 +148,7 @@ def front_end(**settings: Any) -> Iterator[FrontEnd]:
 
 
 def is_listening(url: str) -> bool:
-    """Return True if a server answers."""
+    """Return True if a server answers at this URL."""
     try:
         return httpx.get(f"{url}/health", timeout=60).status_code in (200, 503)
     except httpx.TransportError:
@@ -156,10 +156,10 @@ def is_listening(url: str) -> bool:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition.
+    """Wait until a condition is true.
 
     Raises:
-        TimeoutError: If it does not come true.
+        TimeoutError: If the condition is not true within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -174,7 +174,7 @@ def request_bytes(
     """Return the bytes of a POST request.
 
     Args:
-        declared_size: The content-length, if it is not the body's.
+        declared_size: Value of Content-Length; None: the size of the body.
     """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     size = len(content) if declared_size is None else declared_size

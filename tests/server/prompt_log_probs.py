@@ -1,4 +1,4 @@
-"""Prompt log-probabilities of a server, and the model's own."""
+"""Prompt log-probabilities that a server returns, and the model's own."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
-"""Chat templates that treat messages like those of Qwen's hybrid models, written for these tests.
+"""Chat templates written for these tests that treat messages like the templates of Qwen's hybrid models.
 
-What matters is what each writes, drops and refuses around reasoning, tool calls and images.
+They write, drop and refuse the same reasoning, tool calls and images.
 """
 
 _AS_JSON = '\n{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}\n'
-_AS_XML = (  # text as it is, any other value as JSON
+_AS_XML = (  # writes text unchanged, other values as JSON
     "\n<function={{ c.function.name }}>\n{% for key, value in c.function.arguments.items() %}"
     "<parameter={{ key }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
     "</function>\n"
@@ -12,7 +12,7 @@ _AS_XML = (  # text as it is, any other value as JSON
 _XML_EXAMPLE = "\n<function=some_name>\n<parameter=some_key>\nsome text\n</parameter>\n</function>\n"
 _JSON_EXAMPLE = '\n{"name": "some_name", "arguments": {"some_key": "some text"}}\n'
 
-_HEAD = (  # a question of the user has to be somewhere; a result of a tool is none
+_HEAD = (  # requires a user question; a tool result does not count
     "{% macro text(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endmacro %}"
@@ -30,7 +30,7 @@ _HEAD = (  # a question of the user has to be somewhere; a result of a tool is n
     "{% elif m.role == 'user' %}<|im_start|>user\n{{ content }}<|im_end|>\n"
     "{% elif m.role == 'assistant' %}"
 )
-_THOUGHTS = (  # [KEEPS]: which replies are written with theirs
+_THOUGHTS = (  # [KEEPS]: condition for keeping the reasoning of a reply
     "{% set thoughts = '' %}"
     "{% if m.reasoning_content is string %}{% set thoughts = m.reasoning_content %}"
     "{% elif '</think>' in content %}{% set thoughts = content.split('</think>')[0].split('<think>')[-1] %}"
@@ -48,7 +48,7 @@ _REST = (
     "{% else %}{{ raise_exception('a role that is not known') }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n[BEGINS]{% endif %}"
 )
-_EFFORT = (  # the highest one unless another is asked for; each that is not known is refused
+_EFFORT = (  # default: the highest effort; unknown efforts are refused
     "{% set effort = '' %}{% if enable_thinking is undefined or enable_thinking %}"
     "{% set level = reasoning_effort | default('xhigh') %}"
     "{% if level not in ('xhigh', 'medium', 'low') %}{{ raise_exception('there is no effort of ' ~ level) }}{% endif %}"
@@ -63,10 +63,10 @@ def _template(call: str, example: str, thoughts: str, begins: str, effort: str =
     """Return a template.
 
     Args:
-        call, example: What is between the tags of a call, and of one that is shown to the model.
-        thoughts: How the message of a reply begins.
-        begins: What the prompt begins the next reply with.
-        effort: Sets the variable `effort`, with which the prompt begins.
+        call, example: Text between the tags of a call, and of the example call in the instructions.
+        thoughts: Beginning of an earlier reply's message.
+        begins: Beginning of the next reply that the prompt contains.
+        effort: Template code that sets the variable `effort`, which begins the prompt.
     """
     head = _HEAD.replace("[EXAMPLE]", example).replace("[EFFORT]", effort)
     return head + thoughts + _REST.replace("[CALL]", call).replace("[BEGINS]", begins)

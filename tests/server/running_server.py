@@ -1,4 +1,4 @@
-"""A server of the shipped or a random model, in this process: uvicorn and the engine in separate threads."""
+"""A server with the example model or a random model in this process: uvicorn and the engine in separate threads."""
 
 import asyncio
 import resource
@@ -29,7 +29,7 @@ _Answer = TypeVar("_Answer")
 
 
 def at_once(ask: Callable[[_Asked], _Answer], wishes: Sequence[_Asked]) -> list[_Answer]:
-    """Return the answers to concurrent requests, which share the engine's steps."""
+    """Send requests concurrently, so that they share the engine's steps; return the answers."""
     with ThreadPoolExecutor(len(wishes)) as threads:
         return list(threads.map(ask, wishes))
 
@@ -41,7 +41,7 @@ def bearer(key: str = RED) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that has started."""
+    """Server that has started, and its engine."""
 
     listening: Listening
     server: Server
@@ -49,15 +49,15 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        """Its URL."""
+        """URL of the server."""
         return self.listening.url
 
     def between_steps(self, act: Callable[[Any], _Answer]) -> _Answer:
-        """Run `act` with the engine between two steps."""
+        """Call `act` with the engine between two steps."""
         return asyncio.run_coroutine_threadsafe(self.backend.between_steps(act), self.listening.loop).result(60)
 
     def held(self) -> dict[str, int]:
-        """Return the slots and blocks of requests; check the cache's integrity."""
+        """Return the number of slots and blocks that requests hold; check the cache's integrity."""
 
         def look(engine: Any) -> dict[str, int]:
             engine.context.check_integrity()
@@ -68,7 +68,7 @@ class RunningServer:
         return self.between_steps(look)
 
     def assert_nothing_held(self) -> None:
-        """Assert that no request holds anything, in the engine or at the gate."""
+        """Assert that no request holds resources in the engine or permits of the queue gate."""
         deadline = time.monotonic() + 10
         while self.server.gate.num_inside and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -76,12 +76,12 @@ class RunningServer:
         assert set(self.held().values()) == {0}, self.held()
 
     def client(self, key: str = RED, **settings: Any) -> httpx.Client:
-        """Return an HTTP client that brings a key."""
+        """Return an HTTP client that sends an API key."""
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60, **settings)
 
 
 def made_server(*flags: str) -> Server:
-    """Return a server with the flags of serve that has not started."""
+    """Return a server, not started yet, with flags of the `serve` command."""
     with quiet_libraries():
         arguments = command_parser().parse_args(["serve", "--port", "0", *flags])
         device = select_device(arguments.device)
@@ -91,7 +91,7 @@ def made_server(*flags: str) -> Server:
 
 @contextmanager
 def running_server(*flags: str) -> Iterator[RunningServer]:
-    """Run a server with the flags of serve on a free port, until the block ends."""
+    """Context manager: run a server on a free port with flags of the `serve` command."""
     server = made_server(*flags)
     assert isinstance(server.backend, EngineThread)
     try:
@@ -99,7 +99,7 @@ def running_server(*flags: str) -> Iterator[RunningServer]:
             _wait_until_ready(found.url)
             yield RunningServer(found, server, server.backend)
     finally:
-        server.backend._engine.close()  # caches of the web framework keep its endpoints, and so the engine
+        server.backend._engine.close()  # caches in the web framework keep the endpoints, and with them the engine
 
 
 def _wait_until_ready(url: str) -> None:
@@ -115,6 +115,6 @@ def _wait_until_ready(url: str) -> None:
 
 
 def resident_mib() -> float:
-    """Return the memory of this process."""
+    """Return the resident memory of this process, in MiB."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20

@@ -1,4 +1,4 @@
-"""A front end with scripted replies and the chat templates of model families."""
+"""A front end with scripted replies and the chat template of a model family."""
 
 import shutil
 import threading
@@ -51,7 +51,7 @@ TOOL: Any = {
     },
 }
 ASKED: list[Any] = [{"role": "user", "content": "Weather?"}]
-WRITTEN = {  # as no template would write them
+WRITTEN = {  # formatted as no template would write them
     "hermes": '<tool_call>{"name":"get_weather","arguments":{"days":3,  "city":"%s"}}</tool_call>',
     "qwen3_coder": (
         "<tool_call><function=get_weather><parameter=city>%s</parameter>\n\n<parameter=days>3</parameter></function>"
@@ -61,7 +61,7 @@ WRITTEN = {  # as no template would write them
 
 
 def agent_tokenizer(folder: Path, template: str) -> HuggingFaceTokenizer:
-    """Return the shipped tokenizer with another chat template."""
+    """Return the example tokenizer with another chat template."""
     folder.mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SHIPPED_MODEL / name, folder)
@@ -72,7 +72,7 @@ def agent_tokenizer(folder: Path, template: str) -> HuggingFaceTokenizer:
 
 
 class Agent:
-    """A client of a front end with scripted replies, a few characters per token."""
+    """Client of a front end with scripted replies; each token is a few characters."""
 
     def __init__(self, server: FrontEnd, tokenizer: Any) -> None:
         self.server = server
@@ -80,12 +80,12 @@ class Agent:
         self.client = openai.OpenAI(base_url=f"{server.listening.url}/v1", api_key="none", max_retries=0)
 
     def ask(self, reply: str, **fields: Any) -> Any:
-        """Return the message of a whole reply and its finish reason."""
+        """Return a reply that is not streamed: its message and finish reason."""
         chat = self.answered(reply, **fields)
         return chat.choices[0]
 
     def ask_streamed(self, reply: str, **fields: Any) -> tuple[list[Any], str | None]:
-        """Return the deltas of a streamed reply and its finish reason."""
+        """Return a streamed reply: its deltas and finish reason."""
         chunks = self.answered(reply, stream=True, **fields)
         return [chunk.choices[0].delta for chunk in chunks], chunks[-1].choices[0].finish_reason
 
@@ -94,11 +94,11 @@ class Agent:
         return [tuple(request.prompt.tolist()) for request in self.server.backend.asked]
 
     def tokens(self, text: str) -> list[int]:
-        """Return tokens of a text that the tokenizer would not produce: one for each byte."""
+        """Return tokens for a text that the tokenizer would not produce: one for each byte."""
         return [token for character in text for token in self.tokenizer.tokenize(character)]
 
     def answered(self, reply: str, *, end: str = "stop", **fields: Any) -> Any:
-        """Return a whole chat completion, or all chunks of a streamed one."""
+        """Return a chat completion, or all chunks of a streamed chat completion."""
         settings: Any = {"model": "scripted", "messages": ASKED, "tools": [TOOL]} | fields
         create = self.client.chat.completions.create
         with self.saying(reply, end):
@@ -106,7 +106,7 @@ class Agent:
 
     @contextmanager
     def saying(self, reply: str, end: str = "stop") -> Iterator[None]:
-        """Script the reply to the block's request."""
+        """Context manager: set the reply to the request that is sent in its body."""
         refused = threading.Event()
         answer = threading.Thread(target=self._deliver, args=(reply, end, refused))
         answer.start()
@@ -130,7 +130,7 @@ class Agent:
 
 
 class TagAgent(Agent):
-    """An agent whose model generates pieces, of which some are tags."""
+    """Agent with a model that generates pieces, some of which are tags."""
 
     def tokens(self, text: Any) -> list[int]:
         return tokens_of(self.tokenizer, [text] if isinstance(text, str) else text)
@@ -138,7 +138,7 @@ class TagAgent(Agent):
 
 @contextmanager
 def agent_of(folder: Path, template: str) -> Iterator[Agent]:
-    """Run a front end with a chat template; return its agent."""
+    """Context manager: run a front end with a chat template; yield its agent."""
     tokenizer = agent_tokenizer(folder, template)
     with front_end(keys=(), tokenizer=tokenizer) as server:
         yield Agent(server, tokenizer)

@@ -1,4 +1,4 @@
-"""A backend without an engine, whose requests and deliveries a test controls."""
+"""A backend without an engine; the test controls its requests and deliveries."""
 
 import asyncio
 import itertools
@@ -11,11 +11,11 @@ from megatron_mamba_cache.server.backend import BackendState, Progress, Ticket
 
 
 class ScriptedBackend:
-    """A `Backend` whose requests grow only by `deliver`.
+    """A `Backend` whose requests make progress only when `deliver` is called.
 
     Attributes:
-        asked: Every request so far.
-        running: What to call with the progress of each request that has not ended and was not cancelled.
+        asked: All requests submitted so far.
+        running: Progress callbacks of the requests that have neither ended nor been cancelled.
     """
 
     max_sequence_length = 4096
@@ -30,16 +30,16 @@ class ScriptedBackend:
         self._tickets = itertools.count()
 
     async def start(self) -> None:
-        """Remember the event loop."""
+        """Store the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     def error_of(self, request: RequestSpec) -> str | None:
-        """Check only the length."""
+        """Check only the length of the request."""
         total = len(request.prompt) + request.max_tokens
         return None if total <= self.max_sequence_length else f"{total} tokens are more than max_sequence_length"
 
     def submit(self, request: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
-        """Keep the request."""
+        """Store the request."""
         ticket = Ticket(next(self._tickets))
         self.asked.append(request)
         self.running[ticket] = deliver
@@ -61,7 +61,7 @@ class ScriptedBackend:
         """Do nothing."""
 
     def deliver(self, progress: Progress, times: int = 1) -> None:
-        """Deliver this to every request, from another thread, and wait for it."""
+        """Deliver the progress to every request from another thread, `times` times; wait until it is delivered."""
 
         async def hand_out() -> None:
             for _ in range(times):

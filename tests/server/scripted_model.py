@@ -1,8 +1,8 @@
-"""A server of the shipped model with replies scripted by the conversation.
+"""A server with the example model whose replies are scripted in the conversation.
 
-A message holds `Replies: ["first", "second"]`, and the engine generates these texts in turn, each under a grammar that
-allows nothing else: tokens, cache, usage and parsers are those of any reply. If the request has a grammar of its own, a
-scripted reply must follow it. A conversation without such a list gets the model's own replies.
+A message contains `Replies: ["first", "second"]`, and the engine generates one of these texts per turn, constrained by
+a grammar that allows nothing else; tokens, cache, usage and parsers work as for any reply. If the request has a
+grammar, the scripted reply must follow it. A conversation without such a list gets the model's own replies.
 """
 
 import json
@@ -26,7 +26,7 @@ _MAX_LENGTH = 32_768  # agents write long prompts
 
 
 class ScriptedModel:
-    """A `Backend` that passes every request on, constrained to the reply in its prompt."""
+    """A `Backend` that constrains each request to the reply in its prompt and forwards it."""
 
     def __init__(self, backend: Any, tokenizer: Any) -> None:
         self._backend = backend
@@ -52,7 +52,7 @@ class ScriptedModel:
 
 
 def scripted_reply(prompt: str) -> str | None:
-    """Return the reply that a prompt's last list has for this turn; None without a list.
+    """Return this turn's reply from the last list in a prompt; None if the prompt has no list.
 
     Raises:
         IndexError: If the list has fewer replies than the conversation has turns.
@@ -65,10 +65,10 @@ def scripted_reply(prompt: str) -> str | None:
 
 
 def scripted_model_server(folder: Path, *flags: str) -> Server:
-    """Return a server of the shipped model with a chat template that has reasoning and tools.
+    """Return a server with the example model and a chat template for reasoning and tools.
 
     Args:
-        folder: Where the changed copy of the model is written.
+        folder: Folder to which the modified copy of the model is written.
     """
     shutil.copytree(SHIPPED_MODEL, folder)
     (folder / "chat_template.jinja").write_text(FAMILIES["qwen 3"], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which routes the middleware guards."""
+"""Routes that the access middleware guards."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ OPEN_PATHS = {"/ping"}
 
 
 def posting_paths(routes: Iterable[Any]) -> Iterator[str]:
-    """Yield the path of each route that takes more than reads, those of routers included."""
+    """Yield the path of each route with a method other than GET, including routes in routers."""
     for route in routes:
         router = getattr(route, "original_router", None)  # FastAPI keeps an included router as one route
         if router is not None:
@@ -24,8 +24,8 @@ def posting_paths(routes: Iterable[Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("is_draining", [False, True], ids=["not ready", "draining"])
-def test_post_routes_need_a_ready_server_unless_open(is_draining: bool) -> None:
-    """A route that fails here is missing from `_SERVED_PATHS`: its bodies have no limits either."""
+def test_post_routes_return_503_until_ready_except_open_paths(is_draining: bool) -> None:
+    """A path that fails here is missing in `_SERVED_PATHS`, so its bodies have no limits either."""
     app = scripted_server()._build()
     paths = set(posting_paths(app.routes))
     described = {path for path, operations in app.openapi()["paths"].items() if "post" in operations}

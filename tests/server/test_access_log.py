@@ -1,4 +1,4 @@
-"""The access log and request ids: one line for each request, however it ends, and the same id in its response."""
+"""Access log and request ids: one line for each request, however it ends, with the id in the response."""
 
 import json
 import re
@@ -29,7 +29,7 @@ NOON = datetime(2026, 1, 2, 12, 0, 0, 345678, UTC)
 
 @contextmanager
 def logged(form: AccessLogFormat = "json", **limits: Any) -> Iterator[tuple[FrontEnd, list[Any]]]:
-    """Run a front end; yield it and the lines of its log, JSON read."""
+    """Run a front end; yield it and the parsed lines of its log."""
     lines: list[Any] = []
     log = AccessLog(form, lambda line: lines.append(json.loads(line) if form == "json" else line), lambda: NOON)
     keys = ApiKeys((RED, BLUE), names={RED: "red-team"})
@@ -81,7 +81,7 @@ def test_failed_stream_is_logged_with_its_error() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_departed_clients_request_is_logged_as_499(is_stream: bool) -> None:
+def test_request_is_logged_as_499_when_its_client_disconnects(is_stream: bool) -> None:
     with logged() as (server, lines):
         connection = server.connection(request_bytes(ASKED | {"stream": is_stream}))
         wait_until(lambda: server.backend.running)
@@ -91,14 +91,14 @@ def test_departed_clients_request_is_logged_as_499(is_stream: bool) -> None:
         assert line["status"] == 499 and line["prompt_tokens"] == 3
 
 
-def test_missing_body_is_logged_as_499() -> None:
+def test_request_is_logged_as_499_when_its_client_disconnects_before_the_body() -> None:
     with logged() as (server, lines):
         server.connection(request_bytes(b"{", declared_size=500)).close()
         line = only(lines)
         assert line["status"] == 499 and line["key"] == "red-team"
 
 
-def test_refused_requests_are_logged_with_the_reason_without_keys() -> None:
+def test_log_lines_of_refused_requests_have_the_error_code_but_no_key() -> None:
     with logged() as (server, lines), server.client(BLUE) as http:
         assert httpx.post(f"{server.listening.url}/v1/completions", headers={"Authorization": "Bearer sk-1"}).is_error
         refused = only(lines)
@@ -112,7 +112,7 @@ def test_refused_requests_are_logged_with_the_reason_without_keys() -> None:
         assert "sk-1" not in text_of_log and BLUE not in text_of_log
 
 
-def test_probes_are_logged_only_if_their_key_is_refused() -> None:
+def test_health_probes_are_logged_only_when_their_key_is_refused() -> None:
     with logged() as (server, lines), server.client() as http:
         for path in ("/health", "/metrics", "/dashboard/history"):
             assert http.get(path).status_code == 200
@@ -120,7 +120,7 @@ def test_probes_are_logged_only_if_their_key_is_refused() -> None:
         assert only(lines)["path"] == "/metrics"
 
 
-def test_path_cannot_break_a_log_line_and_its_query_is_left_out() -> None:
+def test_logged_path_is_escaped_and_has_no_query() -> None:
     with logged("text") as (server, lines), server.client() as http:
         http.get("/v1/models/a%0A2026%20%F0%9F%98%80?secret=1")
         line = only(lines)
@@ -128,7 +128,7 @@ def test_path_cannot_break_a_log_line_and_its_query_is_left_out() -> None:
         assert "secret" not in line
 
 
-def test_text_log_omits_unknown_fields_and_off_logs_nothing() -> None:
+def test_text_log_omits_missing_values_and_log_format_off_writes_nothing() -> None:
     lines: list[str] = []
     exchange = Exchange("id-1", "GET", "/v1/models", arrived=10.0, key_name="ann", status=200, ended=10.25)
     for form in ("text", "off"):
@@ -136,7 +136,7 @@ def test_text_log_omits_unknown_fields_and_off_logs_nothing() -> None:
     assert lines == ["2026-01-02T12:00:00.345Z GET /v1/models 200 key=ann seconds=0.25 id=id-1"]
 
 
-def test_closed_log_reader_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_continues_when_its_log_pipe_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise BrokenPipeError
 

@@ -1,4 +1,4 @@
-"""Requests as coding agents and agent SDKs send them: fields, tools and items beyond those of a plain client."""
+"""Requests from coding agents and agent SDKs, with fields, tools and items that plain clients do not send."""
 
 import logging
 from collections.abc import Iterator
@@ -34,13 +34,13 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 
 @pytest.fixture(autouse=True)
 def counts() -> Iterator[None]:
-    """Reset the counts of ignored fields."""
+    """Clear the counts of ignored fields."""
     unsupported._counts.clear()
     yield
 
 
 def posted(agent: Agent, path: str, reply: str = "Yes.", **fields: Any) -> httpx.Response:
-    """Return the response to a plain request with these fields."""
+    """Send a plain request with additional fields; return the response."""
     response = None
     with agent.saying(reply):
         response = httpx.post(agent.server.listening.url + path, json=PLAIN[path] | fields, timeout=60)
@@ -50,7 +50,7 @@ def posted(agent: Agent, path: str, reply: str = "Yes.", **fields: Any) -> httpx
 
 
 def prompt_after(agent: Agent, path: str, **fields: Any) -> str:
-    """Return the prompt of a plain request with these fields."""
+    """Send a plain request with additional fields; return its prompt."""
     posted(agent, path, **fields)
     return str(agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False))
 
@@ -111,7 +111,7 @@ VALUES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "name"), VALUES)
-def test_fields_that_the_template_ignores_are_counted(
+def test_message_fields_that_the_template_ignores_are_counted(
     agent: Agent, path: str, fields: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     posted(agent, path, **fields)
@@ -129,7 +129,7 @@ def test_names_and_errors_that_the_template_ignores_are_counted(agent: Agent, ca
     assert "'is_error of results' (1 so far): the chat template does not support it" in caplog.text
 
 
-def test_names_that_the_template_shows_are_not_counted(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_the_template_renders_are_not_counted(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
     with agent_of(tmp_path / "names", template) as agent:
         asked = {"role": "user", "content": "Hi", "name": "Ann"}
@@ -142,13 +142,13 @@ REFUSED = [REFUSAL, {"content": None, **REFUSAL}, {"content": [{"type": "refusal
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_earlier_refusal_becomes_text(agent: Agent, refused: dict[str, Any]) -> None:
+def test_refusal_in_an_earlier_reply_becomes_text(agent: Agent, refused: dict[str, Any]) -> None:
     asked = {"role": "user", "content": "Go on."}
     messages = [asked, {"role": "assistant", **refused}, asked]
     assert "assistant\nNot that." in prompt_after(agent, CHAT, messages=messages)
 
 
-def test_template_gets_verbosity(tmp_path: Any) -> None:
+def test_verbosity_is_passed_to_the_chat_template(tmp_path: Any) -> None:
     with agent_of(tmp_path / "verbose", "{{ verbosity }}:" + TEMPLATES["hermes"]) as agent:
         assert prompt_after(agent, CHAT, verbosity="low").startswith("low:")
         assert prompt_after(agent, RESPONSES, text={"verbosity": "high"}).startswith("high:")
@@ -180,7 +180,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", FOREIGN)
-def test_hosted_tools_are_left_out_with_a_warning(agent: Agent, path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_hosted_tools_are_dropped_with_a_warning(agent: Agent, path: str, caplog: pytest.LogCaptureFixture) -> None:
     alone = prompt_after(agent, path, tools=[OWN[path]])
     first, *rest = FOREIGN[path]
     caplog.clear()
@@ -191,7 +191,7 @@ def test_hosted_tools_are_left_out_with_a_warning(agent: Agent, path: str, caplo
 
 
 @pytest.mark.parametrize("path", FOREIGN)
-def test_mark_of_a_dropped_tool_moves_to_the_end_of_the_tools(agent: Agent, path: str) -> None:
+def test_cache_breakpoint_of_a_dropped_tool_moves_to_the_last_tool(agent: Agent, path: str) -> None:
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     posted(agent, path, tools=[OWN[path] | mark])
     wanted = agent.server.backend.asked[-1].breakpoints
@@ -199,7 +199,7 @@ def test_mark_of_a_dropped_tool_moves_to_the_end_of_the_tools(agent: Agent, path
     assert agent.server.backend.asked[-1].breakpoints == wanted and wanted[0].keep_s == 3600
 
 
-def test_tool_error_names_the_clients_index(agent: Agent) -> None:
+def test_tool_error_has_the_index_in_the_request(agent: Agent) -> None:
     body = PLAIN[RESPONSES] | {"tools": [*FOREIGN[RESPONSES], {"type": "function", "name": "a b"}]}
     reply = httpx.post(agent.server.listening.url + RESPONSES, json=body, timeout=60)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools.5.name"
@@ -209,7 +209,7 @@ FLAT = {"type": "function", **FUNCTION}
 
 
 @pytest.mark.parametrize(("path", "tool"), [(CHAT, FLAT), (CHAT, FLAT | {"strict": None}), (RESPONSES, TOOL)])
-def test_functions_are_read_flat_or_nested(agent: Agent, path: str, tool: dict[str, Any]) -> None:
+def test_tool_definitions_may_be_flat_or_nested(agent: Agent, path: str, tool: dict[str, Any]) -> None:
     for choice in ("auto", {"type": "function", "name": "get_weather"}, {"type": "function", "function": FUNCTION}):
         own = prompt_after(agent, path, tools=[OWN[path]], tool_choice="auto")
         assert prompt_after(agent, path, tools=[tool], tool_choice=choice) == own
@@ -218,7 +218,7 @@ def test_functions_are_read_flat_or_nested(agent: Agent, path: str, tool: dict[s
 
 
 def allowed(mode: str, *names: str, is_nested: bool) -> dict[str, Any]:
-    """Return a choice of tools."""
+    """Return a tool choice that allows only some tools."""
     tools = [NAMED | ({"function": {"name": name}} if is_nested else {"name": name}) for name in names]
     inner = {"mode": mode, "tools": tools}
     return {"type": "allowed_tools", "allowed_tools": inner} if is_nested else {"type": "allowed_tools", **inner}
@@ -228,7 +228,7 @@ NAMED = {"type": "function"}
 
 
 @pytest.mark.parametrize(("path", "is_nested"), [(CHAT, True), (CHAT, False), (RESPONSES, False)])
-def test_only_allowed_tools_can_be_called_but_all_are_shown(agent: Agent, path: str, is_nested: bool) -> None:
+def test_prompt_shows_all_tools_when_only_some_may_be_called(agent: Agent, path: str, is_nested: bool) -> None:
     tools = [TOOL, OTHER]
     plain = prompt_after(agent, path, tools=tools)
     for mode, names, is_held in (
@@ -249,7 +249,7 @@ def test_only_allowed_tools_can_be_called_but_all_are_shown(agent: Agent, path: 
 
 
 def codex_prompt(agent: Agent, body: dict[str, Any]) -> str:
-    """Return the prompt of a streamed response."""
+    """Send a streamed request to the responses API; return its prompt."""
     with agent.saying("Done."):
         reply = httpx.post(agent.server.listening.url + RESPONSES, json=body, timeout=60)
         if reply.status_code != 200:
@@ -259,7 +259,7 @@ def codex_prompt(agent: Agent, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral 3", "nemotron nano 2"])
-def test_both_turns_of_codex_reach_the_model(tmp_path: Any, family: str) -> None:
+def test_both_turns_of_a_codex_session_are_rendered(tmp_path: Any, family: str) -> None:
     with agent_of(tmp_path / "family", FAMILIES[family]) as agent:
         first = codex_prompt(agent, CODEX)
         assert all(text in first for text in SHOWN[:4]) and "exec_command" in first and "inner" not in first
@@ -303,14 +303,14 @@ ITEMS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("item", "words"), ITEMS)
-def test_items_of_hosted_tools_become_text(agent: Agent, item: dict[str, Any], words: str) -> None:
+def test_response_items_of_hosted_tools_become_text(agent: Agent, item: dict[str, Any], words: str) -> None:
     asked = {"role": "user", "content": "Go on."}
     prompt = prompt_after(agent, RESPONSES, input=[asked, item, asked])
     assert words in prompt
 
 
 @pytest.mark.parametrize("depth", [100, 300, 900])
-def test_deeply_nested_items_are_read_or_refused(agent: Agent, depth: int) -> None:
+def test_deeply_nested_items_are_accepted_or_get_a_400(agent: Agent, depth: int) -> None:
     nested: Any = "x"
     for _ in range(depth):
         nested = {"a": nested}
@@ -318,7 +318,7 @@ def test_deeply_nested_items_are_read_or_refused(agent: Agent, depth: int) -> No
     used = {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "x", "input": nested}]}
     asked = {"role": "user", "content": "Go on."}
     for path, fields in ((RESPONSES, {"input": [call, asked]}), (MESSAGES, {"messages": [asked, used, asked]})):
-        body = PLAIN[path] | fields | {"model": "another"}  # which is looked at last
+        body = PLAIN[path] | fields | {"model": "another"}  # unknown model: checked after all other fields
         reply = httpx.post(agent.server.listening.url + path, json=body, timeout=60)
         assert reply.status_code in (400, 404), reply.text
 
@@ -341,14 +341,14 @@ BLOCKS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("block", "words"), BLOCKS)
-def test_blocks_of_hosted_tools_become_text(agent: Agent, block: dict[str, Any], words: str) -> None:
+def test_content_blocks_of_hosted_tools_become_text(agent: Agent, block: dict[str, Any], words: str) -> None:
     asked = {"role": "user", "content": "Go on."}
     replied = {"role": "assistant", "content": [{"type": "text", "text": "I look."}, block]}
     assert f"assistant\nI look.\n{words}" in prompt_after(agent, MESSAGES, messages=[asked, replied, asked])
 
 
 def called(part: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return messages with a result that has a part besides its text."""
+    """Return messages with a tool result that has a further part in addition to its text."""
     function = {"name": "get_weather", "arguments": "{}"}
     calls = [{"id": "a", "type": "function", "function": function}]
     content = [{"type": "text", "text": "A map:"}, part]
@@ -422,7 +422,7 @@ def test_text_document_in_a_tool_result_becomes_its_text(agent: Agent) -> None:
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
     ],
 )
-def test_user_image_is_refused_by_name(agent: Agent, path: str, fields: dict[str, Any]) -> None:
+def test_error_for_an_image_in_a_user_message_names_its_type(agent: Agent, path: str, fields: dict[str, Any]) -> None:
     reply = httpx.post(agent.server.listening.url + path, json=PLAIN[path] | fields, timeout=60)
     assert reply.status_code == 400 and "image" in reply.text and "is not supported by this server" in reply.text
 
@@ -456,7 +456,7 @@ def test_text_parts_are_joined_by_newlines_in_every_api(agent: Agent, path: str,
 
 
 def test_item_references_are_resolved_only_for_their_owner(tmp_path: Any) -> None:
-    """As Vercel's AI SDK sends the history: by the ids of the items of earlier responses."""
+    """Vercel's AI SDK sends the history as ids of items in earlier responses."""
     tokenizer = agent_tokenizer(tmp_path / "hermes", TEMPLATES["hermes"])
     reply = "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN["hermes"] % "Oslo"
     with front_end(tokenizer=tokenizer) as server:
@@ -478,7 +478,7 @@ def test_item_references_are_resolved_only_for_their_owner(tmp_path: Any) -> Non
         with agent.saying("Cold."):
             post(RED, input=[asked, *output, result])
         assert agent.prompts()[-1] == agent.prompts()[-2]
-        references[0].pop("type")  # which may be left out
+        references[0].pop("type")  # the type may be omitted
         with agent.saying("Cold."):
             assert post(RED, input=[asked, *references, result]).status_code == 200
         refused = post(BLUE, input=[asked, *references, result])

@@ -1,4 +1,4 @@
-"""An agent's rounds: each turn computes only its new tokens and at most two blocks."""
+"""Rounds of an agent: each turn computes only its new tokens and at most two further blocks."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ SYSTEM = {"role": "system", "content": "import os\nimport sys\n" * 20}
         pytest.param("hermes", (), marks=pytest.mark.long),
     ],
 )
-def test_each_of_five_rounds_computes_only_new_tokens(parser: str, flags: tuple[str, ...]) -> None:
+def test_each_of_five_agent_rounds_computes_only_its_new_tokens(parser: str, flags: tuple[str, ...]) -> None:
     with running_server("--tool-call-parser", parser, "--api-key", RED, *flags) as server:
         turns = rounds(server)
     for number in range(1, ROUNDS):
@@ -46,7 +46,7 @@ def test_each_of_five_rounds_computes_only_new_tokens(parser: str, flags: tuple[
 
 
 def rounds(server: RunningServer) -> list[Any]:
-    """Return the usage of each round."""
+    """Run the rounds; return the usage of each."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
     messages: list[Any] = [SYSTEM, {"role": "user", "content": "Weather?"}]
     turns = []

@@ -1,4 +1,4 @@
-"""Answers and calls in given formats over HTTP, by a model that follows no instruction by itself."""
+"""Formatted answers and required calls over HTTP, with a model that does not follow instructions."""
 
 import json
 import re
@@ -31,7 +31,7 @@ QUOTED = 'it\'s "a"\nb'
 
 
 class City(BaseModel):
-    """A pydantic model, from which clients generate a schema."""
+    """Pydantic model from which clients generate a schema."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,7 +42,7 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3_coder", "nemotron_nano_v2", "granite", "json"])
 def caller(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    """A client of a server whose model writes calls in a family's format."""
+    """Client of a server that uses a model family's call format."""
     with running_server("--tool-call-parser", request.param, "--reasoning-parser", "none") as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
@@ -56,7 +56,7 @@ def is_city(arguments: str) -> bool:
     return bool(jsonschema_rs.is_valid(CITY, json.loads(arguments)))
 
 
-def test_forced_call_is_made_in_every_format(caller: openai.OpenAI) -> None:
+def test_required_call_is_made_in_every_call_format(caller: openai.OpenAI) -> None:
     def ask(seed: int) -> None:
         settings: Any = {"model": "small_python_model", "messages": ASKED, "tools": [WEATHER, NOW], "seed": seed}
         chat = caller.chat.completions.create(tool_choice="required", parallel_tool_calls=False, **settings)
@@ -78,7 +78,7 @@ def test_forced_call_is_made_in_every_format(caller: openai.OpenAI) -> None:
     at_once(ask, range(4))
 
 
-def test_reply_is_an_answer_or_a_call_if_both_are_allowed(caller: openai.OpenAI) -> None:
+def test_reply_is_an_answer_or_a_call_when_both_are_allowed(caller: openai.OpenAI) -> None:
     answer: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
 
     def ask(seed: int) -> None:
@@ -100,7 +100,7 @@ def test_reply_is_an_answer_or_a_call_if_both_are_allowed(caller: openai.OpenAI)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai_client_parses_a_pydantic_reply(client: openai.OpenAI, stream: bool) -> None:
+def test_openai_client_parses_a_reply_into_its_pydantic_model(client: openai.OpenAI, stream: bool) -> None:
     settings: Any = {"model": "small_python_model", "messages": ASKED, "response_format": City, "seed": 3}
     if stream:
         with client.chat.completions.stream(**settings) as events:
@@ -121,7 +121,7 @@ def test_openai_client_parses_a_pydantic_reply(client: openai.OpenAI, stream: bo
     assert isinstance(first.function.parsed_arguments, City)
 
 
-def test_responses_api_parses_answers_and_forces_calls(client: openai.OpenAI) -> None:
+def test_responses_api_returns_formatted_answers_and_required_calls(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(model="small_python_model", input="A city?", text_format=City)
     assert isinstance(parsed.output_parsed, City) and parsed.text.format.type == "json_schema"  # type: ignore[union-attr]
     flat: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
@@ -135,7 +135,7 @@ def test_responses_api_parses_answers_and_forces_calls(client: openai.OpenAI) ->
     assert plain.output_text.startswith("{")
 
 
-def test_messages_api_constrains_answers_and_forces_calls(server: RunningServer) -> None:
+def test_messages_api_returns_formatted_answers_and_required_calls(server: RunningServer) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     settings: Any = {"model": "small_python_model", "max_tokens": 200, "messages": ASKED}
     tools: Any = [{"name": "get_weather", "input_schema": CITY}]
@@ -183,7 +183,7 @@ def test_answer_matches_the_requested_format(server: RunningServer, route: str, 
             assert name == "schema" and choice["finish_reason"] == "length", reply
 
 
-def test_constrained_request_changes_no_plain_one(server: RunningServer) -> None:
+def test_constrained_request_does_not_change_concurrent_replies(server: RunningServer) -> None:
     plain = {"prompt": "import os\n", "max_tokens": 40, "temperature": 0, "return_token_ids": True}
     formed = {"prompt": "x = ", "max_tokens": 60, "seed": 1, "structured_outputs": {"json": CITY}, "n": 4}
     with server.client() as http:
@@ -204,7 +204,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "schema"),
     ({"guided_json": "{"}, "guided_json", "it is not JSON"),
-    ({"guided_json": "[]"}, "guided_json", "a JSON schema is an object, true or false"),
+    ({"guided_json": "[]"}, "guided_json", "need a JSON schema (an object, true or false), found list"),
     ({"guided_json": {"type": "odd"}}, "guided_json", "is not a type of JSON Schema"),
     ({"guided_json": {"not": {"const": 1}}}, "guided_json", "not cannot be enforced"),
     ({"guided_json": {"const": "x" * 2**20}}, "guided_json", "at most 262144 are allowed"),
@@ -216,9 +216,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": ["a"] * 10_001}, "guided_choice", "at most 10000 items"),
     ({"guided_grammar": "start: ???"}, "guided_grammar", "Expected value"),
     ({"guided_grammar": 'begin: "a"'}, "guided_grammar", "start"),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "each set one; send one"),
+    (
+        {"structured_outputs": {"json": {}, "regex": "a"}},
+        "structured_outputs.regex",
+        "each set a format for the answer",
+    ),
     ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "not supported"),
-    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "each set one"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "each set a format"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex decides where an answer ends"),
     ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "guided_regex decides where an answer ends"),
     ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice", "tool_choice names 'other', which is not in tools"),
@@ -227,7 +231,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "words"), BAD, ids=[f"{bad[1]}-{bad[2][:16]}" for bad in BAD])
-def test_unsupported_format_is_refused_by_name(
+def test_error_for_an_unsupported_answer_format_names_its_field(
     server: RunningServer, fields: dict[str, Any], field: str, words: str
 ) -> None:
     with server.client() as http:
@@ -237,7 +241,7 @@ def test_unsupported_format_is_refused_by_name(
     assert error["param"].startswith(field) and words in error["message"], error
 
 
-def test_model_without_a_call_format_is_refused() -> None:
+def test_required_call_is_refused_when_the_models_call_format_is_unknown() -> None:
     with running_server(*KEYS, "--tool-call-parser", "none") as server, server.client() as http:
         fields = {"messages": ASKED, "tools": [WEATHER], "tool_choice": "required"}
         reply = http.post("/v1/chat/completions", json=fields)
@@ -245,7 +249,7 @@ def test_model_without_a_call_format_is_refused() -> None:
 
 
 def test_constrained_reply_depends_only_on_its_seed() -> None:
-    """The result must not depend on drafts or cached states."""
+    """Drafts and cached states must not change the reply."""
     body = {"messages": ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}, "n": 3}
     found = []
     for flags in ((), ("--num-speculative-tokens", "3")):
@@ -259,7 +263,9 @@ def test_constrained_reply_depends_only_on_its_seed() -> None:
 
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 1}])
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_constrained_calls_end_by_themselves(client: openai.OpenAI, choice: Any, fields: dict[str, Any]) -> None:
+def test_ignore_eos_and_min_tokens_are_refused_when_calls_are_constrained(
+    client: openai.OpenAI, choice: Any, fields: dict[str, Any]
+) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 4, "extra_body": fields}
     with pytest.raises(
@@ -268,7 +274,7 @@ def test_constrained_calls_end_by_themselves(client: openai.OpenAI, choice: Any,
         client.chat.completions.create(tools=[strict], tool_choice=choice, **settings)
 
 
-def test_strict_tools_leave_text_free_if_no_call_is_required(caller: openai.OpenAI) -> None:
+def test_strict_tools_do_not_constrain_text_when_calls_are_optional(caller: openai.OpenAI) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 30, "temperature": 0}
     held = caller.chat.completions.create(tools=[strict, NOW], **settings)

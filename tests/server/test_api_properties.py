@@ -1,6 +1,6 @@
-"""The served OpenAPI description, and requests made from it: no answer is a 5xx.
+"""OpenAPI schema of the server, and random requests generated from it: no response is a 5xx.
 
-SCHEMATHESIS_EXAMPLES sets how many requests each operation gets.
+SCHEMATHESIS_EXAMPLES sets the number of requests for each operation.
 """
 
 import os
@@ -45,7 +45,7 @@ def described(server: RunningServer) -> dict[str, Any]:
     return reply.json()
 
 
-def test_every_operation_is_described(server: RunningServer) -> None:
+def test_property_tests_cover_every_operation(server: RunningServer) -> None:
     found = {(method.upper(), path) for path, methods in described(server)["paths"].items() for method in methods}
     assert found == set(OPERATIONS)
 
@@ -57,7 +57,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
-def test_no_request_gets_a_5xx(server: RunningServer, method: str, path: str, mode: GenerationMode) -> None:
+def test_random_requests_never_get_a_5xx(server: RunningServer, method: str, path: str, mode: GenerationMode) -> None:
     config = SchemathesisConfig.from_dict({"generation": {"mode": mode.value}})
     schema = schemathesis.openapi.from_dict(shortened(described(server)), config=config)
     operation = schema[path][method]
@@ -84,7 +84,7 @@ def test_no_request_gets_a_5xx(server: RunningServer, method: str, path: str, mo
 
 
 def shortened(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the description with replies of a few tokens only: thousands of tokens would test nothing more."""
+    """Return the schema with replies limited to a few tokens, because longer replies would test nothing more."""
     for name in ("CompletionRequest", "ChatRequest", "MessagesRequest", "ResponsesRequest"):
         fields = description["components"]["schemas"][name]["properties"]
         for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):

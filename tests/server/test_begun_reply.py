@@ -1,4 +1,4 @@
-"""A prompt ends within reasoning, after it, or without any, for each reasoning parser."""
+"""Prompts that end within reasoning, after reasoning or without reasoning, for each reasoning parser."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def reasoning_after(
 
 
 def asked(*contents: str, **fields: Any) -> Conversation:
-    """Return a conversation of turns that begins with the user's."""
+    """Return a conversation with these turns, beginning with a user turn."""
     roles = ("user", "assistant")
     messages = [{"role": roles[at % 2], "content": content} for at, content in enumerate(contents)]
     continues = len(contents) % 2 == 0
@@ -75,7 +75,7 @@ def asked(*contents: str, **fields: Any) -> Conversation:
         ("shows earlier reasoning", {}, ALLOWED, OPEN),
     ],
 )
-def test_template_opens_or_closes_reasoning(
+def test_text_of_the_template_opens_or_closes_reasoning(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
     kind: str,
     quoted: str,
@@ -84,7 +84,7 @@ def test_template_opens_or_closes_reasoning(
     found: PromptReasoning,
     found_if_begun_open: PromptReasoning,
 ) -> None:
-    """Tags quoted by the user or an earlier turn do not count. `deepseek_r1` is open unless the prompt closes it."""
+    """Tags in user messages and earlier turns do not count. `deepseek_r1` is open unless the prompt closes it."""
     for turns in ((quoted,), (quoted, quoted, quoted)):
         conversation = asked(*turns, **values)
         assert reasoning_after(tokenizers[kind, template], "think", conversation) is found
@@ -104,7 +104,7 @@ def test_template_opens_or_closes_reasoning(
         ("It is", DONE, OPEN),
     ],
 )
-def test_prefill_opens_or_closes_reasoning(
+def test_text_of_a_prefill_opens_or_closes_reasoning(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
     kind: str,
     template: str,
@@ -118,7 +118,7 @@ def test_prefill_opens_or_closes_reasoning(
         assert reasoning_after(tokenizers[kind, template], "deepseek_r1", conversation) is found_if_begun_open
 
 
-def test_plain_prefill_can_mention_tags(
+def test_prefill_may_mention_reasoning_tags(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
 ) -> None:
     tokenizer = tokenizers["plain", "closes when asked to"]
@@ -132,10 +132,10 @@ def test_plain_prefill_can_mention_tags(
 
 
 @pytest.mark.parametrize("kind", ["special", "added"])
-def test_continued_reply_is_read_by_its_exact_tokens(
+def test_tags_in_a_continued_reply_count_only_when_they_are_tokens(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer], kind: str
 ) -> None:
-    """Its text spells a tag, but none of its tokens is one."""
+    """The text of the reply contains a tag, but none of its tokens is the tag."""
     tokenizer = tokenizers[kind, "closes when asked to"]
     reader, first = PromptReader(tokenizer, Transcripts(2**20), 4096), asked("Hi")
     pieces = [Tag("<think>"), "\nThe user writes </think> in"]
@@ -143,4 +143,4 @@ def test_continued_reply_is_read_by_its_exact_tokens(
     reader.remember(TENANT, prompt, "".join(pieces), tokens_of(tokenizer, pieces))
     continued = asked("Hi", "".join(pieces))
     assert reasoning_after(tokenizer, "think", continued, reader) is OPEN
-    assert reasoning_after(tokenizer, "think", continued) is DONE  # as the tokenizer reads it
+    assert reasoning_after(tokenizer, "think", continued) is DONE  # tokenizing the text gives the tag's token

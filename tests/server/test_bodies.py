@@ -1,4 +1,4 @@
-"""Limits of a body and of all bodies of an API key."""
+"""Size limits for a request body and for all bodies of an API key."""
 
 import gzip
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def bytes_of(server: FrontEnd, key: str) -> int:
     return server.server.bodies.num_bytes(owner)
 
 
-def test_bodies_without_a_key_or_a_route_are_not_read() -> None:
+def test_body_is_not_read_when_the_key_or_route_is_unknown() -> None:
     with front_end(**TWO_BODIES) as server:
         sent = [unfinished(64 * KIB, "/health", "none"), unfinished(64 * KIB, "/v1/completions", "none")]
         sent += [unfinished(64 * KIB, path) for path in ("/metrics", "/docs", "/nothing")]
@@ -31,12 +31,12 @@ def test_bodies_without_a_key_or_a_route_are_not_read() -> None:
         assert bytes_of(server, RED) == bytes_of(server, BLUE) == 0
 
 
-def test_key_cannot_use_up_another_keys_room_for_bodies() -> None:
+def test_api_key_cannot_use_another_keys_body_memory() -> None:
     with front_end(**TWO_BODIES) as server:
         open_bodies = [server.connection(unfinished(64 * KIB)) for _ in range(2)]
         wait_until(lambda: bytes_of(server, RED) == 2 * (64 * KIB - 10))
         with server.client(RED) as red, server.client(BLUE) as blue:
-            body = {"prompt": "x" * 10_000, "max_tokens": 0}  # is refused once it is read
+            body = {"prompt": "x" * 10_000, "max_tokens": 0}  # refused after the body was read
             refused = red.post("/v1/completions", json=body)
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
             assert blue.post("/v1/completions", json=body).status_code == 400
@@ -46,30 +46,30 @@ def test_key_cannot_use_up_another_keys_room_for_bodies() -> None:
             assert red.post("/v1/completions", json=body).status_code == 400
 
 
-def test_answered_requests_release_their_bytes() -> None:
+def test_body_memory_is_released_when_its_request_is_answered() -> None:
     with front_end(**TWO_BODIES) as server, server.client() as http:
         for _ in range(10):
             assert http.post("/v1/completions", json={"prompt": "x" * 60_000, "max_tokens": 0}).status_code == 400
         assert bytes_of(server, RED) == 0
 
 
-def test_compressed_body_is_refused_by_name() -> None:
+def test_error_for_a_compressed_body_names_its_encoding() -> None:
     with front_end() as server, server.client() as http:
         content = gzip.compress(b'{"prompt": "x", "max_tokens": 1}')
         refused = http.post("/v1/completions", content=content, headers={"Content-Encoding": "gzip"})
         assert refused.status_code == 415 and "Content-Encoding is gzip" in refused.json()["error"]["message"]
         as_it_is = {"Content-Encoding": "Identity", "Content-Type": "application/json"}
-        plain = gzip.decompress(content).replace(b"1", b"0.5")  # which is refused, but read
+        plain = gzip.decompress(content).replace(b"1", b"0.5")  # refused after the body was read
         assert http.post("/v1/completions", content=plain, headers=as_it_is).status_code == 400
 
 
-def test_late_body_is_answered_with_408() -> None:
+def test_body_that_arrives_too_slowly_gets_a_408() -> None:
     with front_end(body_timeout_s=0.2) as server:
         assert status_of(server.connection(unfinished(1000))) == 408
         assert bytes_of(server, RED) == 0
 
 
-def test_body_without_a_content_length_is_limited() -> None:
+def test_body_without_a_content_length_is_limited_in_size() -> None:
     def chunks(count: int) -> Iterator[bytes]:
         yield b'{"prompt": "'
         yield from [b"x" * KIB] * count

@@ -1,4 +1,4 @@
-"""Each mark that an API allows becomes a breakpoint right after the marked text."""
+"""Each cache breakpoint that an API accepts becomes a breakpoint directly after the marked text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,36 +18,36 @@ ASKED = {"role": "user", "content": "Weather?"}
 END = "<|im_end|>"
 CALLED = '"arguments": {"city": "Oslo"}}\n</tool_call>'
 AFTER_TOOLS = ("}\n", "<|im_start|>", 0)
-NEAR = 3  # characters: a token may span the end of what is marked, and what follows may begin alike
+NEAR = 3  # tolerance in characters: a token may span the end of the marked text
 
 
 def calling(*marks: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return a message of chat completions that calls a tool for each of some marks."""
+    """Return a chat message with one tool call for each mark."""
     function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
     calls = [{"id": "a", "type": "function", "function": function} | mark for mark in marks]
     return {"role": "assistant", "content": "I look.", "tool_calls": calls} | fields
 
 
 def using(*marks: dict[str, Any]) -> dict[str, Any]:
-    """Return the same message of Anthropic's."""
+    """Return the same message in the format of Anthropic's API."""
     uses = [{"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Oslo"}} | mark for mark in marks]
     return {"role": "assistant", "content": [{"type": "text", "text": "I look."}, *uses]}
 
 
 def result(content: Any, **fields: Any) -> dict[str, Any]:
-    """Return a user's message of Anthropic's with the result of a call."""
+    """Return a user message with a tool result in the format of Anthropic's API."""
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": content, **fields}]}
 
 
 def part(text: str, mark: dict[str, Any], kind: str = "text") -> dict[str, Any]:
-    """Return a part of a content."""
+    """Return a content part with a mark."""
     return {"type": kind, "text": text} | mark
 
 
 DONE = {"role": "tool", "tool_call_id": "a", "content": "5 degrees"}
 CALL_ITEM = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": '{"city": "Oslo"}'}
 LETTERS = ["one", "two", "three", "four", "five", "six"]
-# A request, and the texts before and after each of its breakpoints, with their TTLs in seconds.
+# Requests, each with the texts before and after each of its breakpoints and with their TTLs in seconds.
 CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, int]]]] = {
     "tool": (CHAT, {"messages": [ASKED], "tools": [TOOL | MARK]}, [AFTER_TOOLS]),
     "function": (
@@ -114,7 +114,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_breakpoint_is_right_after_the_mark(agent: Agent, name: str) -> None:
+def test_breakpoint_is_directly_after_the_part_with_cache_control(agent: Agent, name: str) -> None:
     path, body, wanted = CASES[name]
     limit = {"max_tokens": 5} if path == MESSAGES else {}
     with agent.saying("Yes."):

@@ -32,7 +32,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 2, "extra_body": {"top_k": 1}}
 def chat_session(
     server: RunningServer, question: str, after: str | None, instructions: str = INSTRUCTIONS
 ) -> tuple[int, int]:
-    """Return the prompt tokens and the cached ones of a session's first turn, with a given breakpoint."""
+    """Send a session's first turn with a breakpoint; return the numbers of prompt tokens and cached tokens."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
     tools: list[Any] = [{"type": "function", "function": function} for function in FUNCTIONS]
     system: dict[str, Any] = {"type": "text", "text": instructions}
@@ -47,7 +47,7 @@ def chat_session(
 
 
 def messages_session(server: RunningServer, question: str, after: str | None) -> tuple[int, int]:
-    """The same by Anthropic's client."""
+    """Like `chat_session`, with Anthropic's client."""
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     tools: list[Any] = [
         {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
@@ -74,12 +74,12 @@ def test_second_session_skips_the_prefix_up_to_a_breakpoint(server: RunningServe
     assert cached == 0 and total > shared
     _, cached = session(server, questions[1], after)
     if after is None:
-        assert cached == 0  # the first session left a state at its end only
+        assert cached == 0  # the first session cached a state only at its end
     else:
         assert shared - 2 * BLOCK <= cached <= shared
 
 
-def test_session_with_other_instructions_skips_marked_tools(server: RunningServer) -> None:
+def test_session_with_different_instructions_skips_tools_with_a_breakpoint(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     chat_session(server, "x", "tools")
     _, cached = chat_session(server, "x", "tools", instructions="print(2)\n" * 60)
@@ -89,7 +89,7 @@ def test_session_with_other_instructions_skips_marked_tools(server: RunningServe
 
 @pytest.mark.parametrize("template", ["hermes", "tools first"])
 @pytest.mark.parametrize("position", [Breakpoint(keep_s=9), Breakpoint(0, 12, 9), Breakpoint(0, 3), Breakpoint(1, 2)])
-def test_mark_after_tools_or_instructions_is_after_both(template: str, position: Breakpoint, tmp_path: Any) -> None:
+def test_breakpoint_after_tools_or_instructions_marks_both(template: str, position: Breakpoint, tmp_path: Any) -> None:
     source = (
         TEMPLATES["hermes"] if template == "hermes" else "{% for t in tools %}{{ t | tojson }}\n{% endfor %}" + TURNS
     )
@@ -125,7 +125,7 @@ def test_tokens_up_to_a_breakpoint_are_common_to_two_texts(tmp_path: Any) -> Non
 @pytest.mark.parametrize(
     ("reads", "count"), [("f.parameters.properties.items()", 1), ("f.parameters.properties.city.items()", 0)]
 )
-def test_breakpoint_that_the_template_drops_is_ignored(tmp_path: Any, reads: str, count: int) -> None:
+def test_breakpoint_is_ignored_when_the_template_drops_its_position(tmp_path: Any, reads: str, count: int) -> None:
     template = f"{{% for t in tools %}}{{% set f = t.function %}}{{% for key, value in {reads} %}}{{{{ key }}}}"
     tokenizer = agent_tokenizer(tmp_path / "reads", template + "{% endfor %}{% endfor %}" + TEMPLATES["hermes"])
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -149,7 +149,7 @@ def test_more_than_four_breakpoints_are_refused(server: RunningServer, count: in
                 assert reply.json()["error"]["message"] == expected
 
 
-def test_other_kinds_of_breakpoints_are_refused(server: RunningServer) -> None:
+def test_breakpoints_of_unknown_types_are_refused(server: RunningServer) -> None:
     for control, words in (
         ({"type": "permanent"}, "'ephemeral'"),
         ({"type": "ephemeral", "ttl": "1d"}, "'5m' or '1h'"),
@@ -162,21 +162,21 @@ def test_other_kinds_of_breakpoints_are_refused(server: RunningServer) -> None:
 
 
 def systems(*texts: str, ttl: str | None = None) -> list[dict[str, Any]]:
-    """Return instructions in parts, the first of which ends at a breakpoint."""
+    """Return instructions in several parts, with a breakpoint at the end of the first part."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
     parts[0]["cache_control"] = CONTROL if ttl is None else {**CONTROL, "ttl": ttl}
     return parts
 
 
 def held_seconds(server: RunningServer) -> list[float]:
-    """Return the remaining hold times of all held states."""
+    """Return the remaining hold times of all held states, in seconds."""
     return server.between_steps(
         lambda engine: [end - time.time() for end in engine.context.cache.slots._held.until.values()]
     )
 
 
 @pytest.mark.parametrize(("ttl", "seconds"), [(None, []), ("5m", [300]), ("1h", [3600])])
-def test_ttl_keeps_the_state_of_its_breakpoint(server: RunningServer, ttl: str | None, seconds: list[int]) -> None:
+def test_state_at_a_breakpoint_is_held_for_its_ttl(server: RunningServer, ttl: str | None, seconds: list[int]) -> None:
     server.between_steps(lambda engine: engine.flush())
     messages: Any = [{"role": "user", "content": "x"}]
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
@@ -189,7 +189,7 @@ def test_ttl_keeps_the_state_of_its_breakpoint(server: RunningServer, ttl: str |
     assert held_seconds(server) == []
 
 
-def test_request_level_mark_keeps_its_end(server: RunningServer) -> None:
+def test_request_level_ttl_holds_the_state_at_the_prompts_end(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     content = INSTRUCTIONS * 2
     with server.client() as http:
@@ -201,7 +201,7 @@ def test_request_level_mark_keeps_its_end(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
 
 
-def test_usage_reports_newly_cached_tokens_by_ttl(server: RunningServer) -> None:
+def test_anthropic_usage_reports_newly_cached_tokens_by_ttl(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     seen = []
@@ -231,7 +231,7 @@ def test_usage_reports_newly_cached_tokens_by_ttl(server: RunningServer) -> None
     assert seen[2][2] > 0 and seen[3][1] == 0 < seen[3][2]
 
 
-def test_openais_apis_report_newly_cached_tokens(server: RunningServer) -> None:
+def test_usage_in_openais_apis_reports_newly_cached_tokens(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
     for text in ("a = 1\n" * 50, "b = 2\n" * 60, "c = 3\n" * 70):

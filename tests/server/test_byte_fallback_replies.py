@@ -1,4 +1,4 @@
-"""A random model with a byte-fallback tokenizer, over HTTP: each way of reading a reply gives the same text."""
+"""A random model with a byte-fallback tokenizer over HTTP: every API and mode returns the same text."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def backend(directory: Path) -> Tokenizer:
-    """Return the tokenizer as the tokenizers package reads it."""
+    """Return the tokenizer loaded with the tokenizers package."""
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
@@ -58,19 +58,19 @@ def streamed(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]
 
 
 def added(backend: Tokenizer, before: list[int], tokens: list[int]) -> str:
-    """Return the text that tokens add to earlier ones."""
+    """Return the text that tokens add to earlier tokens."""
     head, whole = backend.decode(before), backend.decode([*before, *tokens])
     return whole[common_length(whole, head) :]
 
 
 def prompts(backend: Tokenizer) -> list[Any]:
-    """Return prompts: text of several scripts, and token ids that end inside a character or a run of bytes."""
+    """Return prompts: text in several scripts, and token ids that end inside a character or a run of bytes."""
     texts = [SCRIPTS[name] for name in ("Latin", "Thai", "emoji")]
     ids = backend.encode(SCRIPTS["Chinese"]).ids
     return [*texts, ids, ids[:-1], ids[:-2]]
 
 
-def test_completion_is_equal_streamed_whole_and_echoed(http: httpx.Client, backend: Tokenizer) -> None:
+def test_completion_text_is_the_same_streamed_whole_and_echoed(http: httpx.Client, backend: Tokenizer) -> None:
     texts = []
     for prompt in prompts(backend):
         for seed in SEEDS[:2]:
@@ -93,7 +93,7 @@ def test_completion_is_equal_streamed_whole_and_echoed(http: httpx.Client, backe
     assert first["text"] != second["text"]
 
 
-def test_chat_reply_is_equal_streamed_and_whole(http: httpx.Client, backend: Tokenizer) -> None:
+def test_chat_reply_is_the_same_streamed_and_whole(http: httpx.Client, backend: Tokenizer) -> None:
     for seed in SEEDS:
         body = SAMPLED | {"messages": MESSAGES, "seed": seed}
         (choice,) = asked(http, "/v1/chat/completions", **body)["choices"]
@@ -103,7 +103,7 @@ def test_chat_reply_is_equal_streamed_and_whole(http: httpx.Client, backend: Tok
         assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == content, seed
 
 
-def test_next_turn_has_the_exact_tokens_of_the_reply(http: httpx.Client) -> None:
+def test_next_turn_contains_the_exact_tokens_of_the_reply(http: httpx.Client) -> None:
     num_odd = 0
     for seed in SEEDS:
         body = SAMPLED | {"messages": MESSAGES, "seed": seed}
@@ -123,11 +123,11 @@ def test_trimmed_reply_keeps_its_tokens_in_the_next_turn(tmp_path: Path) -> None
     save_kind(tmp_path, "SentencePiece BPE", "begin", TRIMMING)
     tokenizer = load_tokenizer(tmp_path, size_of(tmp_path))
     assert tokenizer is not None
-    reply = [tokenizer.id_of("▁lazy"), *map(tokenizer.id_of, "dog")]  # not as the tokenizer would write it
+    reply = [tokenizer.id_of("▁lazy"), *map(tokenizer.id_of, "dog")]  # tokens that the tokenizer would not produce
     with front_end(tokenizer=tokenizer) as found, found.client() as client, ThreadPoolExecutor(1) as pool:
 
         def turn(messages: list[dict[str, Any]]) -> tuple[list[int], str]:
-            """Return the prompt of a turn, and the reply to it."""
+            """Send a turn; return its prompt and its reply."""
             number = len(found.backend.asked)
             answer = pool.submit(client.post, "/v1/chat/completions", json={"messages": messages})
             wait_until(lambda: len(found.backend.asked) > number)
@@ -139,7 +139,7 @@ def test_trimmed_reply_keeps_its_tokens_in_the_next_turn(tmp_path: Path) -> None
     assert content == " lazydog" and second[: len(first) + len(reply)] == [*first, *reply]
 
 
-def test_responses_and_messages_match_a_chats_text(http: httpx.Client) -> None:
+def test_all_chat_apis_return_the_same_text(http: httpx.Client) -> None:
     for script in ("Latin", "Greek", "Hebrew"):
         messages = [{"role": "user", "content": SCRIPTS[script]}]
         body = {"temperature": 0, "max_tokens": NUM_TOKENS}
@@ -156,7 +156,7 @@ def test_responses_and_messages_match_a_chats_text(http: httpx.Client) -> None:
         assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == text
 
 
-def test_alternatives_are_complete_and_distinct_by_their_bytes(http: httpx.Client, backend: Tokenizer) -> None:
+def test_alternatives_of_a_chat_token_have_distinct_bytes(http: httpx.Client, backend: Tokenizer) -> None:
     num_alike = 0
     for seed in SEEDS:
         body = SAMPLED | {"messages": MESSAGES, "seed": seed}
@@ -183,7 +183,7 @@ def own_bytes(backend: Tokenizer, token: int) -> bytes:
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_completion_returns_all_alternatives_even_if_texts_are_equal(
+def test_completion_returns_all_alternatives_when_their_texts_are_equal(
     http: httpx.Client, backend: Tokenizer, echo: bool
 ) -> None:
     text, num_by_id = "The lazy 世 dog", 0
@@ -206,7 +206,7 @@ def test_completion_returns_all_alternatives_even_if_texts_are_equal(
     assert num_by_id > 20
 
 
-def test_end_token_and_prompt_tokens_have_texts(http: httpx.Client, backend: Tokenizer) -> None:
+def test_log_probs_have_texts_for_end_and_prompt_tokens(http: httpx.Client, backend: Tokenizer) -> None:
     end = backend.token_to_id("</s>")
     body = {"messages": MESSAGES, "max_tokens": 4, "logit_bias": {str(end): 100}, "logprobs": True, "top_logprobs": 3}
     (choice,) = asked(http, "/v1/chat/completions", **body)["choices"]
@@ -220,7 +220,7 @@ def test_end_token_and_prompt_tokens_have_texts(http: httpx.Client, backend: Tok
     assert texts == [own_bytes(backend, token).decode(errors="replace") for token in tokens] and " lazy" in texts
 
 
-def test_stop_string_of_single_bytes_ends_a_completion(http: httpx.Client, backend: Tokenizer) -> None:
+def test_stop_string_made_of_byte_tokens_ends_a_completion(http: httpx.Client, backend: Tokenizer) -> None:
     lines = {str(backend.token_to_id("<0x0A>")): 100, str(backend.token_to_id("<0x41>")): 100}
     body = {"prompt": "The", "logit_bias": lines, "temperature": 1, "max_tokens": 64, "return_token_ids": True}
     for seed in SEEDS:

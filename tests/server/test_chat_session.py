@@ -1,4 +1,4 @@
-"""The chat command, with a running server and with its own."""
+"""The `chat` command, with a running server and with a server that it starts."""
 
 import builtins
 import itertools
@@ -32,7 +32,7 @@ def chat(server: RunningServer, *flags: str) -> int:
 
 
 def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """Return typed lines, or raise the errors of `input`."""
+    """Make `input` return these lines or raise these errors."""
     left: Iterator[Any] = iter(lines)
 
     def typed(_prompt: str) -> str:
@@ -48,7 +48,7 @@ def turns_in(text: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, found)) for found in _SHOWN.findall(text)]
 
 
-def test_each_turn_shows_its_cached_tokens(server: RunningServer) -> None:
+def test_chat_command_shows_the_cached_tokens_of_each_turn(server: RunningServer) -> None:
     turns = ("--say", FIRST, "--say", r"\n\n\nclass Quay", "--say", r"\n\n\ndef main")
     script = REPOSITORY / "examples" / "chat_session.py"
     flags = ("--url", f"{server.url}/v1", "--api-key", RED, "--max-tokens", 60, "--seed", 1)
@@ -60,7 +60,7 @@ def test_each_turn_shows_its_cached_tokens(server: RunningServer) -> None:
         assert cached >= prompt + generated - 2 * 64
 
 
-def test_clear_keeps_only_the_instructions(
+def test_clear_command_keeps_only_the_instructions(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typing(monkeypatch, "def a", "", "def b", "/clear", "def a", "/help", "/quit", "def never")
@@ -71,7 +71,7 @@ def test_clear_keeps_only_the_instructions(
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
-def test_end_of_input_ends_the_chat(
+def test_chat_command_ends_at_the_end_of_input(
     end: type[BaseException],
     server: RunningServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -82,7 +82,7 @@ def test_end_of_input_ends_the_chat(
     assert len(turns_in(capsys.readouterr().out)) == 1
 
 
-def test_interrupted_reply_is_cancelled_and_kept(
+def test_interrupted_reply_is_cancelled_and_stays_in_the_conversation(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = ChatClient.stream
@@ -102,10 +102,10 @@ def test_interrupted_reply_is_cancelled_and_kept(
     assert capsys.readouterr().out.count("interrupted]") == 2
     assert [len(contents) for contents in asked] == [1, 3] and asked[1][1]
     server.assert_nothing_held()
-    assert time.monotonic() - began < 15  # the whole replies would take a minute
+    assert time.monotonic() - began < 15  # the complete replies would take a minute
 
 
-def test_refused_turn_is_dropped_and_ends_a_piped_chat(
+def test_refused_turn_is_dropped_and_ends_the_chat_when_input_is_piped(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typing(monkeypatch, "x " * 9000, "def a", "/quit")
@@ -124,7 +124,7 @@ def test_refused_turn_is_dropped_and_ends_a_piped_chat(
         ([], "http://127.0.0.1:5000: Connection refused; start one with mamba-cache serve"),
     ],
 )
-def test_missing_endpoint_is_named(
+def test_error_names_the_url_when_no_server_listens(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_mamba_cache.command_line.chat.DEFAULT_URL", "http://127.0.0.1:9")
@@ -134,7 +134,7 @@ def test_missing_endpoint_is_named(
 
 @contextmanager
 def foreign_server(body: bytes) -> Iterator[str]:
-    """Yield the URL of a server that answers everything with the same bytes."""
+    """Yield the URL of a server that answers every request with the same bytes."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -158,7 +158,7 @@ def foreign_server(body: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[1]", b"{}", b'{"data": ["a"]}', b"\xff"])
-def test_unrelated_server_is_named(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_url_of_a_server_with_another_api(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(body) as url:
         assert main(["chat", "--url", url, "--say", "a"]) == 1
         assert capsys.readouterr().err == f"{url} does not list models as OpenAI's API does\n"
@@ -173,14 +173,16 @@ def test_unrelated_server_is_named(body: bytes, capsys: pytest.CaptureFixture[st
         (b'data: {"error": "out of memory"}\n\n', "out of memory"),
     ],
 )
-def test_malformed_reply_is_reported_in_one_line(body: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_reply_from_the_server_gives_a_one_line_error(
+    body: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with foreign_server(body) as url:
         assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_turn_without_usage_shows_no_token_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_counts_are_not_shown_when_the_server_sends_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(b'data: {"choices": [{"delta": {"content": "b"}}]}\n\n') as url:
         assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 0
     assert re.fullmatch(r"b\n\[first token after \d+ ms, cut off\]\n", capsys.readouterr().out)
@@ -196,7 +198,7 @@ def test_turn_without_usage_shows_no_token_counts(capsys: pytest.CaptureFixture[
         (("--api-key", "ключ"), "--api-key has characters"),
     ],
 )
-def test_invalid_request_flags_are_refused(
+def test_chat_command_refuses_invalid_sampling_flags(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", *flags]) == 2
@@ -204,14 +206,14 @@ def test_invalid_request_flags_are_refused(
     assert message in error and error.count("\n") == 1
 
 
-def test_contradicting_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_command_refuses_contradicting_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://a", "--load", "x"]) == 2
     assert main(["chat", "--url", "a:5000"]) == 2
     assert capsys.readouterr().err.count("--url") == 2
 
 
 @pytest.mark.long
-def test_chat_starts_and_ends_a_server_for_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_command_starts_and_stops_a_server_for_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAMBA_CACHE_CONFIG", "")
     flags = ("--model", SHIPPED_MODEL, "--device", "cpu", "--max-tokens", 3, "--say", "a")
     done = run_process("-m", "megatron_mamba_cache", "chat", *flags, cwd=REPOSITORY)
@@ -222,7 +224,7 @@ def test_chat_starts_and_ends_a_server_for_its_model(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
-def test_signal_that_ends_a_chat_ends_its_server(number: signal.Signals) -> None:
+def test_signal_that_ends_the_chat_command_ends_its_server(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "megatron_mamba_cache", "chat", "--model", str(SHIPPED_MODEL), "--device", "cpu"]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

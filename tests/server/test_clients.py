@@ -1,7 +1,7 @@
-"""Other projects' clients run unchanged against the server, each in its own process.
+"""Third-party clients work unmodified with the server, each in a separate process.
 
-They run with --run-clients, each in the environment that `client_environments` makes for it; a table of their releases
-ends the output. The scripts in clients/ run alone as well, against any server, or one of `scripted_model_server`.
+These tests run with --run-clients, each in an environment that `client_environments` builds; the output ends with a
+table of the clients' releases. The scripts in clients/ also run alone, against any server or a scripted one.
 """
 
 import json
@@ -33,12 +33,12 @@ _LIMIT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """An application whose replies are false for every client but a plain one: other text, a token more."""
+    """Application that changes text and token counts in replies to every client but plain HTTP."""
 
     app: Any
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.app, name)  # what a drain asks for and does
+        return getattr(self.app, name)  # attributes that draining uses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -57,7 +57,7 @@ class Spoiled:
 
 @contextmanager
 def url_of(server: Server, change: Callable[[Any], Any] = lambda app: app) -> Iterator[str]:
-    """Run a server until the block ends, its application changed."""
+    """Context manager: run a server with its application replaced by `change`; yield its URL."""
     server.app = change(server.app)
     with listening(server) as found:
         wait_until(lambda: is_listening(found.url) and httpx.get(f"{found.url}/health").status_code == 200, 60)
@@ -66,21 +66,21 @@ def url_of(server: Server, change: Callable[[Any], Any] = lambda app: app) -> It
 
 @pytest.fixture(scope="module")
 def scripted_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run a server with replies scripted by conversations."""
+    """Run a server whose replies are scripted in the conversations."""
     with url_of(scripted_model_server(tmp_path_factory.mktemp("scripted") / "model", *KEYS)) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def spoiled_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[bool, str]]:
-    """Run a server whose replies are spoiled, and a scripted one."""
+    """Run a server with spoiled replies, and a scripted server with spoiled replies."""
     scripted = scripted_model_server(tmp_path_factory.mktemp("spoiled") / "model", *KEYS)
     with url_of(made_server(*KEYS), Spoiled) as plain, url_of(scripted, Spoiled) as other:
         yield {False: plain, True: other}
 
 
 @pytest.mark.parametrize("script", CLIENTS)
-def test_client_runs_unchanged(
+def test_third_party_client_works_unmodified(
     script: str, server: RunningServer, scripted_url: str, record_property: Callable[[str, object], None]
 ) -> None:
     done = run_script(script, scripted_url if CLIENTS[script].is_scripted else server.url)
@@ -93,14 +93,14 @@ def test_client_runs_unchanged(
 
 
 @pytest.mark.parametrize("script", CLIENTS)
-def test_client_script_fails_on_wrong_replies(script: str, spoiled_urls: dict[bool, str]) -> None:
+def test_client_script_fails_when_replies_are_wrong(script: str, spoiled_urls: dict[bool, str]) -> None:
     done = run_script(script, spoiled_urls[CLIENTS[script].is_scripted])
     assert done.returncode != 0, done.stdout
-    assert "not so: " in done.stderr or "spoiled" in done.stderr, done.stderr  # what does not parse raises in a client
+    assert "not so: " in done.stderr or "spoiled" in done.stderr, done.stderr  # the client raises if parsing fails
 
 
 def run_script(script: str, url: str) -> "subprocess.CompletedProcess[str]":
-    """Run a client's script against a server, or skip the test where this machine cannot."""
+    """Run a client script against a server; skip the test if its environment is unavailable."""
     try:
         where = environment_of(CLIENTS[script])
     except NotHere as error:
@@ -111,7 +111,7 @@ def run_script(script: str, url: str) -> "subprocess.CompletedProcess[str]":
 
 
 def assert_log_likelihoods(server: RunningServer, scored: list[list]) -> None:
-    """Assert that lm_eval's log-likelihoods of choices, and whether they are greedy, are those of the oracle."""
+    """Assert that lm_eval's log-likelihoods and is_greedy flags equal those of the oracle."""
     tokenize = server.server.settings.tokenizer.tokenize
     oracle = server.between_steps(lambda engine: HybridOracle.from_megatron(_model_of(engine)))
     for document, scores in scored:

@@ -1,4 +1,4 @@
-"""Clients that leave, do not read or send nothing hold no resources."""
+"""Clients that disconnect, stop reading or send nothing do not hold resources."""
 
 import asyncio
 import socket
@@ -35,7 +35,7 @@ def server() -> Iterator[FrontEnd]:
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("body", [ASKED, STREAMED], ids=["whole", "stream"])
 @pytest.mark.parametrize("is_together", [True, False], ids=["together", "later"])
-def test_departure_is_noticed_despite_pipelined_requests(
+def test_disconnect_is_detected_despite_pipelined_requests(
     server: FrontEnd, ahead: str, body: dict[str, Any], is_together: bool
 ) -> None:
     parts = (request_bytes(body), AHEAD[ahead])
@@ -69,7 +69,7 @@ def test_client_that_pipelines_too_much_is_disconnected(server: FrontEnd) -> Non
     assert_nothing_inside(server)
 
 
-def test_only_a_client_that_does_not_read_is_disconnected() -> None:
+def test_only_a_client_that_stops_reading_is_disconnected() -> None:
     with front_end(send_timeout_s=0.5, tokenizer=LongTokens()) as server, ThreadPoolExecutor() as pool:
         idle, busy = (server.connection(request_bytes(STREAMED), receive_buffer=2**16) for _ in range(2))
         wait_until(lambda: len(server.backend.running) == 2)
@@ -82,7 +82,7 @@ def test_only_a_client_that_does_not_read_is_disconnected() -> None:
         idle.close()
 
 
-def test_finished_request_leaves_the_queue_even_if_unread() -> None:
+def test_finished_request_leaves_the_queue_before_its_client_reads_it() -> None:
     with front_end(tokenizer=LongTokens()) as server:
         connection = server.connection(request_bytes(STREAMED | {"n": 3}), receive_buffer=4096)
         wait_until(lambda: len(server.backend.running) == 3)
@@ -92,7 +92,7 @@ def test_finished_request_leaves_the_queue_even_if_unread() -> None:
         assert all_of(connection) > 3 * 4_000_000
 
 
-def test_pending_progress_of_a_choice_is_read_at_once() -> None:
+def test_pending_progress_of_a_choice_is_merged_into_one_read() -> None:
     async def run() -> None:
         mail = Mail()
         mail.put(1, Progress((1,), log_probs=(0.5,), cached_tokens=3))
@@ -105,20 +105,20 @@ def test_pending_progress_of_a_choice_is_read_at_once() -> None:
 
 
 def all_of(connection: socket.socket) -> int:
-    """Return the bytes of a whole stream."""
+    """Return all bytes of a stream."""
     size, end = 0, b""
     while not end.endswith(b"0\r\n\r\n"):
         part = connection.recv(2**20)
         assert part, "cut off"
         if size // 2**20 < (size + len(part)) // 2**20:
-            time.sleep(0.1)  # slower than the limit for the whole, and faster than for a part
+            time.sleep(0.1)  # all reads take longer than the limit, each part takes less
         size, end = size + len(part), (end + part)[-16:]
     connection.close()
     return size
 
 
 @pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a head"])
-def test_idle_connection_is_closed(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_is_closed_after_the_keep_alive_timeout(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.running.KEEP_ALIVE_S", 0.2)
     with front_end(body_timeout_s=0.2) as server, server.connection(head) as connection:
         connection.settimeout(5)

@@ -1,4 +1,4 @@
-"""The front end of several replicas, and a coordinator that is a bare socket."""
+"""The front end of several replicas, with a plain socket as the coordinator."""
 
 import asyncio
 from contextlib import ExitStack
@@ -18,12 +18,12 @@ CACHE = CacheSnapshot(CacheCounters(), {}, {}).as_dict()
 
 
 def states(*versions: str) -> bytes:
-    """Return a coordinator's report with one replica for each version of the weights."""
+    """Return a coordinator's report with one replica for each weights version."""
     reported = {"cache": CACHE, "num_running": 0, "num_waiting": 0}
     return msgpack.packb([STATES, {str(n): reported | {"weights_version": name} for n, name in enumerate(versions)}])
 
 
-def test_flush_reports_the_new_version_until_replicas_do() -> None:
+def test_flushed_weights_version_is_reported_before_replicas_confirm_it() -> None:
     async def run(contexts: ExitStack) -> None:
         context = zmq.asyncio.Context()
         contexts.callback(context.destroy, linger=0)
@@ -35,7 +35,7 @@ def test_flush_reports_the_new_version_until_replicas_do() -> None:
         identity, _ = await coordinator.recv_multipart()
 
         async def version_after(*versions: str) -> str:
-            """Return the reported version."""
+            """Report the versions of the replicas; return the version that the backend shows."""
             before = backend.state
             await coordinator.send_multipart([identity, states(*versions)])
             while backend.state is before:

@@ -1,4 +1,4 @@
-"""Browser pages of other origins: none are allowed by default, listed ones are, and never on admin routes."""
+"""Requests from pages of other origins are allowed only for listed origins, and never on admin routes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def preflight(url: str, path: str, origin: str = CHAT) -> httpx.Response:
     return httpx.options(url + path, headers={"Origin": origin, **wanted})
 
 
-def test_no_origin_is_allowed_by_default() -> None:
+def test_no_cross_origin_request_is_allowed_by_default() -> None:
     with server() as url:
         assert preflight(url, "/v1/completions").status_code == 401
         reply = httpx.get(f"{url}/v1/models", headers=bearer() | {"Origin": CHAT})
@@ -53,7 +53,7 @@ def test_allowed_origin_can_preflight_and_read_replies_and_errors(origins: tuple
             assert "X-Request-Id" in reply.headers["access-control-expose-headers"]
 
 
-def test_unlisted_origin_is_not_allowed() -> None:
+def test_origin_that_is_not_listed_gets_no_cors_headers() -> None:
     with server(CHAT) as url:
         assert ALLOWED not in preflight(url, "/v1/completions", "https://evil.example").headers
         reply = httpx.get(f"{url}/v1/models", headers=bearer() | {"Origin": "https://evil.example"})
@@ -61,7 +61,7 @@ def test_unlisted_origin_is_not_allowed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/dashboard", "/dashboard/history", "/admin/flush", "/admin/weights"])
-def test_admin_routes_allow_no_origin(path: str) -> None:
+def test_admin_routes_allow_no_other_origin(path: str) -> None:
     with server("*") as url:
         asked = preflight(url, path)
         assert asked.status_code == 401 and ALLOWED not in asked.headers
@@ -72,6 +72,6 @@ def test_admin_routes_allow_no_origin(path: str) -> None:
 @pytest.mark.parametrize(
     "wrong", ["chat.example", "https://chat.example/", "https://", "ftp://chat.example", "", "null"]
 )
-def test_malformed_origin_is_a_usage_error(wrong: str) -> None:
+def test_malformed_origin_flag_is_a_usage_error(wrong: str) -> None:
     with pytest.raises(UsageError, match="--cors-origin"):
         check_server_arguments(command_parser().parse_args(["serve", "--cors-origin", wrong]))

@@ -1,6 +1,6 @@
-"""The dashboard in headless Chromium: it loads, its numbers change under load, and it fits a phone.
+"""The dashboard in headless Chromium: it loads, its numbers change under load, and it fits a phone screen.
 
-DASHBOARD_SCREENSHOT names a PNG file to keep.
+DASHBOARD_SCREENSHOT is the path of a PNG file for a screenshot.
 """
 
 import os
@@ -39,13 +39,13 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 
 def numbers(page: Page, table: str) -> dict[str, int]:
-    """Return a table of the page."""
+    """Return the numbers in a table of the page."""
     rows = page.value(f"[...document.querySelectorAll('#{table} tr')].map(row => [...row.cells].map(c => c.innerText))")
     return {name.strip(): int(count.replace(",", "")) for name, count in rows}
 
 
 def load(server: RunningServer, stop: threading.Event) -> None:
-    """Make requests until stopped."""
+    """Send requests until `stop` is set."""
     with httpx.Client(base_url=server.url, headers=bearer(), timeout=60) as http:
         number = 0
         while not stop.is_set():
@@ -55,13 +55,13 @@ def load(server: RunningServer, stop: threading.Event) -> None:
 
 
 def slots_that_blocks_leave(engine: Any) -> int:
-    """Return the slots of the memory that holds no KV blocks."""
+    """Return the number of slots in memory without KV blocks."""
     memory = engine.context.runner.memory
     space = memory._space
     return (space.num_slabs - space.count_slabs()["kv_blocks"]) * memory._sizes.slab.slots_per_slab
 
 
-def test_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page: Page, tmp_path: Path) -> None:
+def test_dashboard_shows_the_load_and_fits_a_phone_screen(server: RunningServer, page: Page, tmp_path: Path) -> None:
     page.resize(1100, 760)
     page.open(f"{server.url}/dashboard", bearer(RED))
     page.wait_for("document.getElementById('status')?.textContent.startsWith('ready')")
@@ -79,7 +79,7 @@ def test_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page: Pa
         page.wait_for("document.querySelectorAll('#slots tr')[3].innerText.match(/[1-9]/)")
         assert page.value("document.querySelector('polyline').points.length") >= 2
         if KEEP_AT:
-            threading.Event().wait(40)  # so that the curve has a shape
+            threading.Event().wait(40)  # long enough for a visible curve
             page.wait_for("Number(document.getElementById('running').textContent) > 4")
             page.screenshot(Path(KEEP_AT))
     finally:
@@ -99,7 +99,7 @@ def test_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page: Pa
     assert [error for error in page.errors if "favicon" not in error] == []
 
 
-def test_charts_have_axes_with_units_and_earlier_history(monkeypatch: pytest.MonkeyPatch, page: Page) -> None:
+def test_dashboard_charts_have_units_and_load_earlier_samples(monkeypatch: pytest.MonkeyPatch, page: Page) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.2)
     texts = (
         "[...document.querySelectorAll('.chart')].map(one => [...one.querySelectorAll('text')].map(t => t.textContent))"
@@ -119,7 +119,7 @@ def test_charts_have_axes_with_units_and_earlier_history(monkeypatch: pytest.Mon
         with server.client() as http:
             assert http.get("/nothing").status_code == 404
         server.backend.state = BackendState(is_ready=True, num_running=2, generated_tokens=500)
-        threading.Event().wait(1)  # so that all of it is past
+        threading.Event().wait(1)  # the load is then in the past
         page.open(f"{server.listening.url}/dashboard", bearer(RED))
         page.wait_for("document.querySelectorAll('.chart polyline').length > 2")
         page.value("document.querySelector('[data-minutes=\"5\"]').click()")
@@ -140,7 +140,9 @@ def test_charts_have_axes_with_units_and_earlier_history(monkeypatch: pytest.Mon
         assert page.errors == []
 
 
-def test_tiers_are_shown_if_used_and_fit_a_phone(monkeypatch: pytest.MonkeyPatch, page: Page, tmp_path: Path) -> None:
+def test_dashboard_shows_tiers_when_used_and_fits_a_phone_screen(
+    monkeypatch: pytest.MonkeyPatch, page: Page, tmp_path: Path
+) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.2)
     shown = "[...document.querySelectorAll('.tier')].map(section => section.offsetHeight > 0)"
 

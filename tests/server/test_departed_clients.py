@@ -1,4 +1,4 @@
-"""Clients that leave before the last byte count as 499 in log, metrics and dashboard alike; others do not."""
+"""Log, metrics and dashboard count a request as 499 exactly if its client disconnects before the last byte."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ class Statuses:
         self._before = self._now()
 
     def wait_for(self, expected: dict[int, int]) -> None:
-        """Wait until as many requests have ended, and assert that log, metrics and dashboard say the same of each."""
+        """Wait until these requests have ended; assert that log, metrics and dashboard report the same statuses."""
         wait_until(lambda: self._now()[0].total() - self._before[0].total() >= sum(expected.values()))
         log, metrics, dashboard = (after - before for after, before in zip(self._now(), self._before, strict=True))
         assert log == metrics == Counter(expected), (log, metrics)
@@ -89,7 +89,7 @@ def long_replies() -> Iterator[tuple[FrontEnd, list[Any]]]:
 
 
 def reset(connection: socket.socket) -> None:
-    """Close a connection with RST, as a client that is killed or has unread input does."""
+    """Close a connection with RST, like a client that is killed or has unread input."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
@@ -112,7 +112,9 @@ def read_until(connection: socket.socket, ending: bytes) -> bytes:
 
 @pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("kind", KINDS)
-def test_leaving_before_the_first_token_is_a_499(server: FrontEnd, statuses: Statuses, kind: str, leave: str) -> None:
+def test_disconnect_before_the_first_token_counts_as_499(
+    server: FrontEnd, statuses: Statuses, kind: str, leave: str
+) -> None:
     connection = server.connection(KINDS[kind])
     wait_until(lambda: server.backend.running)
     LEAVING[leave](connection)
@@ -123,7 +125,7 @@ def test_leaving_before_the_first_token_is_a_499(server: FrontEnd, statuses: Sta
 
 @pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("kind", ["stream", "chat", "message"])
-def test_leaving_within_a_stream_is_a_499(server: FrontEnd, statuses: Statuses, kind: str, leave: str) -> None:
+def test_disconnect_during_a_stream_counts_as_499(server: FrontEnd, statuses: Statuses, kind: str, leave: str) -> None:
     connection = server.connection(KINDS[kind])
     wait_until(lambda: server.backend.running)
     server.backend.deliver(Progress((97,)))
@@ -135,7 +137,7 @@ def test_leaving_within_a_stream_is_a_499(server: FrontEnd, statuses: Statuses, 
 
 @pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("kind", KINDS)
-def test_leaving_after_the_last_byte_keeps_the_status(
+def test_disconnect_after_the_last_byte_keeps_the_status(
     server: FrontEnd, statuses: Statuses, kind: str, leave: str
 ) -> None:
     connection = server.connection(KINDS[kind])
@@ -149,7 +151,7 @@ def test_leaving_after_the_last_byte_keeps_the_status(
 
 @pytest.mark.parametrize("body", [WHOLE, STREAM], ids=["whole", "stream"])
 @pytest.mark.parametrize("leave", ["close", "reset"])
-def test_leaving_with_unread_megabytes_is_a_499(
+def test_disconnect_with_megabytes_unread_counts_as_499(
     long_replies: tuple[FrontEnd, list[Any]], body: dict[str, Any], leave: str
 ) -> None:
     server, statuses = long_replies[0], Statuses(*long_replies)
@@ -163,7 +165,7 @@ def test_leaving_with_unread_megabytes_is_a_499(
     statuses.wait_for({499: 1})
 
 
-def test_reading_megabytes_to_the_end_is_a_200(long_replies: tuple[FrontEnd, list[Any]]) -> None:
+def test_response_of_megabytes_read_to_the_end_counts_as_200(long_replies: tuple[FrontEnd, list[Any]]) -> None:
     server, statuses = long_replies[0], Statuses(*long_replies)
     connection = server.connection(request_bytes(WHOLE).replace(b"host: x", b"host: x\r\nconnection: close"))
     wait_until(lambda: server.backend.running)
@@ -173,7 +175,7 @@ def test_reading_megabytes_to_the_end_is_a_200(long_replies: tuple[FrontEnd, lis
     statuses.wait_for({200: 1})
 
 
-def test_leaving_before_the_body_is_complete_is_a_499(server: FrontEnd, statuses: Statuses) -> None:
+def test_disconnect_before_the_body_is_complete_counts_as_499(server: FrontEnd, statuses: Statuses) -> None:
     for leave in LEAVING.values():
         connection = server.connection(request_bytes(b"{", declared_size=500))
         wait_until(lambda: sum(map(server.server.bodies.num_bytes, server.owners)) == 1)
@@ -182,7 +184,7 @@ def test_leaving_before_the_body_is_complete_is_a_499(server: FrontEnd, statuses
     statuses.wait_for({499: 3})
 
 
-def test_errors_count_by_their_status_even_if_unread(server: FrontEnd, statuses: Statuses) -> None:
+def test_error_responses_count_by_their_status_when_unread(server: FrontEnd, statuses: Statuses) -> None:
     with server.client() as http:
         assert http.post("/v1/completions", json={"prompt": 1.5}).status_code == 400
         assert http.get("/nothing").status_code == 404
@@ -196,7 +198,7 @@ def test_errors_count_by_their_status_even_if_unread(server: FrontEnd, statuses:
     statuses.wait_for({400: 1, 404: 1, 405: 1, 401: 1, 200: 1})
 
 
-def test_requests_of_one_connection_count_separately(server: FrontEnd, statuses: Statuses) -> None:
+def test_requests_on_one_connection_are_counted_separately(server: FrontEnd, statuses: Statuses) -> None:
     connection = server.connection(KINDS["stream"] + KINDS["whole"])
     wait_until(lambda: server.backend.running)
     server.backend.deliver(Progress((97,), end="length"))
@@ -206,7 +208,7 @@ def test_requests_of_one_connection_count_separately(server: FrontEnd, statuses:
     statuses.wait_for({200: 1, 499: 1})
 
 
-def test_probes_and_scrapes_count_separately_unless_unauthorized(server: FrontEnd, statuses: Statuses) -> None:
+def test_probes_and_scrapes_are_counted_separately_unless_unauthorized(server: FrontEnd, statuses: Statuses) -> None:
     def probes() -> dict[tuple[str, str], float]:
         (family,) = server.server.metrics.probe_responses.collect()
         return {
@@ -229,7 +231,7 @@ def test_probes_and_scrapes_count_separately_unless_unauthorized(server: FrontEn
     wait_until(lambda: Counter(probes()) - before == expected)
 
 
-def test_failure_within_a_response_is_not_a_499(
+def test_failure_during_a_response_does_not_count_as_499(
     server: FrontEnd, statuses: Statuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:

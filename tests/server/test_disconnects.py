@@ -1,6 +1,6 @@
-"""Clients that disconnect: resources are freed within a step, and no other request changes.
+"""Disconnects free resources within a step and do not change other requests.
 
-STREAM_SECONDS sets how long the 64 clients run; 300 is the long form.
+STREAM_SECONDS sets how long the 64 clients run; use 300 for a long test.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from tests.server.running_server import KEYS, RunningServer, bearer, running_ser
 
 STREAM_SECONDS = float(os.environ.get("STREAM_SECONDS", "4"))
 NUM_CLIENTS = 64
-LEAVERS = 3  # every third client leaves in the middle of its streams
-STEP_S = 4.0  # far longer than a step of the model takes, far shorter than the requests
+LEAVERS = 3  # every third client disconnects in the middle of its streams
+STEP_S = 4.0  # much longer than a step, much shorter than a request
 
 PROMPTS = [f"# file: module_{number}.py\n" + "import time\n" * (5 * number) + "class A" for number in range(16)]
 LONG: dict[str, Any] = {"max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -39,7 +39,7 @@ def tokens_of(server: RunningServer) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_departure_cancels_a_clients_requests(server: RunningServer, stream: bool) -> None:
+def test_disconnect_cancels_the_clients_requests(server: RunningServer, stream: bool) -> None:
     body, before = {"prompt": PROMPTS[1], "n": 3, **LONG, "stream": stream}, tokens_of(server)
     with pytest.raises(httpx.ReadTimeout), server.client() as http:
         if not stream:
@@ -53,7 +53,7 @@ def test_departure_cancels_a_clients_requests(server: RunningServer, stream: boo
     assert tokens_of(server) - before < 3 * 1000
 
 
-def test_departed_queued_request_is_never_admitted() -> None:
+def test_queued_request_is_never_admitted_after_its_client_disconnects() -> None:
     with running_server("--random-model", "--max-running-requests", "1") as server, server.client() as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "x", **LONG}) as reply:
             lines = reply.iter_lines()
@@ -66,7 +66,7 @@ def test_departed_queued_request_is_never_admitted() -> None:
         assert server.between_steps(lambda engine: engine.context.counters.requests_admitted) == 1
 
 
-def test_full_queue_answers_429_until_there_is_room() -> None:
+def test_full_queue_returns_429_until_a_request_leaves() -> None:
     flags = ("--random-model", "--max-running-requests", "1", "--max-queued-requests", "2")
     with running_server(*flags) as server, server.client() as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "x", "n": 3, **LONG}) as reply:
@@ -82,7 +82,7 @@ def test_full_queue_answers_429_until_there_is_room() -> None:
 
 
 async def stream_client(url: str, number: int, until: float, expected: dict[str, str], seen: Counter[str]) -> None:
-    """Stream one request after another; a client that stays compares the text with its earlier one."""
+    """Stream one request after another; clients that stay connected compare each text with the expected text."""
     rng = random.Random(number)
     leaves = number % LEAVERS == 0
     async with httpx.AsyncClient(base_url=url, headers=bearer(KEYS[1]), timeout=120) as http:
@@ -121,7 +121,7 @@ async def read_stream(http: httpx.AsyncClient, body: dict[str, Any], seen: Count
     return "".join(parts)
 
 
-def test_abandoned_streams_affect_no_other(server: RunningServer) -> None:
+def test_abandoned_streams_do_not_affect_other_replies(server: RunningServer) -> None:
     seen: Counter[str] = Counter()
     expected: dict[str, str] = {}
 

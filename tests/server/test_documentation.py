@@ -1,4 +1,4 @@
-"""`/docs` needs nothing from another host, and works with an API key."""
+"""The page `/docs` loads nothing from other hosts and works with an API key."""
 
 import json
 import re
@@ -28,11 +28,11 @@ def test_documentation_page_loads_only_from_this_server() -> None:
         assert not re.search(r"url\((?!['\"]?data:)", styles) and "@import" not in styles
 
 
-def test_documentation_page_needs_a_key_if_the_server_has_keys() -> None:
+def test_documentation_page_requires_a_key_when_the_server_has_keys() -> None:
     with front_end() as server, server.client() as http, server.client("no-key") as other:
         for path in ("/docs", "/docs/assets/swagger-ui-bundle.js", "/openapi.json"):
             assert other.get(path).status_code == 401
-        assert "Basic" in other.get("/docs").headers["www-authenticate"]  # so that a browser asks for it
+        assert "Basic" in other.get("/docs").headers["www-authenticate"]  # makes a browser ask for the key
         description = http.get("/openapi.json").json()
         assert description["components"]["securitySchemes"] == {"API key": {"type": "http", "scheme": "bearer"}}
         assert description["security"] == [{"API key": []}]
@@ -40,7 +40,7 @@ def test_documentation_page_needs_a_key_if_the_server_has_keys() -> None:
         assert "security" not in http.get("/openapi.json").json()
 
 
-def test_page_without_its_files_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_install_command_when_page_files_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.endpoints._asset_folder", lambda: None)
     with front_end() as server, server.client() as http:
         reply = http.get("/docs")
@@ -59,13 +59,13 @@ def test_every_operation_has_a_summary_and_a_group() -> None:
     assert {group for group, _ in found.values()} == {group["name"] for group in schema["tags"]} == set(GROUPS)
 
 
-def test_disabled_endpoint_is_not_described() -> None:
+def test_openapi_schema_omits_disabled_endpoints() -> None:
     with front_end() as server, server.client() as http:
         assert "/tokenizer_info" not in http.get("/openapi.json").json()["paths"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_browser_shows_operations_and_contacts_no_other_host(tmp_path: Path) -> None:
+def test_documentation_page_shows_operations_and_contacts_no_other_host(tmp_path: Path) -> None:
     with front_end() as server, chromium_page(tmp_path / "profile") as page:
         page.open(f"{server.listening.url}/docs", bearer(RED))
         page.wait_for("document.querySelectorAll('.opblock').length > 5")

@@ -1,4 +1,4 @@
-"""Speculative decoding under a server: drafts are counted, and a client that leaves frees their windows."""
+"""Speculative decoding in a server: drafts are counted, and a disconnect frees their slots."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ def server() -> Iterator[RunningServer]:
         yield server
 
 
-def test_draft_metrics_match_the_engine(server: RunningServer) -> None:
+def test_draft_token_metrics_equal_the_engines_counts(server: RunningServer) -> None:
     def counted() -> tuple[int, int]:
         counters = server.between_steps(lambda engine: engine.context.snapshot()).counters
         return counters.draft_tokens, counters.accepted_tokens
@@ -38,7 +38,7 @@ def test_draft_metrics_match_the_engine(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_departure_frees_draft_windows(server: RunningServer, stream: bool) -> None:
+def test_disconnect_frees_the_requests_draft_slots(server: RunningServer, stream: bool) -> None:
     body = json.dumps(BODY | {"max_tokens": 3000, "n": 2, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\ncontent-type: application/json"
     host, port = server.url.removeprefix("http://").split(":")

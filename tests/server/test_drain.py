@@ -1,4 +1,4 @@
-"""SIGTERM under load: accepted requests finish, and the status is 0."""
+"""SIGTERM under load: accepted requests finish, and the exit status is 0."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from tests.server.scripted_agent import TEMPLATES, agent_tokenizer
 
 @contextmanager
 def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `serve --random-model` until the block ends; yield the process and the URL that it prints."""
+    """Context manager: run `serve --random-model`; yield the process and the URL that it prints."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -72,14 +72,14 @@ def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 class KeptAlive:
-    """A connection that stays open over many requests."""
+    """Connection that stays open for many requests."""
 
     def __init__(self, url: str) -> None:
         host, port = url.removeprefix("http://").split(":")
         self._connection = socket.create_connection((host, int(port)), timeout=30)
 
     def ask(self, request: bytes) -> tuple[int, str]:
-        """Return the status and Retry-After of a response; 0 and "" once the server has closed the connection."""
+        """Send a request; return the response's status and Retry-After, or 0 and "" if the connection is closed."""
         try:
             self._connection.sendall(request)
             response = HTTPResponse(self._connection)
@@ -97,12 +97,12 @@ CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5}
 
 @dataclass(slots=True)
 class Answers:
-    """A client's view of a request, with times of the monotonic clock."""
+    """Answers to a client, with times on the monotonic clock."""
 
     seen: list[tuple[float, int, str]] = field(default_factory=list)
 
     def ask_until(self, is_over: Callable[[], bool], ask: Callable[[], tuple[int, str]]) -> None:
-        """Ask every 20 ms until the server has ended."""
+        """Send a request every 20 ms until the server has ended."""
         while not is_over():
             status, retry_after = ask()
             self.seen.append((time.monotonic(), status, retry_after))
@@ -119,7 +119,7 @@ class Answers:
         assert refused[-1] > ended - 1, (refused[-1], ended)
 
 
-def test_drain_answers_503_and_finishes_accepted_requests() -> None:
+def test_draining_server_returns_503_and_finishes_accepted_requests() -> None:
     with served("--max-running-requests", "2") as (process, url), ThreadPoolExecutor(9) as pool:
         probe, request = KeptAlive(url), KeptAlive(url)
         assert probe.ask(PROBE) == (200, "") and request.ask(request_bytes(ASKED | {"max_tokens": 1})) == (200, "")
@@ -144,7 +144,7 @@ def test_drain_answers_503_and_finishes_accepted_requests() -> None:
 
 
 def answer_to(url: str, body: dict[str, Any]) -> tuple[float, str]:
-    """Return when a request's response ended, and its finish reason."""
+    """Send a request; return the time when its response ended, and its finish reason."""
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     lines = reply.text.split("data: ")
     assert reply.status_code == 200 and (not body["stream"] or lines[-1].strip() == "[DONE]"), reply.text
@@ -158,7 +158,7 @@ def answer_to(url: str, body: dict[str, Any]) -> tuple[float, str]:
     [request_bytes(ASKED), request_bytes(CHAT, "/v1/chat/completions"), request_bytes({"prompt": "x" * 200_000})],
     ids=["completion", "chat", "large"],
 )
-def test_drain_refuses_every_new_request(body: bytes, is_stream: bool) -> None:
+def test_draining_server_refuses_requests_on_old_and_new_connections(body: bytes, is_stream: bool) -> None:
     with front_end() as server:
         accepted = server.connection(request_bytes(ASKED | {"stream": is_stream}))
         kept = KeptAlive(server.listening.url)
@@ -182,7 +182,7 @@ def all_of(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
-def test_refusals_and_probes_do_not_prolong_the_drain() -> None:
+def test_refused_requests_and_probes_do_not_delay_the_end_of_draining() -> None:
     with front_end(drain_s=60) as server, ThreadPoolExecutor(4) as pool:
         accepted, over = server.connection(request_bytes(ASKED)), threading.Event()
         wait_until(lambda: server.backend.running)
@@ -196,7 +196,7 @@ def test_refusals_and_probes_do_not_prolong_the_drain() -> None:
         assert not server.listening.thread.is_alive() and b"200 OK" in all_of(accepted)
 
 
-def test_pipelined_request_is_refused_during_drain() -> None:
+def test_pipelined_request_is_refused_while_draining() -> None:
     with front_end() as server:
         connection = server.connection(request_bytes(ASKED) + request_bytes(ASKED))
         wait_until(lambda: server.backend.running)
@@ -208,7 +208,7 @@ def test_pipelined_request_is_refused_during_drain() -> None:
 
 
 def seconds_to_the_end(process: subprocess.Popen[str]) -> float:
-    """Send SIGTERM; return how long the process takes to end, with status 0."""
+    """Send SIGTERM; return the seconds until the process exits with status 0."""
     begun = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
@@ -216,7 +216,7 @@ def seconds_to_the_end(process: subprocess.Popen[str]) -> float:
 
 
 def test_idle_server_ends_within_a_second_with_a_summary() -> None:
-    for attempt in range(3):  # a machine that runs tests may be too busy once
+    for attempt in range(3):  # repeated, because a busy machine may be too slow once
         with served() as (process, url), httpx.Client(base_url=url, timeout=60) as http:
             body = {"prompt": "abc", "max_tokens": 4}
             assert http.post("/v1/completions", json=body).status_code == 200  # its connection stays open
@@ -232,7 +232,7 @@ def test_idle_server_ends_within_a_second_with_a_summary() -> None:
 
 
 @pytest.mark.long
-def test_streams_end_within_two_seconds_of_the_drain_limit() -> None:
+def test_open_streams_end_within_two_seconds_of_the_drain_limit() -> None:
     body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 5}
     with served("--drain-seconds", "1") as (process, url), httpx.Client(base_url=url, timeout=60) as http:
         host, port = url.removeprefix("http://").split(":")
@@ -252,7 +252,7 @@ def test_streams_end_within_two_seconds_of_the_drain_limit() -> None:
     assert "stopping: 2 requests may continue for 1 s" in output and ", 2 cut off" in output
 
 
-def test_default_drain_fits_a_grace_period_of_30_seconds() -> None:
+def test_default_drain_time_fits_in_a_grace_period_of_30_seconds() -> None:
     seconds = command_parser().parse_args(["serve"]).drain_seconds
     assert seconds == ServerLimits().drain_s and seconds + 2 + 1 < 30
 
@@ -279,7 +279,7 @@ def test_unfinished_requests_fail_at_the_drain_limit() -> None:
         ("/v1/messages", CHAT | {"model": "scripted"}, "overloaded_error"),
     ],
 )
-def test_request_without_a_token_at_the_drain_limit_is_retryable(
+def test_request_without_tokens_at_the_drain_limit_gets_a_retryable_error(
     path: str, body: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     tokenizer = agent_tokenizer(tmp_path, TEMPLATES["hermes"])
@@ -292,7 +292,7 @@ def test_request_without_a_token_at_the_drain_limit_is_retryable(
         assert found.json()["error"]["type"] == kind and "server was stopped" in found.text
 
 
-def test_second_signal_ends_at_once() -> None:
+def test_second_signal_ends_the_server_immediately() -> None:
     with running_server("--random-model", "--drain-seconds", "600") as server, server.client() as http:
         body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as reply:
@@ -304,7 +304,7 @@ def test_second_signal_ends_at_once() -> None:
     assert "server was stopped" in json.loads(events[-1])["error"]["message"]
 
 
-def test_signal_is_handled_once_the_address_is_printed(
+def test_signals_are_handled_by_the_time_the_address_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def printed(line: str, **_: Any) -> None:
@@ -332,7 +332,7 @@ def test_incomplete_body_does_not_delay_shutdown() -> None:
         assert not server.listening.thread.is_alive()
 
 
-def test_clients_that_do_not_read_delay_shutdown_to_the_limit_and_log_nothing(
+def test_unread_responses_delay_shutdown_only_to_the_drain_limit_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.running._BACKSTOP_S", 0.2)

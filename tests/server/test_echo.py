@@ -1,4 +1,4 @@
-"""Echoed prompts with log-probs, as evaluation clients use them, whole and streamed."""
+"""Echoed prompts with log-probs as evaluation clients use them, streamed or not."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from tests.server.running_server import RunningServer
 
 
 def choices(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """Return the choices of a request; those of a stream are put together from its events."""
+    """Send a request; return its choices, assembled from the events if it is streamed."""
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 5} | body
     reply = http.post("/v1/completions", json=body)
     assert reply.status_code == 200, reply.text
@@ -35,12 +35,12 @@ def choices(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("as_ids", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
-def test_prompt_log_probs_match_a_forward_without_cache(
+def test_echoed_log_probs_match_a_forward_pass_without_cache(
     server: RunningServer, stream: bool, as_ids: bool, max_tokens: int
 ) -> None:
     tokens = token_ids(server, PROMPT)
     with server.client() as http:
-        for _ in range(2):  # the second time its prefix is cached
+        for _ in range(2):  # the prefix is cached in the second run
             prompt = tokens if as_ids else PROMPT
             (choice,) = choices(http, prompt=prompt, echo=True, logprobs=2, max_tokens=max_tokens, stream=stream)
             (plain,) = choices(http, max_tokens=max(max_tokens, 1), logprobs=2)
@@ -57,7 +57,7 @@ def test_prompt_log_probs_match_a_forward_without_cache(
     best = [max(named.values()) for named in found["top_logprobs"][1 : len(tokens)]]
     assert best == pytest.approx(after[:-1].max(-1).values.tolist(), abs=TOLERANCE)
     is_best = (after[:-1].argmax(-1) == torch.tensor(tokens[1:])).tolist()
-    assert [value == most for value, most in zip(values, best, strict=True)] == is_best  # how lm_eval finds is_greedy
+    assert [value == most for value, most in zip(values, best, strict=True)] == is_best  # is_greedy in lm_eval
     generated = found["token_logprobs"][len(tokens) :]
     assert generated == pytest.approx(plain["logprobs"]["token_logprobs"][:max_tokens], abs=TOLERANCE)
     assert "".join(found["tokens"]).replace("\ufffd", "") == (PROMPT + reply).replace("é", "")
@@ -66,7 +66,7 @@ def test_prompt_log_probs_match_a_forward_without_cache(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_without_log_probs_prepends_the_prompt(server: RunningServer, stream: bool) -> None:
+def test_echo_prepends_the_prompt_to_the_text(server: RunningServer, stream: bool) -> None:
     with server.client() as http:
         (plain,) = choices(http)
         for prompt in (PROMPT, token_ids(server, PROMPT)):
@@ -87,7 +87,7 @@ def test_every_choice_echoes_its_own_prompt(server: RunningServer) -> None:
         assert choice["logprobs"]["token_logprobs"].count(None) == 1
 
 
-def test_zero_max_tokens_generates_none(server: RunningServer) -> None:
+def test_zero_max_tokens_generates_no_tokens(server: RunningServer) -> None:
     with server.client() as http:
         reply = http.post("/v1/completions", json={"prompt": [PROMPT * 9, "x"], "max_tokens": 0}).json()
         assert [choice["text"] for choice in reply["choices"]] == ["", ""]
@@ -97,7 +97,7 @@ def test_zero_max_tokens_generates_none(server: RunningServer) -> None:
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # its prefix was published
 
 
-def test_sampled_token_is_among_the_alternatives_of_a_completion(server: RunningServer) -> None:
+def test_completion_alternatives_include_the_sampled_token(server: RunningServer) -> None:
     with server.client() as http:
         found = [choices(http, temperature=2, seed=seed, logprobs=1, max_tokens=12)[0] for seed in range(3)]
     sizes = set()

@@ -1,4 +1,4 @@
-"""Steps that fail under a server: retries, and an error for each client once the cache is broken."""
+"""Failing steps in a server: retries, and an error for each client once the cache is broken."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ BODY: dict[str, Any] = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "ig
 
 
 def fail_steps(server: RunningServer, error: Exception, count: int, after: int = 0) -> None:
-    """Raise in coming steps, after some successful ones."""
+    """Make `count` steps raise `error`, after `after` successful steps."""
 
     def plant(engine: Any) -> None:
         sample, left = engine.context.runner._sample, [*[False] * after, *[True] * count]
@@ -40,7 +40,7 @@ def test_failed_step_is_retried_without_losing_tokens() -> None:
         server.assert_nothing_held()
 
 
-def test_failed_step_changes_no_log_prob() -> None:
+def test_failed_step_does_not_change_log_probs() -> None:
     body = BODY | {"logprobs": 3, "n": 2}
     with running_server("--random-model") as server, server.client() as http:
         expected = http.post("/v1/completions", json=body).json()["choices"]
@@ -54,7 +54,7 @@ def test_failed_step_changes_no_log_prob() -> None:
         server.assert_nothing_held()
 
 
-def test_request_that_always_fails_gets_500_and_others_continue() -> None:
+def test_request_that_always_fails_gets_500_while_others_continue() -> None:
     with running_server("--random-model") as server, server.client() as http:
         fail_steps(server, RuntimeError("planted"), 4)
         reply = http.post("/v1/completions", json=BODY)
@@ -66,7 +66,7 @@ def test_request_that_always_fails_gets_500_and_others_continue() -> None:
 @pytest.mark.parametrize(
     ("error", "count"), [(CacheIntegrityError("planted"), 1), (RuntimeError("planted"), 10 * MOST_FAILED_STEPS)]
 )
-def test_broken_engine_answers_every_request(error: Exception, count: int) -> None:
+def test_every_request_gets_an_error_when_the_engine_is_broken(error: Exception, count: int) -> None:
     with running_server("--random-model") as server, server.client() as http:
         fail_steps(server, error, count)
         statuses = [http.post("/v1/completions", json=BODY).status_code for _ in range(MOST_FAILED_STEPS)]
@@ -76,7 +76,7 @@ def test_broken_engine_answers_every_request(error: Exception, count: int) -> No
         assert http.get("/metrics").status_code == 200
 
 
-def test_pending_flush_does_not_revive_a_failed_engine() -> None:
+def test_failed_engine_stays_failed_when_a_flush_is_pending() -> None:
     with running_server("--random-model") as server, server.client() as http, ThreadPoolExecutor() as pool:
         in_step, waiting = threading.Event(), threading.Event()
 

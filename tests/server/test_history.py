@@ -1,4 +1,4 @@
-"""The server's history: samples at intervals, bounded, and quantiles within five percent."""
+"""History for the dashboard: periodic samples, bounded, and quantiles within five percent."""
 
 import random
 
@@ -31,7 +31,7 @@ def history(now: list[float]) -> History:
     return History(server.backend, server.gate, server.metrics, lambda: now[0])
 
 
-def test_sample_holds_the_growth_since_the_last_one(history: History, now: list[float]) -> None:
+def test_sample_has_the_increase_of_counts_since_the_last_sample(history: History, now: list[float]) -> None:
     for at, generated, skipped in ((105.0, 50, 7), (110.5, 80, 7)):
         now[0] = at
         history._backend.state = state(generated, skipped, running=3)  # type: ignore[misc]
@@ -46,7 +46,7 @@ def test_sample_holds_the_growth_since_the_last_one(history: History, now: list[
     assert (second["refused"], second["client_errors"], second["left"], second["server_errors"]) == (2, 1, 0, 1)
 
 
-def test_percentiles_cover_the_sample_and_the_last_minute(history: History) -> None:
+def test_percentiles_are_reported_per_sample_and_for_the_last_minute(history: History) -> None:
     for seconds in (0.1, 0.2, 0.4):
         history._metrics.note_first_token(seconds)
         history._metrics.note_gap(seconds, 2)
@@ -64,7 +64,7 @@ def test_percentiles_cover_the_sample_and_the_last_minute(history: History) -> N
     assert history.body()["last_minute"]["first_token"] == {"p50": None, "p95": None, "p99": None}
 
 
-def test_history_is_bounded_and_returns_new_samples(history: History) -> None:
+def test_history_is_bounded_and_returns_only_new_samples(history: History) -> None:
     for _ in range(800):
         history.sample()
     times = [sample["time"] for sample in named(history.body())]
@@ -72,7 +72,7 @@ def test_history_is_bounded_and_returns_new_samples(history: History) -> None:
     assert all(sample["time"] > times[-2] for sample in named(history.body(times[-2])))
 
 
-def test_quantiles_are_within_five_percent() -> None:
+def test_quantile_estimates_are_within_five_percent() -> None:
     rng = random.Random(5)
     times = sorted(rng.lognormvariate(-4, 2) for _ in range(5000))
     parts = [Durations(), Durations()]
@@ -85,7 +85,7 @@ def test_quantiles_are_within_five_percent() -> None:
     whole.add(0.0)
 
 
-def test_history_route_is_for_admins_and_filled_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_route_returns_samples_and_requires_an_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.02)
     with front_end() as server, server.client() as http:
         assert http.get("/dashboard/history", headers={"Authorization": "Bearer nobody"}).status_code == 401

@@ -1,4 +1,4 @@
-"""Hostile grammars: clear errors or an answer, unchanged tokens of other streams, and flat memory."""
+"""Hostile grammars give an answer or a clear error, do not change other streams, and do not leak memory."""
 
 import concurrent.futures
 import time
@@ -48,13 +48,13 @@ FORMS: dict[str, dict[str, Any]] = {name: {"guided_json": schema} for name, sche
 
 
 def asked(http: httpx.Client, form: dict[str, Any], max_tokens: int = 4) -> tuple[httpx.Response, float]:
-    """Return the answer to a response format, and its seconds."""
+    """Request an answer in a format; return the response and the seconds that it took."""
     began = time.monotonic()
     reply = http.post("/v1/completions", json={"prompt": "x", "max_tokens": max_tokens, **form})
     return reply, time.monotonic() - began
 
 
-def test_hostile_grammars_change_no_other_stream(server: RunningServer) -> None:
+def test_hostile_grammars_do_not_change_other_streams(server: RunningServer) -> None:
     with server.client() as http, concurrent.futures.ThreadPoolExecutor(8) as threads:
         alone = http.post("/v1/completions", json=PLAIN).json()["choices"][0]["token_ids"]
         hostile = {name: threads.submit(asked, http, form) for name, form in FORMS.items()}
@@ -71,7 +71,7 @@ def test_hostile_grammars_change_no_other_stream(server: RunningServer) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_memory_is_flat_over_many_grammars(server: RunningServer, count: int) -> None:
+def test_memory_does_not_grow_over_many_grammars(server: RunningServer, count: int) -> None:
     with server.client() as http:
 
         def ask(number: int) -> None:
@@ -80,7 +80,7 @@ def test_memory_is_flat_over_many_grammars(server: RunningServer, count: int) ->
             reply, _ = asked(http, {"guided_json": schema}, max_tokens=1)
             assert reply.status_code == 200, reply.text
 
-        for number in range(count, count + count // 2):  # of as many digits as those that follow
+        for number in range(count, count + count // 2):  # numbers with the same number of digits as later ones
             ask(number)
         before = resident_mib()
         for number in range(count + count // 2, 2 * count):

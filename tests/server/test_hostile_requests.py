@@ -1,6 +1,6 @@
-"""Malformed, oversized, mistyped and truncated requests: good ones among them are unaffected, and nothing leaks.
+"""Malformed, oversized, mistyped and truncated requests do not affect good requests and leak nothing.
 
-HOSTILE_REQUESTS sets how many; 10,000 take a few minutes.
+HOSTILE_REQUESTS sets the number of requests; 10,000 take a few minutes.
 """
 
 import gc
@@ -27,7 +27,7 @@ NUM_REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "240"))
 NUM_CLIENTS = 4
 GOOD_SHARE = 0.04
 MOST_GROWTH_MIB = 32.0
-WARM_UP_SHARE = 0.5  # what is filled once, such as memory of threads, is filled by then
+WARM_UP_SHARE = 0.5  # memory that is allocated once, such as thread stacks, is allocated by then
 KEPT_FOR_A_REQUEST = (Job, Order, JobResponse, Prompt, Progress)
 
 GOOD: dict[str, Any] = {"prompt": "class Harbour:\n" + "    boats = []\n" * 30, "max_tokens": 6, "temperature": 0}
@@ -46,7 +46,7 @@ FIELDS = (
 
 
 def mutated(rng: random.Random) -> bytes:
-    """Return a body with some fields of a wrong type or value."""
+    """Return a body in which some fields have a wrong type or value."""
     body: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
     for _ in range(rng.randrange(1, 4)):
         body[rng.choice(FIELDS)] = rng.choice(VALUES)
@@ -54,7 +54,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def broken(rng: random.Random) -> bytes:
-    """Return bytes that are not JSON, or not a JSON object."""
+    """Return bytes that are not a JSON object."""
     whole = json.dumps(GOOD).encode()
     return rng.choice(
         (
@@ -72,7 +72,7 @@ def broken(rng: random.Random) -> bytes:
 
 
 def oversized(rng: random.Random) -> bytes:
-    """Return a body that is too large, or has a prompt that is too long."""
+    """Return a body that is too large or has a prompt that is too long."""
     return rng.choice(
         (
             lambda: json.dumps({"prompt": "x y " * 20_000, "max_tokens": 1}).encode(),
@@ -89,7 +89,7 @@ BODIES: tuple[Callable[[random.Random], bytes], ...] = (mutated, mutated, mutate
 
 
 def cut_off(url: str, rng: random.Random) -> None:
-    """Send a truncated request, or one that is not HTTP."""
+    """Send a truncated request or bytes that are not HTTP."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {RED}\r\ncontent-length: 500\r\n\r\n"
@@ -100,7 +100,7 @@ def cut_off(url: str, rng: random.Random) -> None:
 
 
 def one_hostile_request(http: httpx.Client, server: RunningServer, rng: random.Random) -> str:
-    """Send one and return the outcome."""
+    """Send one hostile request; return the outcome."""
     if rng.random() < 0.1:
         cut_off(server.url, rng)
         return "cut"
@@ -116,7 +116,7 @@ def one_hostile_request(http: httpx.Client, server: RunningServer, rng: random.R
 
 
 def client(server: RunningServer, seed: int, count: int, expected: list[int], seen: Counter[str]) -> None:
-    """Send hostile requests and, among them, good ones that must get the expected tokens."""
+    """Send hostile requests mixed with good requests, which must get the expected tokens."""
     rng = random.Random(seed)
     with server.client() as http:
         for _ in range(count):
@@ -144,7 +144,7 @@ def run_clients(server: RunningServer, count: int, expected: list[int], seed: in
     return seen
 
 
-def test_hostile_requests_change_no_token_and_leak_nothing(server: RunningServer) -> None:
+def test_hostile_requests_change_no_other_reply_and_leak_no_memory(server: RunningServer) -> None:
     with server.client() as http:
         first = http.post("/v1/completions", json=GOOD | {"return_token_ids": True})
     expected = first.json()["choices"][0]["token_ids"]

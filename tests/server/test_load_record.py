@@ -1,4 +1,4 @@
-"""`serve --record-load`: records without texts, and their plan."""
+"""`serve --record-load`: records contain no texts, and `plan` reads them."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def common(one: dict[str, Any], other: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("run_tokens", [1, 64, 100])
-def test_hashes_are_equal_exactly_up_to_the_common_prefix(run_tokens: int) -> None:
+def test_recorded_hashes_are_equal_exactly_up_to_the_common_prefix(run_tokens: int) -> None:
     rng = random.Random(SEED)
     for _ in range(30):
         shared = [rng.randrange(1000) for _ in range(rng.randrange(500))]
@@ -44,18 +44,18 @@ def test_hashes_are_equal_exactly_up_to_the_common_prefix(run_tokens: int) -> No
         assert len(one["hash_ids"]) == -(-len(first) // run_tokens)
 
 
-def test_hashes_differ_between_server_runs() -> None:
+def test_recorded_hashes_differ_between_server_runs() -> None:
     assert common(*(lines_of(served([5] * 200))[0] for _ in range(2))) == 0
 
 
-def test_only_a_full_continuation_joins_a_session() -> None:
+def test_recorded_prompt_joins_a_session_only_when_it_continues_the_whole_prompt() -> None:
     system, question, other = [1] * 200, [2] * 100, [3] * 100
     turns = [system + question, system + question + [4] * 90, system + question + [4] * 180]
     first, second, third, stranger, again = lines_of(*map(served, [*turns, system + other, turns[-1] + [5] * 10]))
     assert first["session"] == second["session"] == third["session"] == again["session"] != stranger["session"]
 
 
-def test_appended_runs_form_one_load_in_order_of_arrival(tmp_path: Path) -> None:
+def test_records_appended_by_several_runs_load_in_order_of_arrival(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
     first = {"timestamp": 1, "input_length": 1, "output_length": 0, "hash_ids": [0], "block_size": 64}
     path.write_text(json.dumps(first))
@@ -76,7 +76,7 @@ def recording(tmp_path: Path) -> Any:
     return tmp_path / "load.jsonl"
 
 
-def test_recorded_lines_have_no_text_or_key(recording: Path) -> None:
+def test_recorded_lines_contain_no_text_or_api_key(recording: Path) -> None:
     with front_end(load_record=LoadFile(recording, 64)) as server, server.client() as http:
         ask(server, {"prompt": "secret words " * 20, "max_tokens": 3, "n": 2}, Progress((97, 98, 99), end="length"))
         ask(server, {"prompt": [5, 6, 7], "max_tokens": 9, "stream": True}, Progress((97,), end="stop"))
@@ -101,14 +101,14 @@ def ask(server: FrontEnd, body: dict[str, Any], progress: Progress) -> None:
     connection.close()
 
 
-def test_full_disk_ends_the_record_but_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_stops_recording_but_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
     with front_end(load_record=LoadFile(Path("/dev/full"), 64)) as server:
         for _ in range(2):
             ask(server, {"prompt": "abc", "max_tokens": 1}, Progress((97,), end="length"))
     assert [record.message.partition(":")[0] for record in caplog.records] == ["--record-load /dev/full"]
 
 
-def test_plan_of_a_recorded_session_matches_the_server(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_for_a_recorded_session_matches_the_server(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, skipped = ["def add(a, b):\n    return a + b\n\n" * 20, "class A:\n    x = 1\n" * 40], 0
     flags = ("--record-load", str(recording), "--block-size", "64", "--device", "cpu")
     with running_server(*flags) as server, server.client() as http:
@@ -128,9 +128,7 @@ def test_plan_of_a_recorded_session_matches_the_server(recording: Path, capsys: 
 
 
 @pytest.mark.parametrize("path", ["{}/load.jsonl.gz", "{}/missing/load.jsonl", "{}"])
-def test_read_only_record_is_refused_before_the_start(
-    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_read_only_record_is_refused_at_startup(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = path.format(tmp_path)
     assert main(["serve", "--random-model", "--port", "0", "--record-load", path]) == 2
     assert f"--record-load {path}: " in capsys.readouterr().err

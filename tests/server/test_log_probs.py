@@ -1,6 +1,7 @@
-"""Log-probs of tokens that are parts of characters: their bytes are the reply's, and their offsets fit its text."""
+"""Log-probs of tokens that are parts of characters: their bytes join to the reply and offsets match its text."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ REQUEST = RequestSpec(0, np.array([1]), 101, SamplingSettings())
 
 
 def described(tokenizer: Any, tokens: list[int], kind: Any) -> tuple[str, list[dict[str, Any]]]:
-    """Return a reply's text and the log-probs of all its events."""
+    """Return the text of a reply and the log-probs in all of its events."""
     choice = Choice(0, 0, REQUEST, Reply(tokenizer), num_log_probs=1)
     form = kind("m", StreamSettings())
     (letter,) = tokenizer.tokenize("a")
@@ -39,8 +40,8 @@ def described(tokenizer: Any, tokens: list[int], kind: Any) -> tuple[str, list[d
 
 @pytest.mark.parametrize("tokenizer", [SHIPPED, ByteTokenizer()], ids=["shipped", "bytes"])
 @given(text=TEXTS)
-def test_token_bytes_of_a_chat_join_to_its_text(tokenizer: Any, text: str) -> None:
-    found, events = described(tokenizer, tokenizer.tokenize(text), ChatFormat)
+def test_token_bytes_in_chat_log_probs_join_to_the_text(tokenizer: Any, text: str) -> None:
+    found, events = described(tokenizer, tokenizer.tokenize(text), partial(ChatFormat, includes_reasoning=True))
     content = [token for event in events for token in event["content"]]
     assert found == text and b"".join(bytes(token["bytes"]) for token in content) == text.encode()
     *others, own = content[0]["top_logprobs"]
@@ -50,7 +51,7 @@ def test_token_bytes_of_a_chat_join_to_its_text(tokenizer: Any, text: str) -> No
 
 @pytest.mark.parametrize("tokenizer", [SHIPPED, ByteTokenizer()], ids=["shipped", "bytes"])
 @given(text=TEXTS)
-def test_token_offset_is_that_of_its_first_character(tokenizer: Any, text: str) -> None:
+def test_token_offset_is_the_index_of_its_first_character(tokenizer: Any, text: str) -> None:
     tokens = tokenizer.tokenize(text)
     _, events = described(tokenizer, tokens, CompletionFormat)
     offsets = [offset for event in events for offset in event["text_offset"]]
@@ -68,11 +69,13 @@ NAMES: list[tuple[str, str, bytes | None]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), NAMES)
-def test_bytes_come_from_the_token_name_if_its_text_has_none(name: str, text: str, expected: bytes | None) -> None:
+def test_token_bytes_come_from_its_vocabulary_entry_when_its_text_is_partial(
+    name: str, text: str, expected: bytes | None
+) -> None:
     assert token_bytes(name, text) == expected
 
 
-def test_unknown_ids_have_no_bytes() -> None:
+def test_tokens_with_unknown_ids_have_no_bytes() -> None:
     assert ByteTokenizer(300).bytes_of(299) is None
     assert TokenIdTokenizer(300).bytes_of(299) == b"299"
 

@@ -1,4 +1,4 @@
-"""Tags and mentions of them over HTTP: the same reasoning, content and calls in all three APIs, whole or streamed."""
+"""Tags and mentions of tags over HTTP: all three APIs return the same parts, streamed or not."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def agent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield TagAgent(server, tokenizer)
 
 
-def test_mentioned_tags_are_text_in_chats(agent: TagAgent) -> None:
+def test_mentioned_tags_are_text_in_chat_completions(agent: TagAgent) -> None:
     for choice in agent.answered(REPLY, n=2).choices:
         message = choice.message
         assert (message.reasoning_content, message.content) == (THOUGHTS, CONTENT)
@@ -38,7 +38,7 @@ def test_mentioned_tags_are_text_in_chats(agent: TagAgent) -> None:
     assert "".join(delta.content or "" for delta in deltas) == CONTENT and finish == "tool_calls"
 
 
-def test_mentioned_tags_are_text_in_messages(agent: TagAgent) -> None:
+def test_mentioned_tags_are_text_in_the_messages_api(agent: TagAgent) -> None:
     client = anthropic.Anthropic(base_url=agent.server.listening.url, api_key="none", max_retries=0)
     tool: Any = {"name": "get_weather", "input_schema": TOOL["function"]["parameters"]}
     with agent.saying(REPLY):
@@ -48,7 +48,7 @@ def test_mentioned_tags_are_text_in_messages(agent: TagAgent) -> None:
     assert (found[0]["thinking"], found[1]["text"], found[2]["input"]) == (THOUGHTS, CONTENT, ARGUMENTS)
 
 
-def test_mentioned_tags_are_text_in_responses(agent: TagAgent) -> None:
+def test_mentioned_tags_are_text_in_the_responses_api(agent: TagAgent) -> None:
     with agent.saying(REPLY):
         tool: Any = {"type": "function", **TOOL["function"]}
         response = agent.client.responses.create(model="scripted", input="Weather?", tools=[tool])
@@ -66,13 +66,13 @@ def test_reply_that_ends_within_reasoning_has_no_content(agent: TagAgent, cut: A
     assert chat.usage.completion_tokens_details.reasoning_tokens == chat.usage.completion_tokens > 30
 
 
-def test_only_reasoning_tokens_count_as_reasoning(agent: TagAgent) -> None:
+def test_usage_counts_only_reasoning_tokens_as_reasoning(agent: TagAgent) -> None:
     until = len(tokens_of(agent.tokenizer, REPLY[:2]))
     usage = agent.answered(REPLY).usage
     assert usage.completion_tokens_details.reasoning_tokens == until
 
 
-def test_next_turn_keeps_the_tokens_of_a_reply_with_mentions(agent: TagAgent) -> None:
+def test_next_turn_contains_the_exact_tokens_of_a_reply_that_mentions_tags(agent: TagAgent) -> None:
     message = agent.answered(REPLY).choices[0].message.model_dump(exclude_none=True)
     exact = [*agent.prompts()[-1], *agent.tokens(REPLY)]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "5"}

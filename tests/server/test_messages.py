@@ -1,4 +1,4 @@
-"""Anthropic's messages API, by Anthropic's client: blocks, streams, tools, thinking, usage and refusals."""
+"""Anthropic's messages API with Anthropic's client: blocks, streams, tools, thinking, usage and refusals."""
 
 import json
 from collections.abc import Iterator
@@ -41,13 +41,13 @@ def client(agent: Agent) -> anthropic.Anthropic:
 
 
 def asked(agent: Agent, client: anthropic.Anthropic, reply: str, end: str = "stop", **fields: Any) -> Any:
-    """Return the message of a whole reply."""
+    """Send a request without streaming; return the message."""
     settings: Any = {"model": "scripted", "max_tokens": 100, "messages": ASKED, "tools": TOOLS} | fields
     with agent.saying(reply, end):
         return client.messages.create(**settings)
 
 
-def test_reply_has_a_block_for_each_of_its_parts(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_has_one_content_block_for_each_part(agent: Agent, client: anthropic.Anthropic) -> None:
     message = asked(agent, client, REPLY)
     thinking, text, call = message.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Hm.") and (text.type, text.text) == ("text", "I look.")
@@ -72,7 +72,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>'
         (CALL.partition("%")[0] + '{"city": "Oslo", "days": tru', {"malformed_input": '{"city": "Oslo", "days": tru'}),
     ],
 )
-def test_streamed_reply_equals_the_whole_one(
+def test_streamed_message_equals_the_whole_message(
     agent: Agent, client: anthropic.Anthropic, reply: str, arguments: dict[str, Any]
 ) -> None:
     whole = asked(agent, client, reply)
@@ -92,7 +92,7 @@ def test_streamed_reply_equals_the_whole_one(
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-def test_each_turn_starts_with_the_tokens_of_earlier_turns(
+def test_prompt_of_each_turn_starts_with_the_tokens_of_earlier_turns(
     agent: Agent, client: anthropic.Anthropic, thinks: bool
 ) -> None:
     messages = [{"role": "user", "content": f"Thinking {thinks}."}]
@@ -113,7 +113,7 @@ def test_each_turn_starts_with_the_tokens_of_earlier_turns(
     )
 
 
-def test_reply_has_a_stop_reason(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_stop_reason_says_why_the_reply_ended(agent: Agent, client: anthropic.Anthropic) -> None:
     assert asked(agent, client, "Yes.").stop_reason == "end_turn"
     assert asked(agent, client, "Yes.", end="length").stop_reason == "max_tokens"
     stopped = asked(agent, client, "Yes. No.", stop_sequences=[" N"])
@@ -124,7 +124,7 @@ def test_reply_has_a_stop_reason(agent: Agent, client: anthropic.Anthropic) -> N
     assert asked(agent, client, "").content == []
 
 
-def test_reply_is_cut_at_the_context_length(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_ends_at_the_context_length(agent: Agent, client: anthropic.Anthropic) -> None:
     cut = asked(agent, client, "Yes.", end="length", max_tokens=10_000)
     request = agent.server.backend.asked[-1]
     assert cut.stop_reason == "model_context_window_exceeded"
@@ -134,7 +134,7 @@ def test_reply_is_cut_at_the_context_length(agent: Agent, client: anthropic.Anth
         client.messages.create(model="scripted", max_tokens=1, messages=messages)  # type: ignore[arg-type]
 
 
-def test_reasoning_may_be_omitted(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reasoning_text_is_omitted_on_request(agent: Agent, client: anthropic.Anthropic) -> None:
     omitted: Any = {"thinking": {"type": "adaptive", "display": "omitted"}}
     whole = asked(agent, client, REPLY, **omitted)
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"] and not whole.content[0].thinking
@@ -147,7 +147,7 @@ def test_reasoning_may_be_omitted(agent: Agent, client: anthropic.Anthropic) -> 
     assert streamed.content[0].thinking == "" and streamed.content[1].text == "I look."
 
 
-def test_instructions_between_messages_are_read(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_system_messages_between_turns_are_in_the_prompt(agent: Agent, client: anthropic.Anthropic) -> None:
     messages = [*ASKED, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
     asked(agent, client, "Yes.", messages=messages, system="Be kind.")
     text = agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False)
@@ -163,7 +163,7 @@ def test_replies_and_errors_have_the_request_id(agent: Agent, client: anthropic.
     assert "request-id" not in reply.headers and reply.headers["x-request-id"]
 
 
-def test_reply_without_parallel_calls_ends_after_one(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_ends_after_one_call_when_parallel_calls_are_disabled(agent: Agent, client: anthropic.Anthropic) -> None:
     reply = WRITTEN["hermes"] % "Oslo" * 2
     assert len(asked(agent, client, reply).content) == 2
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
@@ -200,19 +200,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text: Field required"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, USED]}]},
-        "messages.0.content.1.type: a block of type 'tool_use' cannot be in a message of role user",
+        "messages.0.content.1.type: a message with role user cannot contain a block of type 'tool_use'",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a", "signature": ""}]}]},
-        "messages.0.content.0.type: a block of type 'thinking' cannot be in a message of role user",
+        "messages.0.content.0.type: a message with role user cannot contain a block of type 'thinking'",
     ),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}, *ASKED]},
-        "messages.0.content.0.type: a block of type 'tool_result' cannot be in a message of role assistant",
+        "messages.0.content.0.type: a message with role assistant cannot contain a block of type 'tool_result'",
     ),
     (
         {"messages": [*ASKED, {"role": "assistant", "content": [USED]}]},
-        "the reply continues the last message, which needs text and no tool_use",
+        "the reply continues the last message, which must have text and no tool_use",
     ),
     ({"system": [{"type": "image"}]}, "a block of type 'image' is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported by this server; leave it out"),
@@ -226,7 +226,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{"role": "system", "content": [USED]}, *ASKED]},
-        "messages.0.content.0.type: a block of type 'tool_use' cannot be in a message of role system",
+        "messages.0.content.0.type: a message with role system cannot contain a block of type 'tool_use'",
     ),
     ({"context_management": {"edits": [{"type": "x"}]}}, "`context_management` is not supported by this server"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),
@@ -237,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED)
-def test_unsupported_values_are_refused(
+def test_messages_api_refuses_unsupported_values(
     agent: Agent, client: anthropic.Anthropic, fields: dict[str, Any], words: str
 ) -> None:
     body = {"model": "scripted", "max_tokens": 5, "messages": ASKED} | fields
@@ -252,7 +252,7 @@ def test_unsupported_values_are_refused(
         assert error["type"] == "error" and error["error"]["type"] == kind and words in error["error"]["message"], error
 
 
-def test_neutral_values_are_accepted(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_messages_api_accepts_values_without_effect(agent: Agent, client: anthropic.Anthropic) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     extra = {
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -267,8 +267,8 @@ def test_neutral_values_are_accepted(agent: Agent, client: anthropic.Anthropic) 
     assert message.content[0].text == "Yes."
 
 
-def test_every_field_of_the_client_library_is_known() -> None:
-    """Fields that it sends as headers are excluded."""
+def test_every_field_of_anthropics_client_library_is_known() -> None:
+    """Fields that the library sends as headers are excluded."""
     for request, params in (
         (MessagesRequest, message_create_params.MessageCreateParamsBase),
         (MessagesRequest, beta_message_create_params.MessageCreateParamsBase),
@@ -278,20 +278,20 @@ def test_every_field_of_the_client_library_is_known() -> None:
         assert set(params.__annotations__) <= known
 
 
-def test_token_count_matches_the_message(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_counted_tokens_equal_the_input_tokens_of_the_message(agent: Agent, client: anthropic.Anthropic) -> None:
     asked(agent, client, "Yes.", system="Be brief.")
     counted = client.messages.count_tokens(model="scripted", messages=ASKED, tools=TOOLS, system="Be brief.")
     assert counted.input_tokens == len(agent.prompts()[-1])
 
 
-def test_stream_errors_are_events(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_error_during_a_stream_is_an_error_event(agent: Agent, client: anthropic.Anthropic) -> None:
     with agent.saying("Ye", end="error"), pytest.raises(anthropic.APIStatusError) as found:
         list(client.messages.create(model="scripted", max_tokens=5, messages=ASKED, stream=True))
     assert found.value.body["error"]["type"] == "api_error"  # type: ignore[index]
 
 
-def test_conversation_with_the_shipped_model_hits_and_needs_a_key(server: RunningServer) -> None:
-    """The prompt is that of chat completions; the next turn skips all but its last blocks."""
+def test_conversation_with_the_example_model_hits_the_cache_and_needs_a_key(server: RunningServer) -> None:
+    """The prompt equals the prompt of a chat completion; the next turn skips all but its last blocks."""
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "import os\n" * 60}]
     greedy: Any = {"model": MODEL, "max_tokens": 80, "extra_body": {"top_k": 1}}

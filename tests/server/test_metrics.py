@@ -1,4 +1,4 @@
-"""Metrics of `/metrics`: help texts, times of queueing and tokens, process and model."""
+"""Metrics in `/metrics`: help texts, queue and token times, process and model."""
 
 import re
 import time
@@ -28,7 +28,7 @@ def test_every_cache_counter_has_a_help_text() -> None:
     assert set(COUNTER_TEXTS) == numbers
 
 
-def test_every_metric_keeps_its_name_and_has_a_help_sentence() -> None:
+def test_metric_names_are_stable_and_every_metric_has_a_help_text() -> None:
     cache = CacheSnapshot(CacheCounters(requests_without_hit={"new_prefix": 1}), {"free": 1}, {"free": 2})
     with front_end(backend=ScriptedBackend(BackendState(is_ready=True, cache=cache))) as server:
         found = families(server)
@@ -47,7 +47,7 @@ def test_process_and_model_metrics_are_exported() -> None:
         assert re.search(r"^process_cpu_seconds_total ", text, re.MULTILINE)
 
 
-def test_time_between_tokens_skips_the_first_token() -> None:
+def test_time_between_tokens_excludes_the_first_token() -> None:
     with front_end() as server:
         connection = server.connection(request_bytes({"prompt": "abc", "max_tokens": 9}))
         wait_until(lambda: server.backend.running)
@@ -61,7 +61,7 @@ def test_time_between_tokens_skips_the_first_token() -> None:
         assert 0.1 <= found["mamba_cache_inter_token_seconds_sum"] < 5
 
 
-def test_queueing_ends_at_a_requests_first_step() -> None:
+def test_queue_time_ends_at_the_requests_first_step() -> None:
     with front_end() as server:
         connection = server.connection(request_bytes({"prompt": "abc", "max_tokens": 9}))
         wait_until(lambda: server.backend.running)
@@ -75,7 +75,7 @@ def test_queueing_ends_at_a_requests_first_step() -> None:
         assert 0.1 <= found["mamba_cache_queue_seconds_sum"] <= to_first_token - 0.35
 
 
-def test_engine_reports_when_a_request_started(server: RunningServer) -> None:
+def test_queue_time_excludes_the_computation_of_the_prompt(server: RunningServer) -> None:
     def count(name: str, suffix: str) -> float:
         return samples(server, name)[f"{name}_{suffix}"]
 
@@ -85,4 +85,4 @@ def test_engine_reports_when_a_request_started(server: RunningServer) -> None:
         body = {"prompt": "def f():\n" * 60, "max_tokens": 2}
         assert http.post("/v1/completions", json=body).status_code == 200
     queued, first = (count(name, "sum") - value for name, value in zip(names, before, strict=True))
-    assert 0 < queued < first  # computing the prompt is not queueing
+    assert 0 < queued < first  # queue time excludes computing the prompt

@@ -1,4 +1,4 @@
-"""A model may have several names: requests take each, replies have the first."""
+"""A model may have several names: requests may use any name, replies have the first."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_every_model_name_is_served_and_replies_have_the_first(
+def test_every_model_name_is_accepted_and_replies_have_the_first_name(
     named: RunningServer, path: str, body: dict[str, Any]
 ) -> None:
     with named.client() as http:
@@ -35,7 +35,7 @@ def test_every_model_name_is_served_and_replies_have_the_first(
             assert (reply.status_code, reply.json()["model"]) == (200, "first")
         refused = http.post(path, json=body | {"model": "fourth"})
     assert refused.status_code == 404
-    words = "the model 'fourth' is not served here, but 'first' and 'second/a' and 'third' are"
+    words = "the model 'fourth' is not served here; send 'first' or 'second/a' or 'third'"
     assert words in refused.json()["error"]["message"]
 
 

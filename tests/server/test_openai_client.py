@@ -1,4 +1,4 @@
-"""OpenAI's own client against the running server: the tokens of generate, finish reasons, cached tokens."""
+"""OpenAI's client with a running server: tokens equal those of `generate`, finish reasons, cached tokens."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def client(server: RunningServer) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run examples/generate.py's command greedily on the prompts and return its records."""
+    """Run the `generate` command greedily on the prompts; return its records."""
     folder = tmp_path_factory.mktemp("generate")
     lines, out = folder / "prompts.jsonl", folder / "out.json"
     lines.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8")
@@ -75,7 +75,7 @@ def _streamed_async(url: str, prompt: str) -> Found:
 
 
 @pytest.mark.parametrize("ask", [_whole, _streamed, _whole_async, _streamed_async])
-def test_greedy_requests_get_the_tokens_of_the_generate_command(
+def test_greedy_replies_equal_those_of_the_generate_command(
     ask: Callable[[str, str], Found], server: RunningServer, generated: list[dict[str, Any]]
 ) -> None:
     found = at_once(lambda prompt: ask(f"{server.url}/v1", prompt), PROMPTS)
@@ -108,7 +108,7 @@ def test_second_turn_of_a_chat_recomputes_at_most_two_blocks(client: openai.Open
     assert cached >= 192
 
 
-def test_next_turn_keeps_the_exact_tokens_of_the_reply(client: openai.OpenAI, server: RunningServer) -> None:
+def test_next_turn_contains_the_exact_tokens_of_the_reply(client: openai.OpenAI, server: RunningServer) -> None:
     tokenizer = server.server.settings.tokenizer
     splits_otherwise = False
     messages: list[Any] = [{"role": "user", "content": "# file: bridge.py\nimport time\n\n\nclass Bridge"}]
@@ -128,10 +128,10 @@ def test_next_turn_keeps_the_exact_tokens_of_the_reply(client: openai.OpenAI, se
         text = choice.message.content
         splits_otherwise |= tokenizer.tokenize(text) != choice.token_ids
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "\n\n\ndef "}]
-    assert splits_otherwise  # else it would hold without the map too
+    assert splits_otherwise  # otherwise this would also be true without the stored tokens
 
 
-def test_cached_tokens_are_those_that_the_engine_skips(client: openai.OpenAI, server: RunningServer) -> None:
+def test_reported_cached_tokens_equal_the_tokens_skipped(client: openai.OpenAI, server: RunningServer) -> None:
     def skipped() -> int:
         return server.between_steps(lambda engine: engine.context.snapshot().counters.prompt_tokens_skipped)
 
@@ -141,10 +141,10 @@ def test_cached_tokens_are_those_that_the_engine_skips(client: openai.OpenAI, se
     assert cached_counts[0] == 0 < cached_counts[1] == cached_counts[2] and skipped() - before == sum(cached_counts)
     several = client.completions.create(model=MODEL, prompt=[PROMPTS[3]] * 2, max_tokens=2, n=3).usage
     assert several.prompt_tokens == 2 * replies[0].usage.prompt_tokens
-    assert several.prompt_tokens_details.cached_tokens == 2 * cached_counts[1]  # not of every choice
+    assert several.prompt_tokens_details.cached_tokens == 2 * cached_counts[1]  # once per prompt, not per choice
 
 
-def test_finish_reason_is_correct(client: openai.OpenAI) -> None:
+def test_finish_reason_says_why_the_reply_ended(client: openai.OpenAI) -> None:
     def ends(**settings: Any) -> tuple[str, str]:
         choice = client.completions.create(model=MODEL, prompt=PROMPTS[1], temperature=0, **settings).choices[0]
         return choice.finish_reason, choice.text
@@ -166,7 +166,7 @@ def test_finish_reason_is_correct(client: openai.OpenAI) -> None:
     assert longer.choices[0].finish_reason == "length" and longer.choices[0].text.startswith("()\n")
 
 
-def test_choices_have_their_own_reproducible_seeds(client: openai.OpenAI) -> None:
+def test_choices_have_different_reproducible_seeds(client: openai.OpenAI) -> None:
     def texts(**settings: Any) -> list[str]:
         reply = client.completions.create(model=MODEL, prompt=PROMPTS[0], max_tokens=12, **settings)
         assert [choice.index for choice in reply.choices] == list(range(len(reply.choices)))
@@ -178,7 +178,7 @@ def test_choices_have_their_own_reproducible_seeds(client: openai.OpenAI) -> Non
     assert texts(n=2, extra_body={"top_k": 1})[0] == texts(temperature=0)[0] == texts(top_p=0)[0]
 
 
-def test_several_prompts_are_several_choices(client: openai.OpenAI) -> None:
+def test_each_prompt_of_a_completion_gets_its_own_choices(client: openai.OpenAI) -> None:
     alone = [client.completions.create(model=MODEL, prompt=prompt, **GREEDY).choices[0].text for prompt in PROMPTS]
     both = client.completions.create(model=MODEL, prompt=list(PROMPTS), **GREEDY)
     assert [choice.text for choice in both.choices] == alone
@@ -187,7 +187,7 @@ def test_several_prompts_are_several_choices(client: openai.OpenAI) -> None:
     assert [choice.text for choice in again.choices] == alone
 
 
-def test_log_probs_belong_to_the_tokens(client: openai.OpenAI) -> None:
+def test_log_probs_are_those_of_the_returned_tokens(client: openai.OpenAI) -> None:
     reply = client.completions.create(model=MODEL, prompt=PROMPTS[1], temperature=0, max_tokens=8, logprobs=3)
     choice = reply.choices[0]
     assert "".join(choice.logprobs.tokens) == choice.text and len(choice.logprobs.token_logprobs) == 8
@@ -205,14 +205,14 @@ def test_log_probs_belong_to_the_tokens(client: openai.OpenAI) -> None:
     assert all(entry.logprob == max(other.logprob for other in entry.top_logprobs) for entry in content)
 
 
-def test_models_and_health(client: openai.OpenAI, server: RunningServer) -> None:
+def test_served_model_is_listed_and_the_server_is_healthy(client: openai.OpenAI, server: RunningServer) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     with server.client() as http:
         assert http.get("/health").json() == {"status": "ready"}
 
 
-def test_errors_raise_the_client_librarys_exceptions(client: openai.OpenAI) -> None:
+def test_errors_raise_the_matching_exceptions_of_the_client_library(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.completions.create(model="gpt-5", prompt="x")
     with pytest.raises(openai.BadRequestError) as found:
@@ -225,7 +225,7 @@ def test_errors_raise_the_client_librarys_exceptions(client: openai.OpenAI) -> N
 @pytest.mark.parametrize(
     "too_long", [{"prompt": [1] * 5000}, {"prompt": "x" * 2**20}, {"prompt": "x", "max_tokens": 4096}]
 )
-def test_context_overflow_is_refused_in_openais_words(client: openai.OpenAI, too_long: dict[str, Any]) -> None:
+def test_context_overflow_error_has_openais_wording(client: openai.OpenAI, too_long: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as found:
         client.completions.create(model=MODEL, **too_long)
     assert found.value.code == "context_length_exceeded" and found.value.param == "prompt"

@@ -16,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "import os\n"}]
 
 
 def assert_entries(entries: list[Any], tokens: list[int], after: torch.Tensor, top_n: int) -> None:
-    """Assert that these are the entries of a prompt, given the log-probs of the vocabulary after each token."""
+    """Assert that `entries` match a prompt; `after` are the log-probs of the vocabulary after each token."""
     assert len(entries) == len(tokens) and entries[0] is None
     for token, best, named in zip(tokens[1:], after[:-1], entries[1:], strict=True):
         own = named[str(token)]
@@ -53,7 +53,7 @@ def test_completion_returns_prompt_log_probs_and_ranks(
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_chat_returns_prompt_log_probs_next_to_its_choices(server: RunningServer) -> None:
+def test_chat_returns_prompt_log_probs_in_addition_to_its_choices(server: RunningServer) -> None:
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3, "return_token_ids": True, "n": 2}
     with server.client() as http:
         found = http.post("/v1/chat/completions", json=body | {"prompt_logprobs": 2}).json()
@@ -77,7 +77,7 @@ def test_each_prompt_has_its_own_log_probs(server: RunningServer) -> None:
     [
         ({"prompt_logprobs": -1}, "greater than or equal to 0"),
         ({"prompt_logprobs": 21}, "less than or equal to 20"),
-        ({"prompt_logprobs": 1, "stream": True}, "whole replies only"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs requires stream to be false"),
         ({"prompt_logprobs": True}, "integer"),
     ],
 )
@@ -89,17 +89,19 @@ def test_unavailable_prompt_log_probs_are_refused(server: RunningServer, fields:
             assert reply.json()["error"]["param"] == "prompt_logprobs"
 
 
-def test_oversized_response_is_refused_before_computing(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_for_too_many_prompt_log_probs_is_refused_before_it_runs(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_scores, "_MOST_ENTRIES", 20)
     with server.client() as http:
         body = {"prompt": [[1] * 6, [1] * 7], "max_tokens": 1}
         assert http.post("/v1/completions", json=body | {"prompt_logprobs": 0}).status_code == 200
         reply = http.post("/v1/completions", json=body | {"prompt_logprobs": 1})
-    message = "prompt_logprobs=1 makes 22 entries for these prompts; at most 20 are returned"
+    message = "prompt_logprobs=1 gives 22 entries for these prompts; at most 20 are allowed"
     assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(message)
 
 
-def test_infinite_log_probs_are_valid_json() -> None:
+def test_infinite_prompt_log_probs_become_valid_json() -> None:
     scoring = PromptScoring(2, str)
     scores = [ScoredToken(float("-inf"), 9, (0.0, float("nan")), (5, 6))]
     found = scoring.entries([1, 7], scores)

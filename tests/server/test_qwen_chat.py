@@ -1,4 +1,4 @@
-"""Chats of Qwen's hybrid models: thinking that is on or off, tool calls within it, history without it, images."""
+"""Chats with Qwen's hybrid models: thinking on or off, tool calls within reasoning, history, images."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ ARGUMENTS = {"text": "a\nb", "most": 3}
 THINKS, DOES_NOT = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 OFF: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-IMAGE, PAD = 99, VOCAB_SIZE + 2  # tokens of the larger model's configuration, and of the tokenizer
+IMAGE, PAD = 99, VOCAB_SIZE + 2  # image token in the model's configuration; image token in the tokenizer
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=" ".join)
@@ -46,13 +46,13 @@ def agent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TagAgent]:
-    """An agent of the newest models, with their tags as added tokens."""
+    """Agent with the template of the newest models; tags are added tokens."""
     yield from agent_of(tmp_path_factory, "qwen 3.6", "added")
 
 
 @pytest.fixture(scope="module")
 def weighing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TagAgent]:
-    """An agent of models with three efforts."""
+    """Agent with a template that accepts three efforts."""
     yield from agent_of(tmp_path_factory, "qwen 3.8", "added")
 
 
@@ -74,7 +74,7 @@ def writes_xml(agent: TagAgent) -> bool:
 
 
 def call(agent: TagAgent, name: str = "search", arguments: dict[str, Any] = ARGUMENTS) -> list[Any]:
-    """Return a call as the agent's model writes it."""
+    """Return a call in the format that the agent's model writes."""
     if not writes_xml(agent):
         return [Tag("<tool_call>"), f"\n{json.dumps({'name': name, 'arguments': arguments})}\n", Tag("</tool_call>")]
     values = "".join(
@@ -90,7 +90,7 @@ def prompt_text(agent: TagAgent) -> str:
 
 
 def allows(agent: TagAgent, reply: Any) -> bool:
-    """Return True if the grammar of the last request accepts a whole reply."""
+    """Return True if the grammar of the last request accepts a complete reply."""
     backend = agent.server.backend
     matcher, tokens = backend.grammars.matcher(backend.asked[-1].sampling.grammar), agent.tokens(reply)
     return bool(matcher.validate_tokens([*tokens, agent.tokenizer.eod]) == len(tokens) + 1)
@@ -105,7 +105,7 @@ def together(deltas: list[Any], name: str) -> str:
 
 
 @pytest.mark.parametrize("fields", [{}, {"chat_template_kwargs": {"enable_thinking": True}}, OFF])
-def test_thinking_is_on_by_default(qwen: TagAgent, fields: dict[str, Any]) -> None:
+def test_qwen_replies_have_reasoning_by_default(qwen: TagAgent, fields: dict[str, Any]) -> None:
     is_on = fields is not OFF
     reply = ["Hm.\n", Tag("</think>"), "\n\nHello."] if is_on else ["Hello."]
     chat = qwen.answered(reply, tools=openai.omit, extra_body=fields)
@@ -118,7 +118,7 @@ def test_thinking_is_on_by_default(qwen: TagAgent, fields: dict[str, Any]) -> No
     assert finish == "stop"
 
 
-ENDS = {  # what comes between reasoning and the calls, and after them
+ENDS = {  # texts between reasoning and calls, and after the calls
     "closed": ([Tag("</think>"), "\n\n"], []),
     "open": ([], []),
     "closed afterwards": ([], ["\n", Tag("</think>")]),
@@ -127,7 +127,7 @@ ENDS = {  # what comes between reasoning and the calls, and after them
 
 @pytest.mark.parametrize("ending", ENDS)
 @pytest.mark.parametrize("num_calls", [1, 3])
-def test_calls_within_reasoning_equal_those_after_it(agent: TagAgent, ending: str, num_calls: int) -> None:
+def test_calls_within_reasoning_equal_calls_after_reasoning(agent: TagAgent, ending: str, num_calls: int) -> None:
     before, after = ENDS[ending]
     wanted = [("search", ARGUMENTS), ("now", {}), ("search", {"text": "", "most": 0})][:num_calls]
     reply = ["I look.\n", *before]
@@ -155,7 +155,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_grammars_allow_calls_after_reasoning_and_within_it(agent: TagAgent, choice: str) -> None:
+def test_grammars_allow_calls_within_and_after_reasoning(agent: TagAgent, choice: str) -> None:
     for before, after in ENDS.values():
         reply = ["I look.\n", *before, *call(agent), *after]
         asked = agent.ask(reply, **CHOICES[choice])
@@ -172,7 +172,7 @@ def test_grammars_allow_calls_after_reasoning_and_within_it(agent: TagAgent, cho
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_grammars_apply_without_thinking(qwen: TagAgent, choice: str) -> None:
+def test_grammars_apply_when_thinking_is_off(qwen: TagAgent, choice: str) -> None:
     asked = qwen.ask(call(qwen), extra_body=OFF, **CHOICES[choice])
     assert arguments_of(asked.message) == [("search", ARGUMENTS)] and asked.message.content is None
     assert prompt_text(qwen).endswith(DOES_NOT) and allows(qwen, call(qwen))
@@ -193,7 +193,7 @@ def test_constrained_answers_and_calls_may_follow_reasoning(qwen: TagAgent) -> N
     assert qwen.ask(answer, tools=TOOLS, **fields).message.content == json.dumps(ARGUMENTS)
 
 
-def test_other_apis_return_the_same_parts(agent: TagAgent) -> None:
+def test_all_chat_apis_return_the_same_parts(agent: TagAgent) -> None:
     client = anthropic.Anthropic(base_url=agent.server.listening.url, api_key="none", max_retries=0)
     tools: Any = [{"name": "search", "input_schema": SEARCH}, {"name": "now", "input_schema": {"type": "object"}}]
     reply = ["I look.\n", *call(agent), "\n", *call(agent, "now", {})]
@@ -225,7 +225,7 @@ def test_other_apis_return_the_same_parts(agent: TagAgent) -> None:
     assert allows(agent, reply)
 
 
-def test_messages_turn_thinking_off(qwen: TagAgent) -> None:
+def test_messages_api_can_turn_thinking_off(qwen: TagAgent) -> None:
     client = anthropic.Anthropic(base_url=qwen.server.listening.url, api_key="none", max_retries=0)
     for kind, end in (("disabled", DOES_NOT), ("adaptive", THINKS)):
         with qwen.saying([Tag("</think>")] * (end is THINKS) + ["Hello."]):
@@ -234,7 +234,7 @@ def test_messages_turn_thinking_off(qwen: TagAgent) -> None:
         assert prompt_text(qwen).endswith(end) and message.content[-1].text == "Hello."
 
 
-def test_no_effort_turns_thinking_off(qwen: TagAgent) -> None:
+def test_reasoning_effort_none_turns_thinking_off(qwen: TagAgent) -> None:
     for effort, end in (("none", DOES_NOT), ("high", THINKS)):
         qwen.ask("Hello.", tools=openai.omit, reasoning_effort=effort)
         assert prompt_text(qwen).endswith(end)
@@ -246,7 +246,7 @@ def test_no_effort_turns_thinking_off(qwen: TagAgent) -> None:
 
 
 @pytest.mark.parametrize("ending", ["closed", "open"])
-def test_agent_rounds_keep_tokens_until_the_next_question_drops_reasoning(agent: TagAgent, ending: str) -> None:
+def test_agent_rounds_reuse_tokens_until_a_new_question_drops_reasoning(agent: TagAgent, ending: str) -> None:
     messages: list[Any] = [{"role": "user", "content": f"Look {ending}."}]
     for number in range(3):
         reply = [f"Thought {number}.\n", *ENDS[ending][0], *call(agent, arguments={"text": f"{number}", "most": 1})]
@@ -268,7 +268,7 @@ EFFORTS = {"minimal": "low", "low": "low", "medium": "", "high": "xhigh", "xhigh
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_refused_effort_becomes_the_nearest_accepted_one(weighing: TagAgent, effort: str) -> None:
+def test_reasoning_effort_becomes_the_nearest_value_that_the_template_accepts(weighing: TagAgent, effort: str) -> None:
     begin = f"<|im_start|>system\n(effort: {EFFORTS[effort]})" if EFFORTS[effort] else "<|im_start|>user"
     fields: list[dict[str, Any]] = [
         {"reasoning_effort": effort},
@@ -285,14 +285,14 @@ def test_refused_effort_becomes_the_nearest_accepted_one(weighing: TagAgent, eff
         assert prompt_text(weighing).startswith(begin)
 
 
-def test_unknown_effort_is_refused_by_the_template(weighing: TagAgent) -> None:
+def test_unknown_reasoning_effort_is_refused(weighing: TagAgent) -> None:
     with pytest.raises(openai.BadRequestError, match="there is no effort of utmost"):
         weighing.ask("Hello.", tools=openai.omit, reasoning_effort="utmost")
     weighing.ask("Hello.", tools=openai.omit, reasoning_effort="none")
     assert prompt_text(weighing).startswith("<|im_start|>user") and prompt_text(weighing).endswith(DOES_NOT)
 
 
-def test_reasoning_stays_in_the_history_on_request(qwen: TagAgent) -> None:
+def test_earlier_reasoning_stays_in_the_prompt_on_request(qwen: TagAgent) -> None:
     keeps: Any = {"extra_body": {"chat_template_kwargs": {"preserve_thinking": True}}, "tools": TOOLS}
     messages: list[Any] = [{"role": "user", "content": "Keep it."}]
     reply = ["Thought.\n", Tag("</think>"), "\n\nDone."]
@@ -302,7 +302,7 @@ def test_reasoning_stays_in_the_history_on_request(qwen: TagAgent) -> None:
     assert list(qwen.prompts()[-1][: len(exact)]) == exact and "Thought." in prompt_text(qwen)
 
 
-def test_model_without_reasoning_calls_tools(instruct: TagAgent) -> None:
+def test_model_without_reasoning_can_call_tools(instruct: TagAgent) -> None:
     for fields in ({"tools": TOOLS}, *CHOICES.values()):
         asked = instruct.ask(["I look.\n"] * ("tool_choice" not in fields) + call(instruct), **fields)
         assert arguments_of(asked.message) == [("search", ARGUMENTS)]
@@ -316,7 +316,7 @@ def test_model_without_reasoning_calls_tools(instruct: TagAgent) -> None:
         ({"add_generation_prompt": True}, ("Hm.", "It is fine.")),
     ],
 )
-def test_continued_reply_is_past_its_reasoning(
+def test_continuation_of_a_reply_is_content_without_reasoning(
     qwen: TagAgent, fields: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     messages = [*ASKED, {"role": "assistant", "content": "It"}]
@@ -340,7 +340,9 @@ WITH_IMAGES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("path", "body", "words"), WITH_IMAGES)
-def test_image_tokens_are_refused(qwen: TagAgent, path: str, body: dict[str, Any], words: str, streams: bool) -> None:
+def test_prompts_with_image_tokens_are_refused_in_every_route(
+    qwen: TagAgent, path: str, body: dict[str, Any], words: str, streams: bool
+) -> None:
     count = len(qwen.prompts())
     with qwen.server.client() as http:
         reply = http.post(path, json=body | {"stream": streams})
@@ -349,7 +351,7 @@ def test_image_tokens_are_refused(qwen: TagAgent, path: str, body: dict[str, Any
 
 
 def test_reply_with_an_image_token_does_not_end_the_conversation(weighing: TagAgent) -> None:
-    """Models may generate one. It is not shown, and the next turn continues without it."""
+    """Models may generate an image token. It is not shown, and the next prompt does not contain it."""
     asked: list[Any] = [{"role": "user", "content": "Show it."}]
     reply = ["Hm.", Tag("</think>"), "See ", Tag("<|image_pad|>"), "there."]
     message = weighing.ask(reply, messages=asked, tools=openai.omit).message
@@ -360,7 +362,7 @@ def test_reply_with_an_image_token_does_not_end_the_conversation(weighing: TagAg
 
 
 @pytest.mark.parametrize("kind", ["image_url", "image", "video", "video_url", "input_audio"])
-def test_non_text_part_is_refused_by_its_type(qwen: TagAgent, kind: str) -> None:
+def test_error_for_a_part_that_is_not_text_names_its_type(qwen: TagAgent, kind: str) -> None:
     content = [{"type": "text", "text": "See"}, {"type": kind, kind: {"url": "data:image/png;base64,AA"}}]
     with qwen.server.client() as http:
         reply = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
@@ -375,14 +377,14 @@ MENTIONS = (
 
 
 @pytest.mark.parametrize("mention", MENTIONS)
-def test_call_mentioned_in_reasoning_stays_there(agent: TagAgent, mention: str) -> None:
+def test_call_mentioned_in_reasoning_is_parsed_as_reasoning(agent: TagAgent, mention: str) -> None:
     for rest, calls in (([], []), ([*call(agent)], [("search", ARGUMENTS)])):
         message = agent.ask([f"{mention}\n", Tag("</think>"), "\n\n", *rest], tools=TOOLS).message
         assert message.reasoning_content == mention and arguments_of(message) == calls
 
 
-def test_tag_without_a_call_is_text(qwen: TagAgent) -> None:
-    """Models have the tag as one token, wherever they write it."""
+def test_tag_that_no_call_follows_is_parsed_as_text(qwen: TagAgent) -> None:
+    """The tag is a single token wherever the model writes it."""
     for mention in (["A `", Tag("<tool_call>"), "` begins a call."], ["\n", Tag("<tool_call>"), "\n<function=no>\n"]):
         message = qwen.ask(["So. ", *mention, "\n", *call(qwen)], tools=TOOLS).message
         assert message.reasoning_content == "So. " + "".join(mention).rstrip()
@@ -401,7 +403,7 @@ VALUES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_arguments_have_their_schemas_types(agent: TagAgent, values: dict[str, Any]) -> None:
+def test_call_arguments_have_the_types_in_the_schema(agent: TagAgent, values: dict[str, Any]) -> None:
     for before in (["Hm.\n"], ["Hm.\n", Tag("</think>"), "\n\n"]):
         reply = [*before, *call(agent, arguments=values)]
         message = agent.ask(reply, tools=TOOLS, tool_choice="required").message

@@ -1,4 +1,4 @@
-"""A server of a random Qwen 3.5 model: constrained replies are parsed, and later turns hit the cache."""
+"""A server with a random Qwen 3.5 model: constrained replies are parsed, and later turns hit the cache."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.server.parsers.tagged_replies import TAGS, VOCAB_SIZE, tagged_tokeniz
 from tests.server.qwen_templates import QWEN_3_6
 from tests.server.running_server import RunningServer, at_once, running_server
 
-IMAGE = VOCAB_SIZE  # the token of the larger model's configuration
+IMAGE = VOCAB_SIZE  # image token in the model's configuration
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE + 1,
     "hidden_size": 64,
@@ -69,7 +69,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, dict[str, int]]]:
-    """A server, and the ids of its tags and of its end token."""
+    """Server, with the ids of its tags and of its end token."""
     folder = tmp_path_factory.mktemp("random") / "qwen"
     torch.manual_seed(5)
     config = Qwen3_5MoeConfig(text_config=TEXT, vision_config=VISION, image_token_id=IMAGE)
@@ -87,10 +87,10 @@ def client(served: tuple[RunningServer, dict[str, int]]) -> openai.OpenAI:
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("num_replies", [20, pytest.param(100, marks=pytest.mark.long)])
-def test_constrained_replies_are_parsed(
+def test_constrained_qwen_replies_are_parsed_into_reasoning_and_calls(
     served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI, num_replies: int, choice: Any
 ) -> None:
-    """The tags and the end are more probable than the rest, as a random model would seldom generate them."""
+    """A bias makes tags and the end token probable; a random model would seldom generate them."""
     _, ids = served
 
     def ask(seed: int) -> Any:
@@ -127,10 +127,10 @@ def test_constrained_replies_are_parsed(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_forced_calls_come_without_reasoning_when_thinking_is_off(
+def test_required_calls_have_no_reasoning_when_thinking_is_off(
     served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI, stream: bool
 ) -> None:
-    """The model would almost always open its reasoning if the grammar allowed it."""
+    """A bias makes the model open its reasoning almost always if the grammar allows that."""
     _, ids = served
 
     def ask(seed: int) -> list[Any]:
@@ -153,7 +153,7 @@ def test_forced_calls_come_without_reasoning_when_thinking_is_off(
         assert not any(getattr(message, "reasoning_content", None) or message.content for message in messages)
 
 
-def test_next_turn_is_cached_and_images_are_refused(
+def test_next_turn_of_a_qwen_chat_hits_the_cache_and_images_are_refused(
     served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI
 ) -> None:
     server, ids = served

@@ -20,7 +20,7 @@ def server() -> Iterator[FrontEnd]:
 
 
 class PlainTemplate(ByteTokenizer):
-    """Has a chat template that reads messages only."""
+    """Tokenizer with a chat template that renders only messages."""
 
     chat_template = "{{ messages }}"
 
@@ -37,7 +37,7 @@ USER = {"role": "user", "content": "x"}
         ({"messages": [USER, {"role": "tool", "content": "5"}]}, "messages", "tool calls"),
     ],
 )
-def test_content_that_the_template_drops_is_refused(lost: dict[str, Any], param: str, what: str) -> None:
+def test_tools_and_calls_are_refused_when_the_template_drops_them(lost: dict[str, Any], param: str, what: str) -> None:
     with front_end(keys=(), tokenizer=PlainTemplate()) as plain, plain.client() as http:
         error = http.post("/v1/chat/completions", json={"messages": [USER]} | lost).json()["error"]
     assert error["param"] == param
@@ -45,7 +45,7 @@ def test_content_that_the_template_drops_is_refused(lost: dict[str, Any], param:
 
 
 @pytest.mark.parametrize("name", ["prompt_cache_key", "safety_identifier", "user", "service_tier"])
-def test_fields_without_effect_are_ignored(server: FrontEnd, name: str) -> None:
+def test_request_fields_without_effect_are_ignored(server: FrontEnd, name: str) -> None:
     body = {"prompt": "x", "max_tokens": -1, name: "a"}
     with server.client() as http:
         assert http.post("/v1/completions", json=body).json()["error"]["param"] == "max_tokens"
@@ -66,7 +66,7 @@ def test_fields_without_effect_are_ignored(server: FrontEnd, name: str) -> None:
         ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
     ],
 )
-def test_error_of_a_union_field_names_the_intended_type(
+def test_error_for_a_field_with_several_types_names_the_intended_type(
     server: FrontEnd, field: dict[str, Any], param: str, message: str
 ) -> None:
     with server.client() as http:
@@ -74,7 +74,7 @@ def test_error_of_a_union_field_names_the_intended_type(
     assert error["param"] == param and error["message"].startswith(f"{param}: ") and message in error["message"]
 
 
-def test_cross_site_page_cannot_flush(server: FrontEnd) -> None:
+def test_page_from_another_origin_cannot_flush_the_cache(server: FrontEnd) -> None:
     with server.client() as http:
         own = server.listening.url
         for origin in ("http://evil.example", "null", own.replace("127.0.0.1", "localhost"), "http://127.0.0.1:1"):
@@ -86,7 +86,7 @@ def test_cross_site_page_cannot_flush(server: FrontEnd) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal"])
-def test_non_text_parts_are_refused_by_name(server: FrontEnd, kind: str) -> None:
+def test_error_for_a_part_that_is_not_text_names_its_type(server: FrontEnd, kind: str) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "x"}}]}
     with server.client() as http:
         error = http.post("/v1/chat/completions", json={"messages": [message]}).json()["error"]
@@ -95,7 +95,7 @@ def test_non_text_parts_are_refused_by_name(server: FrontEnd, kind: str) -> None
 
 
 @pytest.mark.parametrize("body", [b'{"prompt": "\xff"}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"])
-def test_unparsable_body_gets_a_readable_error(server: FrontEnd, body: bytes) -> None:
+def test_error_for_an_invalid_body_says_what_is_wrong(server: FrontEnd, body: bytes) -> None:
     with server.client() as http:
         reply = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_json"
@@ -128,7 +128,7 @@ ROUTES_AND_OBJECTS = [
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
 @pytest.mark.parametrize(("path", "body"), ROUTES_AND_OBJECTS)
-def test_values_outside_json_are_refused_everywhere(server: FrontEnd, path: str, body: str, value: str) -> None:
+def test_nan_and_invalid_unicode_are_refused_in_every_route(server: FrontEnd, path: str, body: str, value: str) -> None:
     messages = '"messages": [{"role": "user", "content": "x"}]'
     content = (body % value).replace('"messages": []', messages).encode()
     with server.client() as http:
@@ -139,22 +139,22 @@ def test_values_outside_json_are_refused_everywhere(server: FrontEnd, path: str,
     assert ("finite" in sentence) or (value.startswith('"') and ("Unicode" in sentence or "number" in sentence)), error
 
 
-def test_field_without_a_name_is_refused(server: FrontEnd) -> None:
+def test_field_with_an_empty_name_is_refused(server: FrontEnd) -> None:
     with server.client() as http:
         error = http.post("/v1/completions", json={"prompt": "a", "": 1}).json()["error"]
     assert (error["param"], error["message"]) == ("", "`` is not a known field; leave it out")
 
 
-def test_zero_top_log_probs_returns_none(server: FrontEnd) -> None:
+def test_zero_top_logprobs_returns_no_alternatives(server: FrontEnd) -> None:
     message = {"role": "user", "content": "a"}
     with server.client() as http:
         for more in ({}, {"logprobs": False}):
             reply = http.post("/v1/chat/completions", json={"messages": [message], "top_logprobs": 0, **more})
-            assert "chat template" in reply.json()["error"]["message"]  # taken so far: bytes have none
+            assert "chat template" in reply.json()["error"]["message"]  # all other checks passed
 
 
 @pytest.mark.parametrize("token", [-1, 100, 2**31, 2**63, -(2**63) - 1, 2**70, 1.5])
-def test_out_of_vocabulary_token_is_named(token: Any) -> None:
+def test_error_names_the_prompt_token_outside_the_vocabulary(token: Any) -> None:
     rules = RequestRules(CacheConfig(), vocab_size=100, num_blocks=100)
     refusal = rules.error_of(RequestSpec(0, np.array([5, token, 6], dtype=object), 7, SamplingSettings()))
     assert refusal is not None and refusal.startswith(f"token {token} in the prompt is outside the vocabulary of 100")

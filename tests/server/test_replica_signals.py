@@ -1,4 +1,4 @@
-"""Signals of a replica: it ends before warmup and ignores them after."""
+"""Signals to a replica: they end it until warmup is over and are ignored later."""
 
 import asyncio
 import signal
@@ -14,7 +14,7 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
 class WatchedEngine:
-    """An engine that records the effect of signals during warmup, join and run."""
+    """Engine that records the effect of signals during warmup, join and run."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.seen: dict[str, list[Any]] = {}
@@ -47,14 +47,14 @@ def alone(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("serve", [in_a_thread, alone])
-def test_sigterm_is_ignored_after_warmup(serve: Callable[[Any], None]) -> None:
+def test_replica_ignores_sigterm_after_warmup(serve: Callable[[Any], None]) -> None:
     engine, ending = WatchedEngine(), signal.getsignal(signal.SIGTERM)
     serve(engine)
     assert engine.seen == {"warmup": [ending, signal.SIG_IGN], "joining": [signal.SIG_IGN] * 2}
     assert signal.getsignal(signal.SIGTERM) is ending
 
 
-def test_failed_warmup_ends_the_start() -> None:
+def test_replica_start_raises_when_warmup_fails() -> None:
     ending = [signal.getsignal(number) for number in NUMBERS]
     replica = ReplicaThread(WatchedEngine(fails=True), RoutingSettings())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="could not join") as found:

@@ -1,4 +1,4 @@
-"""serve under torchrun: replicas of a coordinator with one front end."""
+"""`serve` under torchrun: replicas, a coordinator and one front end."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from tests.server.running_server import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(is_rank(), reason="starts torchrun itself")]
 
-STARTED_S = 240.0  # no claim: machines that run tests can be very busy
+STARTED_S = 240.0  # generous, because machines that run tests can be very busy
 PROMPT = "def add(a, b):\n    return a + b\n" * 8
 
 
 @contextmanager
 def replicas(*flags: str, model: str = "--random-model") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Run `serve` in two processes; yield torchrun's process and the URL. The model "" is that which ships."""
+    """Run `serve` in two processes; yield torchrun's process and the URL. Model "" is the example model."""
     port = free_port()
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     serve = ["-m", "megatron_mamba_cache", "serve", "--device", "cpu", "--port", str(port)]
@@ -94,7 +94,7 @@ def cached(http: httpx.Client) -> int:
 @pytest.mark.parametrize(
     "flags", [(), ("--tensor-model-parallel-size", "2")], ids=["two replicas", "one replica of two"]
 )
-def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[str, ...]) -> None:
+def test_replicas_stream_cancel_flush_and_stop_like_one_engine(flags: tuple[str, ...]) -> None:
     with running_server("--random-model") as server, server.client() as http:
         sampled = {"seed": 5, "temperature": 1.0, "max_tokens": 12, "n": 2, "logprobs": 1}
         alone, alone_sampled = asked(http), asked(http, **sampled)
@@ -117,7 +117,7 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
             ranked = asked(http, prompt_logprobs=2, max_tokens=max_tokens)["choices"][0]["prompt_logprobs"]
             assert [ranks_of(entry) for entry in ranked] == [ranks_of(entry) for entry in alone_ranked]
         events = streamed(http, max_tokens=12, temperature=0)
-        assert len(events) > 6  # as it is generated, not whole
+        assert len(events) > 6  # streamed during generation
         assert "".join(event["choices"][0]["text"] for event in events) == alone["choices"][0]["text"]
         assert cached(http) > 0
         with pytest.raises(httpx.ReadTimeout):
@@ -140,7 +140,7 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
     assert not is_ready(url)
 
 
-def test_replicas_apply_grammars_as_one_engine_does() -> None:
+def test_replicas_apply_grammars_like_one_engine() -> None:
     schema = {"type": "array", "items": {"enum": ["a", 10, True]}, "minItems": 2, "maxItems": 4}
     formed = {"guided_json": schema, "max_tokens": 60, "temperature": 1.0, "seed": 3, "n": 3}
     with running_server() as server, server.client() as http:
@@ -152,7 +152,7 @@ def test_replicas_apply_grammars_as_one_engine_does() -> None:
     assert refused.status_code == 400 and "not" in refused.json()["error"]["message"]
 
 
-def test_replicas_report_tokens_restored_from_a_shared_directory(tmp_path: Path) -> None:
+def test_replicas_report_tokens_restored_from_a_shared_disk_tier(tmp_path: Path) -> None:
     tiers = ("--cache-gb", "0.1", "--host-cache-gb", "0.2", "--disk-cache-dir", str(tmp_path), "--disk-cache-gb", "0.1")
     turn = PROMPT + "print(add(1, 2))\n"
     with replicas(*tiers) as (_, url), httpx.Client(base_url=url, timeout=120) as http:

@@ -1,4 +1,4 @@
-"""OpenAI's responses API, by OpenAI's client: items, streams, tools, earlier responses and refusals."""
+"""OpenAI's responses API with OpenAI's client: items, streams, tools, earlier responses and refusals."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 
 
 def asked(agent: Agent, reply: str, end: str = "stop", **fields: Any) -> Any:
-    """Return a whole response."""
+    """Send a request without streaming; return the response."""
     with agent.saying(reply, end):
         return agent.client.responses.create(**{"model": "scripted", "input": "Weather?", "tools": TOOLS} | fields)
 
@@ -37,7 +37,7 @@ def described(item: Any) -> dict[str, Any]:
     return item.model_dump(exclude={"id", "call_id"}, exclude_none=True)
 
 
-def test_response_has_an_item_for_each_part_of_the_reply(agent: Agent) -> None:
+def test_response_has_one_item_for_each_part_of_the_reply(agent: Agent) -> None:
     response = asked(agent, REPLY, metadata={"a": "b" * 512}, reasoning={"effort": "low", "summary": "auto"})
     reasoning, text, call = response.output
     assert reasoning.content[0].text == "Hm." and text.content[0].text == response.output_text == "I look."
@@ -50,7 +50,7 @@ def test_response_has_an_item_for_each_part_of_the_reply(agent: Agent) -> None:
     assert response.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_streamed_response_equals_the_whole_one(agent: Agent) -> None:
+def test_streamed_response_equals_the_whole_response(agent: Agent) -> None:
     whole = asked(agent, REPLY)
     with (
         agent.saying(REPLY),
@@ -84,7 +84,7 @@ def test_reasoning_is_returned_as_a_summary_on_request(agent: Agent, summary: st
     assert [described(item) for item in streamed.output] == [described(item) for item in whole.output]
     prefix = "response.reasoning_summary_"
     summaries = [event for event in events if event.type.startswith(prefix)]
-    kinds = dict.fromkeys(event.type.removeprefix(prefix) for event in summaries)  # in order, each once
+    kinds = dict.fromkeys(event.type.removeprefix(prefix) for event in summaries)  # in order, without duplicates
     assert list(kinds) == SUMMARY_EVENTS * is_given
     assert "".join(event.delta for event in summaries if event.type.endswith("delta")) == "Hm." * is_given
     (added,) = [event for event in events if event.type == "response.output_item.added" and event.output_index == 0]
@@ -92,7 +92,7 @@ def test_reasoning_is_returned_as_a_summary_on_request(agent: Agent, summary: st
 
 
 @pytest.mark.parametrize("remembers", [False, True])
-def test_each_turn_starts_with_the_tokens_of_earlier_turns(agent: Agent, remembers: bool) -> None:
+def test_prompt_of_each_turn_starts_with_the_tokens_of_earlier_turns(agent: Agent, remembers: bool) -> None:
     history: list[Any] = [{"role": "user", "content": f"Remembers {remembers}."}]
     previous: dict[str, Any] = {}
     for number in range(5):
@@ -125,7 +125,7 @@ def test_stored_response_is_readable_only_by_its_owner_until_deleted(server: Run
         lambda: blue.responses.retrieve(first.id),
         lambda: blue.responses.delete(first.id),
     ):
-        with pytest.raises(openai.NotFoundError, match="is not stored here"):
+        with pytest.raises(openai.NotFoundError, match="is not stored in this server"):
             refused()
     for client, previous in ((blue, first.id), (red, "resp_none")):
         with pytest.raises(openai.BadRequestError, match=f"response with id '{previous}' not found") as found:
@@ -139,7 +139,7 @@ def test_stored_response_is_readable_only_by_its_owner_until_deleted(server: Run
         red.responses.create(input="x", previous_response_id=second.id, **greedy)
 
 
-def test_stored_responses_are_bounded_per_key() -> None:
+def test_stored_responses_are_bounded_per_api_key() -> None:
     stored = StoredResponses(1000)
     stored.keep("blue", [], {"id": "blue", "previous_response_id": None})
     for number in range(100):
@@ -150,10 +150,10 @@ def test_stored_responses_are_bounded_per_key() -> None:
         assert 0 < stored.num_bytes("red") <= 1000 and stored.item("red", f"item {number}") == output[0]
     stored.keep("red", [], {"id": "large", "previous_response_id": None, "text": "x" * 1000})
     for owner, response_id in (("red", "0"), ("red", "large"), ("red", "blue"), ("none", "99")):
-        with pytest.raises(ApiError, match="is not stored here"):
+        with pytest.raises(ApiError, match="is not stored in this server"):
             stored.find(owner, response_id)
     for owner, item_id in (("red", "item 0"), ("blue", "item 99"), ("none", "item 99")):
-        with pytest.raises(ApiError, match="is not stored here"):
+        with pytest.raises(ApiError, match="is not stored in this server"):
             stored.item(owner, item_id)
     assert len(stored._response_of) == len(stored._stored["red"])
     stored.find("blue", "blue")
@@ -177,7 +177,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         "a part of type 'input_image' is not",
     ),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "item with id 'x' not found: it is not stored here"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "item with id 'x' not found: it is not stored in this server"),
     ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "an item of type 'compaction' is not supported"),
     ({"input": []}, "at least 1 item"),
     ({"background": True}, "`background` is not supported by this server; leave it out"),
@@ -196,18 +196,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED)
-def test_unsupported_values_are_refused(agent: Agent, fields: dict[str, Any], words: str) -> None:
+def test_responses_api_refuses_unsupported_values(agent: Agent, fields: dict[str, Any], words: str) -> None:
     body = {"model": "scripted", "input": "x"} | fields
     reply = httpx.post(f"{agent.server.listening.url}/v1/responses", json=body, timeout=60)
     assert reply.status_code in (400, 404) and words in reply.json()["error"]["message"], reply.text
 
 
-def test_every_field_of_the_client_library_is_known() -> None:
+def test_every_responses_field_of_openais_client_library_is_known() -> None:
     known = {*ResponsesRequest.model_fields, *ResponsesRequest.unsupported}
     assert set(response_create_params.ResponseCreateParamsBase.__annotations__) <= known
 
 
-def test_neutral_values_are_accepted(agent: Agent) -> None:
+def test_responses_api_accepts_values_without_effect(agent: Agent) -> None:
     fields = {
         "include": ["reasoning.encrypted_content"],
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
@@ -223,7 +223,7 @@ def test_neutral_values_are_accepted(agent: Agent) -> None:
     assert cut.status == "completed" and cut.output[-1].status == "incomplete"
 
 
-def test_stream_error_is_an_event(agent: Agent) -> None:
+def test_error_during_a_response_stream_is_an_error_event(agent: Agent) -> None:
     with agent.saying("Ye", end="error"):
         events = list(agent.client.responses.create(model="scripted", input="x", stream=True))
     assert events[-1].type == "error" and "the request failed" in events[-1].message

@@ -1,4 +1,4 @@
-"""Fields of sampling take effect over HTTP."""
+"""Sampling fields take effect over HTTP."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ NUM_TOKENS = 24
 
 
 def answered(server: RunningServer, **fields: Any) -> dict[str, Any]:
-    """Return the first choice of a completion, greedy unless the fields say otherwise."""
+    """Return the first choice of a completion; `fields` override greedy sampling."""
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True} | fields
     with server.client() as http:
         reply = http.post("/v1/completions", json=body)
@@ -20,13 +20,13 @@ def answered(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def test_bias_makes_a_token_certain_or_impossible(server: RunningServer) -> None:
+def test_logit_bias_makes_a_token_certain_or_impossible(server: RunningServer) -> None:
     plain = answered(server)["token_ids"]
     assert answered(server, logit_bias={"77": 100})["token_ids"] == [77] * NUM_TOKENS
     assert plain[0] not in answered(server, logit_bias={str(plain[0]): -100})["token_ids"]
 
 
-def test_penalties_keep_a_reply_from_repeating_itself(server: RunningServer) -> None:
+def test_penalties_prevent_repeated_tokens(server: RunningServer) -> None:
     long: dict[str, Any] = {"prompt": "x = 1\n" * 40, "max_tokens": 200, "temperature": 0.5, "seed": 1}
     fields: Any = [{}, {"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 5}]
     replies = at_once(lambda extra: answered(server, **long, **extra)["token_ids"], fields)
@@ -34,7 +34,7 @@ def test_penalties_keep_a_reply_from_repeating_itself(server: RunningServer) -> 
     assert min(penalised) > plain, (plain, penalised)
 
 
-def test_stop_tokens_and_min_tokens_are_respected(server: RunningServer) -> None:
+def test_reply_ends_at_a_stop_token_after_min_tokens(server: RunningServer) -> None:
     plain = answered(server)["token_ids"]
     stopped = answered(server, stop_token_ids=[plain[5]])
     first = plain.index(plain[5])
@@ -43,7 +43,7 @@ def test_stop_tokens_and_min_tokens_are_respected(server: RunningServer) -> None
     assert plain[5] not in longer["token_ids"][: first + 3] and len(longer["token_ids"]) >= first + 4
 
 
-def test_special_tokens_are_shown_on_request(server: RunningServer) -> None:
+def test_special_tokens_are_in_the_text_on_request(server: RunningServer) -> None:
     end = {"logit_bias": {"0": 100}, "ignore_eos": True, "max_tokens": 2}
     assert answered(server, **end)["text"] == ""
     assert answered(server, skip_special_tokens=False, **end)["text"] == "<|endoftext|>" * 2
@@ -65,7 +65,7 @@ FIELDS = {
 }
 
 
-def test_seed_fixes_tokens_with_drafts_and_cache(server: RunningServer) -> None:
+def test_seed_determines_tokens_with_drafts_and_cache(server: RunningServer) -> None:
     prompt = PROMPT * 20
     first = answered(server, prompt=prompt, **FIELDS)["token_ids"]
     assert answered(server, prompt=prompt, **FIELDS)["token_ids"] == first
@@ -93,7 +93,9 @@ def test_seed_fixes_tokens_with_drafts_and_cache(server: RunningServer) -> None:
         ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
     ],
 )
-def test_values_out_of_range_are_refused(server: RunningServer, fields: dict[str, Any], param: str, words: str) -> None:
+def test_sampling_values_out_of_range_are_refused(
+    server: RunningServer, fields: dict[str, Any], param: str, words: str
+) -> None:
     with server.client() as http:
         reply = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2} | fields)
     error = reply.json()["error"]

@@ -1,4 +1,4 @@
-"""A stop string that is a special token ends a reply, although no text shows it."""
+"""A stop string that is a special token ends a reply, although the token has no text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,13 +26,13 @@ def agent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class StoppingAgent(Agent):
-    """An agent whose replies end with the request's stop tokens, as an engine's do."""
+    """Agent whose replies end with the request's stop tokens, like replies from an engine."""
 
     server: FrontEnd
     tokenizer: HuggingFaceTokenizer
 
     def tokens(self, text: str) -> list[int]:
-        """Return tokens of a text that may name special tokens."""
+        """Return the tokens of a text that may contain names of special tokens."""
         by_name = {name: self.tokenizer.id_of(name) for name in (END, TURN_END, *NOT_SPECIAL)}
         parts = [text] if text not in by_name else []
         for name in by_name:
@@ -55,7 +55,7 @@ class StoppingAgent(Agent):
 
 
 def split_at(text: str, name: str) -> list[str]:
-    """Return a text's parts before, of and after a name, without empty ones."""
+    """Split a text into the parts before a name, the name, and after it; drop empty parts."""
     before, found, after = text.partition(name)
     return [part for part in (before, found, after) if part]
 
@@ -67,7 +67,7 @@ def spelled(tokenizer: HuggingFaceTokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize("stop", [TURN_END, END, ["x!", TURN_END], NOT_SPECIAL[0]])
 @pytest.mark.parametrize("shows", [True, False])
-def test_reply_ends_before_the_special_token(agent: StoppingAgent, stop: Any, shows: bool) -> None:
+def test_reply_ends_before_a_special_token_in_stop(agent: StoppingAgent, stop: Any, shows: bool) -> None:
     name = stop if isinstance(stop, str) else stop[-1]
     extra = {"skip_special_tokens": not shows}
     found = agent.ask(f"the dog{name} and the fox", messages=ASKED, tools=[], stop=stop, extra_body=extra)
@@ -79,13 +79,13 @@ def test_reply_ends_before_the_special_token(agent: StoppingAgent, stop: Any, sh
     assert "".join(delta.content or "" for delta in deltas) == "the dog" and reason == "stop"
 
 
-def test_stopping_by_id_equals_stopping_by_name(agent: StoppingAgent) -> None:
+def test_stop_token_id_and_stop_string_of_a_token_give_the_same_reply(agent: StoppingAgent) -> None:
     number = agent.tokenizer.id_of(TURN_END)
     agent.ask("x", messages=ASKED, tools=[], stop=[TURN_END, END], extra_body={"stop_token_ids": [number, 5]})
     assert agent.server.backend.asked[-1].sampling.stop_token_ids == (number, 5, agent.tokenizer.id_of(END))
 
 
-def test_special_stop_token_is_not_part_of_the_next_turn(agent: StoppingAgent) -> None:
+def test_next_turn_does_not_contain_the_special_stop_token(agent: StoppingAgent) -> None:
     for fields in ({"stop": TURN_END}, {"extra_body": {"stop_token_ids": [agent.tokenizer.id_of(TURN_END)]}}):
         fox = "a red fox" if "stop" in fields else "a big fox"
         agent.ask(f"{fox}{TURN_END}", messages=ASKED, tools=[], **fields)
@@ -96,7 +96,7 @@ def test_special_stop_token_is_not_part_of_the_next_turn(agent: StoppingAgent) -
         assert second[: len(exact)] == exact and second[len(exact)] != exact[-1]
 
 
-def test_anthropics_api_names_the_special_stop_token(agent: StoppingAgent) -> None:
+def test_messages_api_returns_the_special_stop_token_as_stop_sequence(agent: StoppingAgent) -> None:
     body = {"model": "scripted", "max_tokens": 20, "messages": ASKED, "stop_sequences": ["never", TURN_END]}
     with agent.server.client() as http, agent.saying(f"the dog{TURN_END} and"):
         found = http.post("/v1/messages", json=body).json()

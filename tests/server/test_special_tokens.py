@@ -1,4 +1,4 @@
-"""Special tokens of chats, from the template, and of texts, from the tokenizer."""
+"""Special tokens in chats (from the template) and in texts (from the tokenizer)."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ def test_special_tokens_are_added_to_a_chat_on_request(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("text", ["The lazy dog", " x", f"{BEGIN}a", f"a{END}", "日本語 größe"])
-def test_special_tokens_of_a_text_are_optional(saved: Saved, text: str) -> None:
+def test_special_tokens_are_added_to_a_completion_prompt_unless_disabled(saved: Saved, text: str) -> None:
     read = reader_of(saved.ours).read
     for add in (True, False):
         expected = saved.theirs(text, add_special_tokens=add)["input_ids"]
@@ -85,7 +85,7 @@ ECHOED = ("The lazy dog", f"lazy{TURN_END}dog{TURN_END}", f"{BEGIN}x\n<tool_call
 
 
 @pytest.mark.parametrize("text", ECHOED)
-def test_offsets_of_an_echoed_text_are_its_token_starts(saved: Saved, text: str) -> None:
+def test_offsets_in_an_echo_are_the_starts_of_its_tokens(saved: Saved, text: str) -> None:
     for add in (None, True, False):
         prompt = reader_of(saved.ours).read_to_echo(TENANT, text, add, has_tokens=True)
         assert prompt.echo is not None and prompt.echo.text == text
@@ -101,7 +101,7 @@ def test_offsets_of_an_echoed_text_are_its_token_starts(saved: Saved, text: str)
         assert num_found >= 2
 
 
-def test_next_turn_of_a_chat_continues_the_exact_tokens(saved: Saved) -> None:
+def test_next_turn_of_a_chat_begins_with_the_exact_earlier_tokens(saved: Saved) -> None:
     reader = reader_of(saved.ours, 10**6)
     first = Conversation(CHATS["one turn"])
     prompt = reader.read_chat(TENANT, first)
@@ -118,12 +118,12 @@ def test_next_turn_of_a_chat_continues_the_exact_tokens(saved: Saved) -> None:
 
 
 def spelled(tokenizer: HuggingFaceTokenizer, text: str) -> list[int]:
-    """Return a token for each character of a text of ASCII."""
+    """Return one token for each character of an ASCII text."""
     by_bytes = {tokenizer.bytes_of(token): token for token in reversed(range(tokenizer.vocab_size))}
     return [by_bytes[character.encode()] for character in text]
 
 
-def test_exact_tokens_are_kept_per_special_token_setting(tmp_path: Path) -> None:
+def test_exact_tokens_are_stored_separately_for_each_special_token_setting(tmp_path: Path) -> None:
     for kind in THREE_KINDS:
         ours, theirs = saved_in(tmp_path / kind, kind, "begin", template="{{ messages[0].content }}")
         reader, text, reply = reader_of(ours, 10**6), "The lazy", " dog, and"
@@ -136,7 +136,7 @@ def test_exact_tokens_are_kept_per_special_token_setting(tmp_path: Path) -> None
         assert list(reader.read(TENANT, text + reply, True).token_ids) == theirs(text + reply)["input_ids"]
 
 
-def test_added_end_token_is_never_inside_a_text(tmp_path: Path) -> None:
+def test_added_end_token_is_never_inside_a_continued_text(tmp_path: Path) -> None:
     for kind in THREE_KINDS:
         ours, theirs = saved_in(tmp_path / kind, kind, "both")
         reader, text, reply = reader_of(ours, 10**6), "The lazy", " dog, and"
@@ -147,7 +147,7 @@ def test_added_end_token_is_never_inside_a_text(tmp_path: Path) -> None:
         assert found == theirs(text + reply + " others")["input_ids"]
 
 
-def test_breakpoints_of_a_chat_are_token_positions(saved: Saved) -> None:
+def test_breakpoints_in_a_chat_become_token_positions(saved: Saved) -> None:
     positions = (Breakpoint(0, 3), Breakpoint(1, 4))
     messages = [{"role": "system", "content": "The lazy dog"}, {"role": "user", "content": "quick brown"}]
     for add in (False, True):

@@ -1,4 +1,4 @@
-"""The usage in each event of a stream, and a client's own id of a request."""
+"""Usage in each event of a stream, and request ids chosen by clients."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ def events(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[
 
 @pytest.mark.parametrize("include_usage", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-def test_continuous_usage_is_in_every_event(
+def test_every_stream_event_has_usage_when_continuous_usage_is_on(
     server: RunningServer, path: str, body: dict[str, Any], include_usage: bool
 ) -> None:
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
@@ -32,7 +32,7 @@ def test_continuous_usage_is_in_every_event(
     ] * include_usage
 
 
-def test_reply_id_ends_with_the_request_id(server: RunningServer) -> None:
+def test_response_id_ends_with_the_clients_request_id(server: RunningServer) -> None:
     with server.client() as http:
         whole = http.post("/v1/completions", json=COMPLETION | {"request_id": "abc-7"}).json()
     assert whole["id"] == "cmpl-abc-7"
@@ -42,7 +42,7 @@ def test_reply_id_ends_with_the_request_id(server: RunningServer) -> None:
     assert events(server, "/v1/chat/completions", CHAT)[0]["id"] != "chatcmpl-é"
 
 
-def test_one_request_holds_hundreds_of_prompts(server: RunningServer) -> None:
+def test_one_completion_request_may_have_hundreds_of_prompts(server: RunningServer) -> None:
     body = {"prompt": [f"def a{number}" for number in range(500)], "max_tokens": 1, "top_k": 1}
     with server.client() as http:
         reply = http.post("/v1/completions", json=body)

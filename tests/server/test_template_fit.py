@@ -1,4 +1,4 @@
-"""Every message of a client is in the prompt or refused, for any chat template."""
+"""For any chat template, every message is in the prompt or the request is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def spoken(role: str, text: str, **fields: Any) -> dict[str, Any]:
 
 
 def calling(text: str, *cities: str) -> dict[str, Any]:
-    """Return a message of the model that calls a tool for each city."""
+    """Return an assistant message that calls a tool for each city."""
     calls = [
         {"id": call_id, "function": {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'}}
         for call_id, city in zip(IDS, cities, strict=False)
@@ -75,7 +75,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptReader]
 
 
 def conversation(messages: list[dict[str, Any]], **fields: Any) -> Conversation:
-    """Return the prompt of a chat completion with these messages."""
+    """Return the conversation of a chat completion with these messages."""
     return ChatRequest.model_validate({"messages": messages} | fields).conversation()
 
 
@@ -89,7 +89,7 @@ def knows_tools(family: str) -> bool:
 
 @pytest.mark.parametrize("talk", [*TALKS, *CALLING_TALKS])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_message_is_in_the_prompt_once(readers: dict[str, PromptReader], family: str, talk: str) -> None:
+def test_every_message_is_rendered_exactly_once(readers: dict[str, PromptReader], family: str, talk: str) -> None:
     if talk in CALLING_TALKS and not knows_tools(family):
         return
     messages = (TALKS | CALLING_TALKS)[talk]
@@ -103,15 +103,15 @@ def test_every_message_is_in_the_prompt_once(readers: dict[str, PromptReader], f
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mistral 3"}))
-def test_messages_stay_in_order(readers: dict[str, PromptReader], family: str) -> None:
-    """Instructions of the beginning come first, and those in between are next to the messages around them."""
+def test_rewritten_messages_stay_in_order(readers: dict[str, PromptReader], family: str) -> None:
+    """Instructions at the beginning come first; later instructions stay adjacent to the messages around them."""
     text = prompt_of(readers[family], TALKS["instructions in between"]).text or ""
     wanted = [message["content"] for message in TALKS["instructions in between"]]
     assert sorted(wanted, key=text.index) == wanted
     assert "Be kind.\n\nWrite no code." in text
 
 
-def test_template_that_reads_all_messages_gets_them_unchanged(readers: dict[str, PromptReader]) -> None:
+def test_messages_are_unchanged_when_the_template_renders_all_of_them(readers: dict[str, PromptReader]) -> None:
     for talk in ("instructions in between", "two users", "two replies", "instructions last"):
         talked = [spoken("system", "Be kind.") if message is RULE else message for message in TALKS[talk]]
         if talk == "instructions in between":
@@ -134,8 +134,8 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mistral 3"}))  # which puts instructions into the last message
-def test_each_turn_starts_with_the_previous_one(readers: dict[str, PromptReader], family: str) -> None:
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mistral 3"}))  # moves instructions to the last message
+def test_each_rewritten_prompt_starts_with_the_previous_prompt(readers: dict[str, PromptReader], family: str) -> None:
     talk = [message for message in LONG if knows_tools(family) or message["role"] != "tool"]
     if not knows_tools(family):
         talk = [message for message in talk if "tool_calls" not in message]
@@ -153,7 +153,7 @@ MARK = {"cache_control": {"type": "ephemeral"}}
 
 
 def marked(text: str) -> list[dict[str, Any]]:
-    """Return content whose first part ends at a mark."""
+    """Return content with a breakpoint at the end of the first part."""
     return [{"type": "text", "text": text} | MARK, {"type": "text", "text": "The rest."}]
 
 
@@ -168,7 +168,7 @@ MARKED: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("talk", MARKED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_breakpoints_move_with_their_messages(readers: dict[str, PromptReader], family: str, talk: str) -> None:
+def test_breakpoints_move_with_rewritten_messages(readers: dict[str, PromptReader], family: str, talk: str) -> None:
     prompt = prompt_of(readers[family], MARKED[talk])
     (words,) = (m["content"][0]["text"] for m in MARKED[talk] if isinstance(m["content"], list))
     (point,) = prompt.breakpoints
@@ -188,7 +188,7 @@ CALL_MARKS: list[tuple[str, list[dict[str, Any]], str]] = [
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if knows_tools(name)])
 @pytest.mark.parametrize(("_name", "messages", "words"), CALL_MARKS)
-def test_breakpoints_around_calls_move_too(
+def test_breakpoints_around_calls_move_with_rewritten_calls(
     readers: dict[str, PromptReader], family: str, _name: str, messages: list[dict[str, Any]], words: str
 ) -> None:
     prompt = prompt_of(readers[family], messages, tools=[TOOL])
@@ -199,16 +199,16 @@ def test_breakpoints_around_calls_move_too(
     assert abs(len(found) - end) <= 3, found
 
 
-def test_text_before_a_call_moves_to_where_the_template_reads_it(readers: dict[str, PromptReader]) -> None:
+def test_text_before_a_call_moves_to_a_message_that_the_template_renders(readers: dict[str, PromptReader]) -> None:
     messages = [ASKED, calling("I look.", "Oslo"), result("5 degrees")]
     assert "assistant\nI look.<|eot|><|header|>assistant\n{" in (
         prompt_of(readers["llama 3"], messages, tools=[TOOL]).text or ""
     )
     text = prompt_of(readers["mistral 3"], [*messages, HELLO, AGAIN], tools=[TOOL]).text or ""
-    assert "[RESULTS] [Said with the call]\nI look.\n\n5 degrees " in text  # since its messages alternate
+    assert "[RESULTS] [Said with the call]\nI look.\n\n5 degrees " in text  # this template requires alternating roles
 
 
-def test_calls_are_split_and_named_for_the_template(readers: dict[str, PromptReader]) -> None:
+def test_parallel_calls_are_split_and_get_short_ids_for_the_template(readers: dict[str, PromptReader]) -> None:
     messages = CALLING_TALKS["two calls"]
     text = prompt_of(readers["llama 3"], messages, tools=[TOOL]).text or ""
     words = ["Oslo?", '"Oslo"}', "5 degrees", '"Rome"}', "20 degrees", "Hello"]
@@ -224,12 +224,12 @@ def test_tool_results_that_the_template_drops_become_user_text(readers: dict[str
     assert text.endswith("<|user|>[Result of get_weather]\n5 degrees<|end|><|assistant|>")
 
 
-NO_CALLS = (  # as SmolLM3's: tools, results and text, but no calls
+NO_CALLS = (  # like SmolLM3's: renders tools, results and text, but no calls
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.role in ('system', 'user', 'assistant') %}<{{ m.role }}>{{ m.content }}"
     "{% elif m.role == 'tool' %}<user>{{ m.content }}{% endif %}{% endfor %}"
 )
-FIRST_CALLS = (  # as DeepSeek R1's: the text before a call is read in the first message with calls alone
+FIRST_CALLS = (  # like DeepSeek R1's: renders text before a call only in the first message with calls
     "{% set ns = namespace(has_called=false) %}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.tool_calls %}<assistant>{{ m.content if not ns.has_called }}{{ m.tool_calls | tojson }}"
     "{% set ns.has_called = true %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
@@ -237,7 +237,7 @@ FIRST_CALLS = (  # as DeepSeek R1's: the text before a call is read in the first
 
 
 @pytest.mark.parametrize("source", [NO_CALLS, FIRST_CALLS])
-def test_earlier_calls_and_texts_are_kept(tmp_path: Path, source: str) -> None:
+def test_earlier_calls_and_their_texts_are_rendered_in_order(tmp_path: Path, source: str) -> None:
     reader = PromptReader(agent_tokenizer(tmp_path / "model", source), Transcripts(0), 4096)
     first = [ASKED, calling("I look.", "Oslo"), result("5 degrees"), HELLO, AGAIN]
     second = [*first, calling("I look again.", "Rome"), result("20 degrees")]
@@ -267,7 +267,7 @@ NO_DEVELOPER = EVERYWHERE.replace("developer", "")
         (NO_DEVELOPER, [BRIEF | {"name": "a"}, KIND | {"name": "b"}], "<system>Be brief.<system>Be kind."),
     ],
 )
-def test_developer_role_is_kept_if_the_template_reads_it(
+def test_developer_role_is_kept_when_the_template_supports_it(
     tmp_path: Path, source: str, messages: list[dict[str, Any]], text: str
 ) -> None:
     reader = PromptReader(agent_tokenizer(tmp_path / "model", source), Transcripts(0), 4096)
@@ -280,13 +280,17 @@ DEAF = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endi
 @pytest.mark.parametrize(
     ("family", "messages", "words"),
     [
-        (DEAF, [ASKED, HELLO, AGAIN], "leaves out the message of role assistant that begins with 'Hello there.'"),
-        ("{{ messages[-1].content }}", [ASKED, HELLO], "leaves out the message of role user that begins with 'Weather"),
+        (DEAF, [ASKED, HELLO, AGAIN], "leaves out the message with role assistant that begins with 'Hello there.'"),
+        (
+            "{{ messages[-1].content }}",
+            [ASKED, HELLO],
+            "leaves out the message with role user that begins with 'Weather",
+        ),
         ("gemma", [HELLO, ASKED], "the model's chat template refuses the messages: roles must alternate"),
         ("mistral 3", [HELLO], "the model's chat template refuses the messages: roles must alternate"),
     ],
 )
-def test_conversation_that_no_rewrite_shows_is_refused(
+def test_conversation_is_refused_when_every_rewrite_drops_a_message(
     tmp_path: Path, family: str, messages: list[dict[str, Any]], words: str
 ) -> None:
     reader = PromptReader(agent_tokenizer(tmp_path / "model", FAMILIES.get(family, family)), Transcripts(0), 4096)
@@ -295,7 +299,7 @@ def test_conversation_that_no_rewrite_shows_is_refused(
     assert words in found.value.message
 
 
-def test_template_may_drop_earlier_reasoning(readers: dict[str, PromptReader]) -> None:
+def test_conversation_is_accepted_when_the_template_drops_earlier_reasoning(readers: dict[str, PromptReader]) -> None:
     reply = spoken("assistant", "Hello there.", reasoning_content="Hm, well.")
     for family in FAMILIES:
         text = prompt_of(readers[family], [ASKED, reply, AGAIN]).text or ""

@@ -1,4 +1,4 @@
-"""API keys over HTTP: nothing but health without one, and no prefix shared between two."""
+"""API keys over HTTP: only health routes work without a key, and keys share no prefixes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ def cached(server: RunningServer, key: str, **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), {"Authorization": RED}], ids=["none", "wrong", "bare"])
-def test_only_health_answers_without_a_key(server: RunningServer, headers: dict[str, str]) -> None:
+def test_only_health_routes_need_no_api_key(server: RunningServer, headers: dict[str, str]) -> None:
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
         assert http.get("/health").status_code == 200
         for method, path in PATHS:
@@ -50,18 +50,18 @@ def test_only_health_answers_without_a_key(server: RunningServer, headers: dict[
             assert reply.json()["error"]["code"] == "invalid_api_key" and "www-authenticate" in reply.headers
 
 
-def test_keys_reuse_only_their_own_prefixes(server: RunningServer) -> None:
+def test_api_key_reuses_only_its_own_cached_prefixes(server: RunningServer) -> None:
     assert cached(server, RED) == 0 < cached(server, RED)
     assert cached(server, BLUE) == 0 < cached(server, BLUE)
 
 
-def test_salt_isolates_requests_of_one_key(server: RunningServer) -> None:
+def test_requests_with_different_salts_share_no_prefixes(server: RunningServer) -> None:
     assert cached(server, RED) == 0 == cached(server, RED, cache_salt="mine")
     assert cached(server, RED, cache_salt="mine") == cached(server, RED) > 0
     assert cached(server, BLUE, cache_salt="mine") == 0
 
 
-def test_no_cached_block_belongs_to_two_keys(server: RunningServer) -> None:
+def test_no_cached_block_is_shared_by_two_api_keys(server: RunningServer) -> None:
     def keys(engine: Any) -> set[int]:
         kv = engine.context.cache.kv
         return {kv.key_of(block) for block in range(kv.num_blocks)} - {None}
@@ -77,20 +77,20 @@ def test_no_cached_block_belongs_to_two_keys(server: RunningServer) -> None:
     assert new_blocks(RED) == set()
 
 
-def test_key_does_not_wait_for_another_keys_prefix(server: RunningServer) -> None:
-    """A request that waits for the same prefix is deferred, which could be timed."""
+def test_request_does_not_wait_for_the_same_prefix_of_another_key(server: RunningServer) -> None:
+    """A deferred request takes longer, which would reveal the other key's prompt."""
 
     def deferred(engine: Any) -> int:
         return engine.context.counters.admissions_deferred
 
     def together(number: int, *keys: str) -> int:
-        """Return the number of deferred requests when the keys ask for one prompt in one step."""
+        """Send one prompt with each key, all in one step; return the number of deferred requests."""
 
         held = threading.Event()
 
         def hold_up(_engine: Any) -> None:
             held.set()
-            wait_until(lambda: server.backend._commands.qsize() >= len(keys), 60)  # tokenized, and sent to the engine
+            wait_until(lambda: server.backend._commands.qsize() >= len(keys), 60)  # all are sent to the engine
 
         before = server.between_steps(deferred)
         with ThreadPoolExecutor() as pool:

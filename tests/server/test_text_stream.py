@@ -1,4 +1,4 @@
-"""Streamed text of tokens with every kind of tokenizer."""
+"""Streamed text for every kind of tokenizer."""
 
 import json
 import random
@@ -33,7 +33,7 @@ JOINING = ("SentencePiece BPE", "SentencePiece BPE, never", "unigram with bytes"
 
 
 def loaded(kind: str, directory: Path) -> HuggingFaceTokenizer:
-    """Return a kind's tokenizer, for a model whose vocabulary is larger than its own."""
+    """Return a tokenizer of this kind; the model's vocabulary is larger than the tokenizer's."""
     backend = Tokenizer.from_str(saved_form(kind if kind in KINDS else "SentencePiece BPE", "begin"))
     if kind in _DECODERS:
         backend.decoder = _DECODERS[kind]
@@ -54,7 +54,7 @@ def joining(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def sampled(tokenizer: HuggingFaceTokenizer, rng: random.Random) -> list[int]:
-    """Return the tokens of a text in several scripts, any tokens, or mostly single bytes."""
+    """Return random tokens: of a text in several scripts, arbitrary, or mostly single bytes."""
     match rng.randrange(3):
         case 0:
             return tokenizer.tokenize("".join(rng.choices(CHARACTERS, k=rng.randrange(40))))
@@ -66,20 +66,20 @@ def sampled(tokenizer: HuggingFaceTokenizer, rng: random.Random) -> list[int]:
 
 
 def byte_tokens(tokenizer: HuggingFaceTokenizer) -> list[int]:
-    """Return the tokens of single bytes that are not a character alone."""
+    """Return the tokens for single bytes that are not a complete character."""
     spelled = [(token, tokenizer.bytes_of(token) or b"") for token in range(tokenizer.vocab_size)]
     return [token for token, content in spelled if len(content) == 1 and not content.isascii()]
 
 
 def decoded(tokenizer: HuggingFaceTokenizer, tokens: Sequence[int], *, shows_all: bool) -> str:
-    """Return the text of tokens by the tokenizers package alone."""
+    """Return the text of tokens, decoded with the tokenizers package."""
     backend: Any = tokenizer._codec
     known = [token for token in tokens if token <= backend.largest_id]
     return backend._tokenizer.decode(known, skip_special_tokens=not shows_all)  # type: ignore[no-any-return]
 
 
 def less(whole: str, head: str) -> str:
-    """Return a text without its common prefix with an earlier one."""
+    """Return a text without the prefix that it shares with an earlier text."""
     return whole[common_length(whole, head) :]
 
 
@@ -89,7 +89,7 @@ def pieces_of(tokens: list[int], tokenizer: object) -> list[str]:
 
 
 @pytest.mark.parametrize("shows_all", [False, True])
-def test_reply_text_is_the_full_text_less_the_prompt(tokenizer: HuggingFaceTokenizer, shows_all: bool) -> None:
+def test_reply_text_is_the_full_text_without_the_prompt_text(tokenizer: HuggingFaceTokenizer, shows_all: bool) -> None:
     num_exact = 0
     for seed in range(200):
         rng = random.Random(seed)
@@ -101,10 +101,10 @@ def test_reply_text_is_the_full_text_less_the_prompt(tokenizer: HuggingFaceToken
         assert text == less(whole, head), (seed, tokens, cut)
         num_exact += head + text == whole
         assert len(stream.ends) == len(tokens) - cut and (cut == len(tokens) or stream.ends[-1] == len(text)), seed
-    assert num_exact > 120  # but where the prompt ends inside a character
+    assert num_exact > 120  # all cases except prompts that end inside a character
 
 
-def test_text_is_held_only_while_it_may_change(tokenizer: HuggingFaceTokenizer) -> None:
+def test_text_is_held_back_only_while_it_may_change(tokenizer: HuggingFaceTokenizer) -> None:
     single = byte_tokens(tokenizer)
     plain = tokenizer.tokenize("a.")
     num_held = 0
@@ -126,7 +126,7 @@ def test_text_is_held_only_while_it_may_change(tokenizer: HuggingFaceTokenizer) 
     assert bool(num_held) == bool(single)
 
 
-def test_decoding_a_piece_reads_few_tokens(tokenizer: HuggingFaceTokenizer) -> None:
+def test_each_new_token_decodes_a_bounded_number_of_tokens(tokenizer: HuggingFaceTokenizer) -> None:
     class Counting(TokenReader):
         num_decoded = 0
 
@@ -143,7 +143,7 @@ def test_decoding_a_piece_reads_few_tokens(tokenizer: HuggingFaceTokenizer) -> N
 
 
 @pytest.mark.parametrize("split", [1, 2])
-def test_character_begun_by_the_prompt_belongs_to_the_reply(tokenizer: HuggingFaceTokenizer, split: int) -> None:
+def test_character_that_the_prompt_begins_is_part_of_the_reply(tokenizer: HuggingFaceTokenizer, split: int) -> None:
     single = {tokenizer.bytes_of(token): token for token in reversed(range(tokenizer.vocab_size))}
     parts = [single.get(bytes([byte])) for byte in "日".encode()]
     if None in parts or tokenizer.detokenize(parts) != "日":
@@ -165,7 +165,7 @@ def test_leading_space_of_a_reply_is_kept(kind: str, piece: str, tmp_path: Path)
         assert Reply(tokenizer, prompt=ReplyPrompt(before)).take(Progress((token,), end="length")).text == " lazy"
 
 
-def test_cleanup_of_spaces_retracts_no_text(tmp_path: Path) -> None:
+def test_tokenizer_space_cleanup_does_not_retract_streamed_text(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "do", "n", "'", "t", "##t", ".", ",", "!", "s", "ve", "##ld"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     settings = {"tokenizer_class": "BertTokenizer", "clean_up_tokenization_spaces": True}
@@ -179,7 +179,7 @@ def test_cleanup_of_spaces_retracts_no_text(tmp_path: Path) -> None:
         assert tokenizer.detokenize(tokens[:cut]) + text == tokenizer.detokenize(tokens), (tokens, cut)
 
 
-def test_stop_string_of_byte_tokens_ends_a_reply_at_once(joining: HuggingFaceTokenizer) -> None:
+def test_stop_string_made_of_byte_tokens_ends_a_reply_immediately(joining: HuggingFaceTokenizer) -> None:
     stop = [joining.id_of(f"<0x{byte:02X}>") for byte in "本\n".encode()]
     first = [joining.id_of(f"<0x{byte:02X}>") for byte in "日".encode()]
     reply, text = Reply(joining, ("\n",), prompt=ReplyPrompt(joining.tokenize("a"))), ""
@@ -190,14 +190,14 @@ def test_stop_string_of_byte_tokens_ends_a_reply_at_once(joining: HuggingFaceTok
     assert reply.exact() == ("日本", [*first, *stop[:3]])
 
 
-def test_invalid_bytes_are_not_held(joining: HuggingFaceTokenizer) -> None:
+def test_bytes_that_are_not_utf8_are_not_held_back(joining: HuggingFaceTokenizer) -> None:
     lead, letter = joining.id_of("<0xE6>"), joining.id_of("<0x41>")
     stream = IncrementalText(TokenReader(joining), joining.tokenize("a"))
     assert [stream.push(token) for token in [letter, lead, letter, *[lead] * 100]] == ["", "", "���", *"�" * 100]
     assert (stream.push(joining.id_of("a")), stream.finish()) == ("a", "")
 
 
-def test_genuine_replacement_characters_are_kept(tokenizer: HuggingFaceTokenizer) -> None:
+def test_replacement_characters_written_by_the_model_are_kept(tokenizer: HuggingFaceTokenizer) -> None:
     before, tokens = tokenizer.tokenize("a"), tokenizer.tokenize("a�b��")
     whole = decoded(tokenizer, [*before, *tokens], shows_all=False)
     assert text_after(tokenizer, before, tokens) == less(whole, decoded(tokenizer, before, shows_all=False))
@@ -206,7 +206,7 @@ def test_genuine_replacement_characters_are_kept(tokenizer: HuggingFaceTokenizer
 
 
 @given(TEXTS)
-def test_pieces_join_to_the_text_without_split_characters(text: str) -> None:
+def test_streamed_pieces_join_to_the_text_without_split_characters(text: str) -> None:
     pieces = pieces_of(BYTES.tokenize(text), BYTES)
     assert "".join(pieces) == text
     assert sum(piece.count(REPLACEMENT) for piece in pieces) == text.count(REPLACEMENT)
@@ -215,16 +215,16 @@ def test_pieces_join_to_the_text_without_split_characters(text: str) -> None:
 @given(st.lists(st.integers(0, 300), max_size=200))
 @example([0xE2, 0x82] * 60)
 @example([0x80] * 90)
-def test_pieces_of_random_bytes_join_to_the_text(tokens: list[int]) -> None:
+def test_streamed_pieces_of_random_bytes_join_to_the_text(tokens: list[int]) -> None:
     assert "".join(pieces_of(tokens, BYTES)) == BYTES.detokenize(tokens)
 
 
 @given(st.lists(st.integers(0, 2047), max_size=80))
-def test_pieces_of_random_tokens_join_to_the_text(tokens: list[int]) -> None:
+def test_streamed_pieces_of_random_tokens_join_to_the_text(tokens: list[int]) -> None:
     assert "".join(pieces_of(tokens, SHIPPED)) == SHIPPED.detokenize(tokens)
 
 
-def test_complete_character_is_sent_at_once() -> None:
+def test_character_is_returned_as_soon_as_it_is_complete() -> None:
     stream = IncrementalText(TokenReader(BYTES))
     assert [stream.push(token) for token in "a€�b".encode()] == ["a", "", "", "€", "", "", "�", "b"]
     assert not stream.holds_back
@@ -243,11 +243,11 @@ def test_text_ends_at_the_first_stop_string_however_it_is_split(text: str, stops
     if not ends:
         assert (given_out, matcher.found) == (text, None)
     else:
-        end, start = min(ends)  # the one that is complete first
+        end, start = min(ends)  # the stop string that is complete first
         assert (given_out, matcher.found) == (text[:start], text[start:end])
 
 
-def test_possible_stop_string_is_held() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     matcher = StopStrings(["abc"])
     assert [matcher.push(piece) for piece in ("xa", "b", "d", "ab", "c", "z")] == ["x", "", "abd", "", "", ""]
     assert matcher.found == "abc" and matcher.finish() == ""

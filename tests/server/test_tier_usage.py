@@ -1,4 +1,4 @@
-"""Usage reports the tokens restored from host and disk in every API, and clients accept it."""
+"""Usage in every API reports tokens restored from host and disk, and clients accept it."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_api_reports_restored_tokens(scripted: FrontEnd, path: str) -> None:
+def test_usage_in_every_api_reports_tokens_restored_from_tiers(scripted: FrontEnd, path: str) -> None:
     body, details = BODIES[path]
     progress = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, cached_tokens_from_disk=2, end="length")
     with scripted.client() as http, ThreadPoolExecutor(1) as pool:
@@ -50,7 +50,7 @@ def test_every_api_reports_restored_tokens(scripted: FrontEnd, path: str) -> Non
     assert [found[name] for name in TIERS] == [3, 2]
 
 
-def test_anthropics_client_accepts_tier_usage(scripted: FrontEnd) -> None:
+def test_anthropics_client_accepts_usage_with_tier_counts(scripted: FrontEnd) -> None:
     progress = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, cached_tokens_from_disk=2, end="length")
     client = anthropic.Anthropic(base_url=scripted.listening.url, api_key="none", max_retries=0)
     with ThreadPoolExecutor(1) as pool:
@@ -61,7 +61,7 @@ def test_anthropics_client_accepts_tier_usage(scripted: FrontEnd) -> None:
     assert (usage.cache_read_input_tokens, *(getattr(usage, name) for name in TIERS)) == (6, 3, 2)
 
 
-def test_prompt_of_several_choices_counts_once(scripted: FrontEnd) -> None:
+def test_usage_counts_a_prompt_with_several_choices_once(scripted: FrontEnd) -> None:
     progress = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, end="length")
     with scripted.client() as http, ThreadPoolExecutor(1) as pool:
         body = {"prompt": ["abcdefgh", "ijklmnop"], "n": 3, "max_tokens": 9}
@@ -72,7 +72,7 @@ def test_prompt_of_several_choices_counts_once(scripted: FrontEnd) -> None:
     assert (found["cached_tokens"], *(found[name] for name in TIERS)) == (12, 6, 0)
 
 
-def test_newly_cached_tokens_are_not_counted_as_cached() -> None:
+def test_newly_written_tokens_are_not_reported_as_cached() -> None:
     request = RequestSpec(0, np.arange(8), 9, SamplingSettings())
     latest = Progress(cached_tokens=6, cached_tokens_from_host=4, cached_tokens_from_disk=2, written_tokens=9)
     found = prompt_usage(request, latest)
@@ -81,28 +81,28 @@ def test_newly_cached_tokens_are_not_counted_as_cached() -> None:
 
 
 def served(directory: Path) -> Any:
-    """Run a server with all tiers, as `running_server` does."""
+    """Run a server with all tiers; see `running_server`."""
     flags = ("--cache-gb", "0.1", "--host-cache-gb", "0.1", "--disk-cache-dir", directory, "--disk-cache-gb", "0.1")
     return running_server("--random-model", *map(str, flags))
 
 
 def completed(server: RunningServer, prompt: str = PROMPT) -> Any:
-    """Return the prompt token counts of OpenAI's client."""
+    """Send a completion with OpenAI's client; return its prompt token counts."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     reply = client.completions.create(model="random", prompt=prompt, max_tokens=2, temperature=0)
     return reply.usage.prompt_tokens_details  # type: ignore[union-attr]
 
 
-def test_restarted_server_reports_tokens_from_disk(tmp_path: Path) -> None:
+def test_restarted_server_reports_tokens_restored_from_disk(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         first = completed(server)
         assert (first.cached_tokens, *(getattr(first, name) for name in TIERS)) == (0, 0, 0)
-        wait_until(lambda: any(tmp_path.rglob("*.boundary")))  # though no other request comes
+        wait_until(lambda: any(tmp_path.rglob("*.boundary")))  # without a further request
     with served(tmp_path) as server:
         again = completed(server, NEXT_TURN)
         assert again.cached_tokens_from_disk == again.cached_tokens > len(PROMPT) / 2
         assert again.cached_tokens_from_host == 0
-        here = completed(server, NEXT_TURN)  # by now the device has it
+        here = completed(server, NEXT_TURN)  # the prefix is now on the device
         assert here.cached_tokens == again.cached_tokens and [getattr(here, name) for name in TIERS] == [0, 0]
         found = {sample.labels["use"]: sample.value for sample in families(server)["mamba_cache_host_bytes"].samples}  # type: ignore[attr-defined]
         assert found["states_cached"] > 0 and found["free"] > 0

@@ -1,4 +1,4 @@
-"""Prompts are tokenized after the gate, in threads that are fair to API keys."""
+"""Prompts are tokenized after admission by the queue gate, in threads that serve API keys in turn."""
 
 import asyncio
 import threading
@@ -13,10 +13,10 @@ from tests.server.front_end import BLUE, RED, FrontEnd, front_end, request_bytes
 
 
 class SlowTokenizer(ByteTokenizer):
-    """Tokenizes "slow..." once it is allowed to, and other texts at once.
+    """Tokenizer that blocks on texts that begin with "slow" until released.
 
     Attributes:
-        begun: Texts that it was given.
+        begun: Texts that it has started to tokenize.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def slow(number: int) -> bytes:
     return request_bytes({"prompt": f"slow {number}", "max_tokens": 1, "stream": True})
 
 
-def test_prompts_being_tokenized_count_in_the_queue(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
+def test_prompts_being_tokenized_count_toward_the_queue_limit(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
     connections = [server.connection(slow(number)) for number in range(6)]
     wait_until(lambda: server.server.gate.num_inside == 6)
     with server.client(BLUE) as http:
@@ -59,7 +59,7 @@ def test_prompts_being_tokenized_count_in_the_queue(server: FrontEnd, tokenizer:
         connection.close()
 
 
-def test_key_with_many_prompts_delays_another_by_one(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
+def test_api_key_with_many_prompts_delays_another_key_by_one_prompt(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
     connections = [server.connection(slow(number)) for number in range(5)]
     wait_until(lambda: server.server.gate.num_inside == 5)
     connections.append(server.connection(request_bytes({"prompt": "x", "max_tokens": 1, "stream": True}, key=BLUE)))
@@ -72,7 +72,7 @@ def test_key_with_many_prompts_delays_another_by_one(server: FrontEnd, tokenizer
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_departure_during_tokenizing_is_noticed_at_once(
+def test_disconnect_during_tokenizing_is_detected_immediately(
     server: FrontEnd, tokenizer: SlowTokenizer, stream: bool
 ) -> None:
     body = {"prompt": ["slow 1", "slow 2", "slow 3"], "max_tokens": 1, "stream": stream}

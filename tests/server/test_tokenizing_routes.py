@@ -1,4 +1,4 @@
-"""Tokenize and detokenize routes in vLLM's format, version and ping."""
+"""Routes to tokenize and detokenize in vLLM's format, and the version and ping routes."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def posted(server: RunningServer, path: str, **body: Any) -> dict[str, Any]:
     return reply.json()
 
 
-def test_tokens_match_a_completion_and_round_trip(server: RunningServer) -> None:
+def test_tokenize_route_matches_a_completion_and_round_trips(server: RunningServer) -> None:
     found = posted(server, "/tokenize", model=MODEL, prompt=TEXT)
     assert set(found) == {"count", "max_model_len", "tokens", "token_strs"} and found["token_strs"] is None
     assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 4096
@@ -33,7 +33,7 @@ def test_tokens_match_a_completion_and_round_trip(server: RunningServer) -> None
     assert posted(server, "/v1/completions", **body)["choices"][0]["prompt_token_ids"] == found["tokens"]
 
 
-def test_messages_tokenize_as_a_chat(server: RunningServer) -> None:
+def test_tokenize_route_returns_the_tokens_of_a_chat(server: RunningServer) -> None:
     found = posted(server, "/tokenize", messages=MESSAGES, return_token_strs=True)
     chat = posted(server, "/v1/chat/completions", messages=MESSAGES, max_tokens=1)
     assert found["count"] == chat["usage"]["prompt_tokens"] == len(found["token_strs"])
@@ -44,21 +44,21 @@ def test_messages_tokenize_as_a_chat(server: RunningServer) -> None:
 
 
 class BeginningTokenizer(ByteTokenizer):
-    """Adds a token before each text."""
+    """Tokenizer that adds a token before each text."""
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         return [*([] if add_special_tokens is False else [0]), *super().tokenize(text)]
 
 
 @pytest.mark.parametrize(("add", "expected"), [(None, [0]), (True, [0]), (False, [])])
-def test_special_tokens_are_left_out_on_request(add: bool | None, expected: list[int]) -> None:
+def test_tokenize_route_omits_special_tokens_on_request(add: bool | None, expected: list[int]) -> None:
     with front_end(tokenizer=BeginningTokenizer()) as server, server.client() as http:
         for text, own in (("a", [97]), ("", [])):
             reply = http.post("/tokenize", json={"prompt": text, "add_special_tokens": add})
             assert reply.json()["tokens"] == [*expected, *own]
 
 
-def test_bare_and_empty_texts_round_trip(server: RunningServer) -> None:
+def test_empty_texts_and_texts_without_special_tokens_round_trip(server: RunningServer) -> None:
     for text in (TEXT, "x"):
         found = posted(server, "/tokenize", prompt=text, add_special_tokens=False)["tokens"]
         assert posted(server, "/detokenize", tokens=found) == {"prompt": text}
@@ -74,7 +74,7 @@ def test_bare_and_empty_texts_round_trip(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
-        ("/tokenize", {}, "prompt", "either prompt or messages is needed"),
+        ("/tokenize", {}, "prompt", "send either prompt or messages"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "either prompt or messages"),
         ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools.0.type", "Field required"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": "x"}, "add_special_tokens", "boolean"),
@@ -86,7 +86,7 @@ def test_bare_and_empty_texts_round_trip(server: RunningServer) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens.0", "greater than or equal to 0"),
     ],
 )
-def test_malformed_bodies_are_refused(
+def test_tokenizing_routes_refuse_malformed_bodies(
     server: RunningServer, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
     with server.client() as http:
@@ -95,13 +95,13 @@ def test_malformed_bodies_are_refused(
     assert reply.status_code == 400 and error["param"] == param and words in error["message"], error
 
 
-def test_other_models_are_refused(server: RunningServer) -> None:
+def test_tokenizing_routes_refuse_other_models(server: RunningServer) -> None:
     with server.client() as http:
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
             assert http.post(path, json=body | {"model": "gpt-5"}).status_code == 404
 
 
-def test_the_routes_need_a_key_and_ping_does_not(server: RunningServer) -> None:
+def test_tokenizing_routes_need_an_api_key_and_ping_does_not(server: RunningServer) -> None:
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         assert httpx.post(server.url + path, json=body, timeout=60).status_code == 401
     assert httpx.get(f"{server.url}/version", timeout=60).status_code == 401
@@ -110,20 +110,20 @@ def test_the_routes_need_a_key_and_ping_does_not(server: RunningServer) -> None:
         assert reply.status_code == 200 and reply.json() == {"status": "ready"}
 
 
-def test_version_route_returns_the_packages(server: RunningServer) -> None:
+def test_version_route_returns_package_versions(server: RunningServer) -> None:
     with server.client() as http:
         found = http.get("/version").json()
     assert found["version"] == __version__ and found["megatron-core"].startswith("0.16") and found["torch"]
 
 
-def test_ping_equals_health() -> None:
+def test_ping_route_returns_the_same_status_as_health() -> None:
     with front_end() as server:
         server.server.rules.is_draining = True
         for method in ("GET", "POST"):
             assert httpx.request(method, f"{server.listening.url}/ping", timeout=60).status_code == 503
 
 
-def test_model_description_has_vllms_shape(server: RunningServer) -> None:
+def test_model_description_has_the_fields_of_vllms(server: RunningServer) -> None:
     with server.client() as http:
         (listed,) = http.get("/v1/models").json()["data"]
         assert listed == http.get(f"/v1/models/{MODEL}").json()
@@ -139,7 +139,7 @@ def test_model_description_has_vllms_shape(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
-def test_tokenizer_is_described_if_enabled(name: str, tmp_path: Path) -> None:
+def test_tokenizer_info_route_describes_the_tokenizer_when_enabled(name: str, tmp_path: Path) -> None:
     tokenizer = agent_tokenizer(tmp_path / name, TEMPLATES[name])
     with front_end(tokenizer=tokenizer, describes_tokenizer=True) as server, server.client() as http:
         found = http.get("/tokenizer_info").json()
@@ -152,11 +152,11 @@ def test_tokenizer_is_described_if_enabled(name: str, tmp_path: Path) -> None:
     }
 
 
-def test_tokenizer_without_files_is_described_by_its_class() -> None:
+def test_tokenizer_info_has_the_class_of_a_tokenizer_without_files() -> None:
     with front_end(describes_tokenizer=True) as server, server.client() as http:
         assert http.get("/tokenizer_info").json() == {"tokenizer_class": "ByteTokenizer", "chat_template": None}
 
 
-def test_tokenizer_is_not_described_by_default(server: RunningServer) -> None:
+def test_tokenizer_info_route_is_disabled_by_default(server: RunningServer) -> None:
     with server.client() as http:
         assert http.get("/tokenizer_info").status_code == 404

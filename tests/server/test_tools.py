@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: texts become calls, and the next turn keeps their tokens."""
+"""Tools and reasoning over HTTP: text is parsed into calls, and the next turn keeps the exact tokens."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.server.scripted_agent import ASKED, DROPS_REASONING, TEMPLATES, TOOL,
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Agent]]:
-    """One agent of each tool call format."""
+    """One agent for each tool call format."""
     folder = tmp_path_factory.mktemp("agents")
     with (
         agent_of(folder / "hermes", TEMPLATES["hermes"]) as hermes,
@@ -26,7 +26,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Agent
 
 
 def accumulated(deltas: list[Any]) -> list[tuple[str, str]]:
-    """Return the names and arguments of streamed calls, in the order of their index."""
+    """Return the names and arguments of streamed calls, ordered by index."""
     calls: dict[int, list[str]] = {}
     for call in (call for delta in deltas for call in delta.tool_calls or []):
         if call.id is not None:
@@ -37,7 +37,7 @@ def accumulated(deltas: list[Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("form", WRITTEN)
-def test_streamed_calls_equal_those_of_a_whole_reply(agents: dict[str, Agent], form: str) -> None:
+def test_streamed_calls_equal_the_calls_in_a_whole_reply(agents: dict[str, Agent], form: str) -> None:
     agent, reply = agents[form], "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN[form] % "Oslo é"
     whole = agent.ask(reply)
     assert whole.finish_reason == "tool_calls" and whole.message.content == "I look."
@@ -49,12 +49,12 @@ def test_streamed_calls_equal_those_of_a_whole_reply(agents: dict[str, Agent], f
     assert accumulated(deltas) == [(call.function.name, call.function.arguments)]
     assert "".join(delta.content or "" for delta in deltas) == "I look."
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Hm."
-    assert len([delta for delta in deltas if delta.tool_calls]) > 10  # as the model writes them
+    assert len([delta for delta in deltas if delta.tool_calls]) > 10  # streamed while the model writes them
 
 
 @pytest.mark.parametrize("form", WRITTEN)
 @pytest.mark.parametrize("reasoning", ["", "<think>\nHm.\n</think>\n\n"])
-def test_agent_turns_start_with_the_tokens_of_earlier_turns(
+def test_prompt_of_each_agent_turn_starts_with_the_tokens_of_earlier_turns(
     agents: dict[str, Agent], form: str, reasoning: str
 ) -> None:
     agent, messages = agents[form], [{"role": "system", "content": f"Be {form}{reasoning}."}, *ASKED]
@@ -72,7 +72,7 @@ def test_agent_turns_start_with_the_tokens_of_earlier_turns(
     assert len(agent.prompts()) == earlier + 10
 
 
-def test_edited_reply_is_tokenized_again(agents: dict[str, Agent]) -> None:
+def test_reply_that_the_client_edited_is_tokenized_again(agents: dict[str, Agent]) -> None:
     agent, messages = agents["hermes"], [{"role": "system", "content": "Changed."}, *ASKED]
     reply = WRITTEN["hermes"] % "Oslo"
     changed = agent.ask(reply, messages=messages).message.model_dump(exclude_none=True)
@@ -83,7 +83,7 @@ def test_edited_reply_is_tokenized_again(agents: dict[str, Agent]) -> None:
     assert list(prompt[: len(exact)]) != exact and "Bergen" in agent.tokenizer.detokenize(prompt)
 
 
-def test_dropped_reasoning_is_not_restored(tmp_path: Path) -> None:
+def test_reasoning_that_the_template_drops_is_not_in_the_next_prompt(tmp_path: Path) -> None:
     with agent_of(tmp_path / "drops", DROPS_REASONING) as agent:
         message = agent.ask("<think>\nHm.\n</think>\n\n" + WRITTEN["hermes"] % "Oslo").message
         assert message.reasoning_content == "Hm."
@@ -92,7 +92,7 @@ def test_dropped_reasoning_is_not_restored(tmp_path: Path) -> None:
         assert "Hm." not in text and '"arguments": {"days": 3' in text.replace('"city": "Oslo", ', "")
 
 
-def test_reply_without_parallel_calls_ends_after_one(agents: dict[str, Agent]) -> None:
+def test_reply_ends_after_one_call_when_parallel_calls_are_disabled(agents: dict[str, Agent]) -> None:
     agent, both = agents["hermes"], (WRITTEN["hermes"] % "Oslo") + (WRITTEN["hermes"] % "Bergen")
     assert len(agent.ask(both).message.tool_calls) == 2
     alone = agent.ask(both, parallel_tool_calls=False)
@@ -105,7 +105,7 @@ def test_reply_without_parallel_calls_ends_after_one(agents: dict[str, Agent]) -
 @pytest.mark.parametrize(
     "cut", [{"parallel_tool_calls": False}, {"stop": ["</tool_call>", "</TOOLCALL>"]}, {"end": "length"}]
 )
-def test_cut_call_is_continued_as_the_template_writes_it(
+def test_call_cut_before_its_closing_marker_keeps_its_exact_tokens(
     agents: dict[str, Agent], form: str, cut: dict[str, Any]
 ) -> None:
     agent, messages = agents[form], [{"role": "system", "content": f"Cut {form} {[*cut]}."}, *ASKED]
@@ -119,7 +119,7 @@ def test_cut_call_is_continued_as_the_template_writes_it(
     agent.ask("Done.", messages=messages)
     prompt = agent.prompts()[-1]
     fresh = ChatRequest.model_validate({"messages": messages, "tools": [TOOL]}).conversation().text(agent.tokenizer)
-    if begun.endswith("]\n"):  # the template would write the bracket again
+    if begun.endswith("]\n"):  # the template would repeat the bracket
         assert agent.tokenizer.detokenize(prompt, skip_special_tokens=False) == fresh
         return
     assert list(prompt[: len(exact)]) == exact
@@ -127,7 +127,7 @@ def test_cut_call_is_continued_as_the_template_writes_it(
     assert fresh.endswith(rest) and rest.lstrip("\n]").startswith(("</tool_call><|im_end|>", "</TOOLCALL><|im_end|>"))
 
 
-def test_calls_are_text_if_tools_are_off(agents: dict[str, Agent]) -> None:
+def test_calls_are_parsed_as_text_when_tools_are_off(agents: dict[str, Agent]) -> None:
     reply = WRITTEN["hermes"] % "Oslo"
     for fields in ({"tool_choice": "none"}, {"tools": openai.omit}):
         choice = agents["hermes"].ask(reply, **fields)
@@ -136,7 +136,7 @@ def test_calls_are_text_if_tools_are_off(agents: dict[str, Agent]) -> None:
 
 @pytest.mark.parametrize("form", WRITTEN)
 @pytest.mark.parametrize(("cut", "finish"), [({"end": "length"}, "length"), ({}, "stop"), ({"stop": ["STOP"]}, "stop")])
-def test_cut_off_call_has_a_finish_reason_and_the_chat_continues(
+def test_call_cut_off_by_a_limit_has_a_finish_reason_and_the_chat_continues(
     agents: dict[str, Agent], form: str, cut: dict[str, Any], finish: str
 ) -> None:
     agent, begun = agents[form], (WRITTEN[form] % "Oslo STOP").partition(" STOP" if "stop" not in cut else "\0")[0]
@@ -152,7 +152,7 @@ def test_cut_off_call_has_a_finish_reason_and_the_chat_continues(
 
 
 @pytest.mark.parametrize("written", ["", " ", "{}"])
-def test_earlier_call_may_have_no_arguments(agents: dict[str, Agent], written: str) -> None:
+def test_call_in_an_earlier_reply_may_have_no_arguments(agents: dict[str, Agent], written: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": written}}
     reply_message = {"role": "assistant", "content": None, "tool_calls": [call]}
     agents["hermes"].ask(
@@ -163,14 +163,14 @@ def test_earlier_call_may_have_no_arguments(agents: dict[str, Agent], written: s
 
 
 @pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
-def test_developer_message_becomes_system_if_unknown(tmp_path: Path, knows: str, role: str) -> None:
+def test_developer_message_becomes_a_system_message_when_unsupported(tmp_path: Path, knows: str, role: str) -> None:
     with agent_of(tmp_path / "developer", knows + TEMPLATES["hermes"]) as agent:
         agent.ask("Yes.", messages=[{"role": "developer", "content": "Be brief."}, *ASKED])
         text = agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False)
     assert f"<|im_start|>{role}\nBe brief.<|im_end|>" in text
 
 
-def test_omitted_reasoning_is_counted(agents: dict[str, Agent]) -> None:
+def test_reasoning_tokens_are_counted_when_omitted_from_the_reply(agents: dict[str, Agent]) -> None:
     reply = "<think>\nHm, well.\n</think>\n\nYes."
     answer = agents["hermes"].answered(reply)
     hidden = agents["hermes"].answered(reply, extra_body={"include_reasoning": False})
@@ -180,7 +180,7 @@ def test_omitted_reasoning_is_counted(agents: dict[str, Agent]) -> None:
     assert hidden.usage.completion_tokens_details.reasoning_tokens > 5
 
 
-def test_client_settings_reach_the_template(tmp_path: Path) -> None:
+def test_template_settings_of_the_client_are_passed_to_the_template(tmp_path: Path) -> None:
     template = (
         "{{ effort }}{{ reasoning_effort }}{{ enable_thinking }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     )
@@ -200,7 +200,7 @@ def test_client_settings_reach_the_template(tmp_path: Path) -> None:
                 prompt_of(extra_body={"chat_template_kwargs": {name: 1}})
 
 
-def test_bug_ends_a_stream_with_an_error_and_is_logged(
+def test_unexpected_exception_ends_a_stream_with_an_error_and_is_logged(
     agents: dict[str, Agent], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def raises(*_: Any) -> None:
@@ -218,5 +218,5 @@ def test_bug_ends_a_stream_with_an_error_and_is_logged(
         with agent.saying("y"), agent.server.client() as http:
             reply = http.post(path, json=body | {"stream": True})
         last = reply.text.strip().splitlines()[-1]
-        assert reply.status_code == 200 and "the server failed to handle this request; its log says why" in last
-        assert f"a stream of {path} failed" in caplog.text
+        assert reply.status_code == 200 and "the server failed to handle this request; its log has the reason" in last
+        assert f"a stream on {path} failed" in caplog.text

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each request, sent to a collector over HTTP."""
+"""OpenTelemetry: one span for each request, sent to a collector over HTTP."""
 
 import gzip
 import threading
@@ -23,7 +23,7 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Takes traces over HTTP and keeps their spans."""
+    """Collector that receives traces over HTTP and stores their spans."""
 
     def __init__(self) -> None:
         messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -54,7 +54,7 @@ class Collector:
 
 
 def values_of(span: Any) -> dict[str, Any]:
-    """Return a span's attributes."""
+    """Return the attributes of a span."""
 
     def plain(value: Any) -> Any:
         kind = value.WhichOneof("value")
@@ -65,7 +65,7 @@ def values_of(span: Any) -> dict[str, Any]:
 
 @contextmanager
 def traced(tmp_path: Path) -> Iterator[tuple[FrontEnd, Collector]]:
-    """Run a front end; its spans are with the collector when the block has ended."""
+    """Context manager: run a front end; on exit, its spans have reached the collector."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     collector = Collector()
     tokenizer = agent_tokenizer(tmp_path / "tokenizer", TEMPLATES["hermes"])
@@ -84,7 +84,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def test_each_request_is_a_span_with_tokens_and_times(tmp_path: Path) -> None:
+def test_each_request_has_a_span_with_token_counts_and_times(tmp_path: Path) -> None:
     with traced(tmp_path) as (server, collector):
         began = time.time()
         for path, body, _ in BODIES.values():
@@ -115,7 +115,7 @@ def test_each_request_is_a_span_with_tokens_and_times(tmp_path: Path) -> None:
 WAITS = ("time_in_queue", "time_to_first_token", "e2e")
 
 
-def test_traceparent_continues_the_callers_trace(tmp_path: Path) -> None:
+def test_request_with_a_traceparent_header_joins_the_callers_trace(tmp_path: Path) -> None:
     with traced(tmp_path) as (server, collector), server.client() as http:
         http.get("/v1/models", headers={"traceparent": f"00-{TRACE}-{CALLER}-01"})
         http.get("/v1/models", headers={"traceparent": "nonsense"})
@@ -126,7 +126,7 @@ def test_traceparent_continues_the_callers_trace(tmp_path: Path) -> None:
     assert child.name == "GET" and values_of(child)["url.path"] == "/v1/models"
 
 
-def test_failed_span_has_its_error_type(tmp_path: Path) -> None:
+def test_span_of_a_failed_request_has_the_error_type(tmp_path: Path) -> None:
     with traced(tmp_path) as (server, collector), server.client() as http:
         assert http.post("/v1/completions", json={"prompt": 1.5}).status_code == 400
         for end in (Progress(end="error", error="out of luck"), None):
@@ -143,7 +143,7 @@ def test_failed_span_has_its_error_type(tmp_path: Path) -> None:
     assert all("abc" not in str(one) for one, _ in found)
 
 
-def test_standard_variables_set_service_name_and_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_service_name_and_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with traced(tmp_path) as (server, collector), server.client() as http:
@@ -152,7 +152,7 @@ def test_standard_variables_set_service_name_and_sampler(tmp_path: Path, monkeyp
     assert collector.services == {"chat"} and [span.trace_id.hex() for span in collector.spans] == [TRACE]
 
 
-def test_silent_collector_delays_neither_requests_nor_exit() -> None:
+def test_unresponsive_collector_delays_neither_requests_nor_shutdown() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with front_end(traces=ExportedTraces("http://127.0.0.1:9/v1/traces", "scripted")) as server:
         with server.client() as http:
@@ -164,12 +164,12 @@ def test_silent_collector_delays_neither_requests_nor_exit() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:4317", "grpc://collector:4317", "http://"])
-def test_invalid_trace_endpoint_is_refused_by_name(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_invalid_trace_endpoint(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--random-model", "--port", "0", "--otlp-traces-endpoint", url]) == 2
     assert "--otlp-traces-endpoint is" in capsys.readouterr().err
 
 
-def test_missing_extra_is_named_before_loading(
+def test_error_names_the_missing_extra_before_the_model_loads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(extra: str, purpose: str) -> None:

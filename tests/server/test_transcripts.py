@@ -1,4 +1,4 @@
-"""Exact tokens of earlier turns: lookup by text, isolation of tenants, bounds, use in prompts."""
+"""Exact tokens of earlier turns: lookup by text, tenant isolation, limits, use in prompts."""
 
 import random
 
@@ -17,7 +17,7 @@ TOKENIZER = load_tokenizer(SHIPPED_MODEL, 2048)
 RED, BLUE, SALTED = Tenant("red"), Tenant("blue"), Tenant("red", "salt")
 
 
-def test_longest_known_prefix_is_found() -> None:
+def test_longest_stored_prefix_is_found() -> None:
     kept = Transcripts(10_000)
     for text in ("ab", "abcd", "abcx", "b"):
         kept.remember(RED, text, [len(text)])
@@ -32,7 +32,7 @@ def test_tenants_find_only_their_own_texts() -> None:
     assert kept.longest(BLUE, "abcd") is None and kept.longest(SALTED, "abcd") is None
 
 
-def test_entries_are_bounded_per_owner() -> None:
+def test_stored_transcripts_are_bounded_per_owner() -> None:
     kept, rng = Transcripts(4000), random.Random(1)
     kept.remember(BLUE, "blue", [1])
     for number in range(300):
@@ -44,7 +44,7 @@ def test_entries_are_bounded_per_owner() -> None:
     assert kept.longest(RED, "y" * 5000) is None
 
 
-def test_least_recently_used_entry_is_evicted_first() -> None:
+def test_least_recently_used_transcript_is_evicted_first() -> None:
     kept = Transcripts(10_000, max_entries=2)
     kept.remember(RED, "a", [1])
     kept.remember(RED, "b", [2])
@@ -54,11 +54,11 @@ def test_least_recently_used_entry_is_evicted_first() -> None:
 
 
 def odd_tokens(text: str) -> list[int]:
-    """Return tokens of a text that the tokenizer would never produce: one for each byte."""
+    """Return tokens for a text that the tokenizer would never produce: one for each byte."""
     return [token for character in text for token in TOKENIZER.tokenize(character)]
 
 
-def test_known_text_keeps_its_tokens_and_only_the_rest_is_tokenized() -> None:
+def test_stored_text_keeps_its_tokens_and_only_the_rest_is_tokenized() -> None:
     reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
     prompt, reply = reader.read(RED, "import os\n"), "def main():\n    retu"
     odd = odd_tokens(reply)
@@ -76,16 +76,16 @@ def test_known_text_keeps_its_tokens_and_only_the_rest_is_tokenized() -> None:
 TYPED = "import os\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    parser.add_argument"
 
 
-def test_prompt_without_a_reply_changes_no_longer_prompt() -> None:
+def test_prompt_without_a_reply_is_not_stored() -> None:
     for cut in range(1, len(TYPED)):
         transcripts = Transcripts(10_000)
         reader = PromptReader(TOKENIZER, transcripts, 4096)
         reader.remember(RED, reader.read(RED, TYPED[:cut]), "", [])
-        assert transcripts.num_bytes("red") == 0  # there is nothing exact in it
+        assert transcripts.num_bytes("red") == 0  # nothing to store without a reply
         assert list(reader.read(RED, TYPED).token_ids) == TOKENIZER.tokenize(TYPED), cut
 
 
-def test_known_text_is_unused_if_a_token_spans_its_end() -> None:
+def test_stored_text_is_not_reused_when_a_token_spans_its_end() -> None:
     fresh, used = TOKENIZER.tokenize(TYPED), set()
     for cut in range(5, len(TYPED) - 1):
         reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
@@ -99,14 +99,14 @@ def test_known_text_is_unused_if_a_token_spans_its_end() -> None:
     assert used <= ends and len(used) > len(ends) / 2
 
 
-def test_rewritten_history_is_tokenized_again() -> None:
+def test_text_that_differs_from_the_stored_text_is_tokenized_again() -> None:
     reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
     reader.remember(RED, reader.read(RED, "import os\n"), "import re\n", odd_tokens("import re\n"))
     changed = "import os\nimport re # and more"
     assert list(reader.read(RED, "X" + changed).token_ids) == TOKENIZER.tokenize("X" + changed)
 
 
-def test_prompt_of_token_ids_is_used_as_is_and_not_remembered() -> None:
+def test_prompt_of_token_ids_is_unchanged_and_not_stored() -> None:
     transcripts = Transcripts(10_000)
     reader = PromptReader(TOKENIZER, transcripts, 4096)
     assert reader.read(RED, [5, 6]) == Prompt((5, 6), None)
@@ -115,7 +115,7 @@ def test_prompt_of_token_ids_is_used_as_is_and_not_remembered() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\ud800"])
-def test_text_without_tokens_is_refused(text: str) -> None:
+def test_prompt_without_tokens_is_refused(text: str) -> None:
     with pytest.raises(ApiError) as found:
         PromptReader(TOKENIZER, Transcripts(0), 4096).read(RED, text)
     assert found.value.status == 400
@@ -142,14 +142,14 @@ def test_exact_tokens_of_a_reply_decode_to_its_text() -> None:
     assert shown.exact() == ("import os\n\n\ndef main():", tokens)
 
 
-def test_stop_string_cuts_tokens_and_text() -> None:
+def test_stop_string_ends_both_the_exact_tokens_and_the_text() -> None:
     reply = reply_of(TOKENIZER.tokenize("import os\n\n\ndef main():"), ("ef m",))
     text, token_ids = reply.exact()
     assert reply.text == "import os\n\n\nd" and reply.finish_reason == "stop"
     assert reply.text.startswith(text) and TOKENIZER.detokenize(token_ids) == text and token_ids
 
 
-def test_trailing_partial_character_is_in_text_and_tokens() -> None:
+def test_trailing_partial_character_is_in_both_text_and_exact_tokens() -> None:
     half = TOKENIZER.tokenize("x€")[:-1]
     reply = reply_of(half)
     assert reply.text == "x�" and reply.exact() == ("x�", half)

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's and vLLM's requests is supported, neutral, or refused by name."""
+"""Every request field of OpenAI's and vLLM's APIs is supported, has no effect, or is refused by name."""
 
 from collections.abc import Iterator
 from typing import Any, get_type_hints
@@ -25,7 +25,7 @@ OPENAI: dict[str, set[str]] = {
 FUNCTION = {"name": "f", "parameters": {}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": FUNCTION}
-BOTH: dict[str, Any] = {  # what asks for something, of vLLM's and OpenAI's fields of both endpoints
+BOTH: dict[str, Any] = {  # values with an effect, for fields of both endpoints
     "best_of": 2,
     "use_beam_search": True,
     "length_penalty": 0.9,
@@ -75,20 +75,20 @@ def server() -> Iterator[FrontEnd]:
 
 
 def error_of(server: FrontEnd, path: str, **fields: Any) -> dict[str, Any]:
-    """Return the error of a request for an unknown model, which is checked last."""
+    """Send a request for an unknown model, which is checked last; return the error."""
     with server.client() as http:
         return http.post(path, json=PLAIN[path] | fields).json()["error"]
 
 
 @pytest.mark.parametrize(("path", "name"), REFUSED)
-def test_unsupported_field_is_refused_by_name(server: FrontEnd, path: str, name: str) -> None:
+def test_error_for_an_unsupported_field_names_the_field(server: FrontEnd, path: str, name: str) -> None:
     error = error_of(server, path, **{name: ASKING[path][name]})
     assert error["message"].startswith(f"`{name}` is not supported by this server; leave it out"), error
     assert (error["param"], error["code"], error["type"]) == (name, "unsupported_field", "invalid_request_error")
 
 
 @pytest.mark.parametrize(("path", "name"), REFUSED)
-def test_neutral_values_are_accepted(server: FrontEnd, path: str, name: str) -> None:
+def test_unsupported_fields_are_accepted_with_values_without_effect(server: FrontEnd, path: str, name: str) -> None:
     for value in (None, *TABLES[path][name].neutral):
         assert error_of(server, path, **{name: value})["code"] == "model_not_found", value
 
@@ -101,12 +101,12 @@ def test_every_openai_field_is_known_and_tested(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", SCHEMAS)
-def test_unknown_field_is_distinguished_from_an_unsupported_one(server: FrontEnd, path: str) -> None:
+def test_errors_distinguish_unknown_fields_from_unsupported_fields(server: FrontEnd, path: str) -> None:
     error = error_of(server, path, temprature=0.5)
     assert error["message"] == "`temprature` is not a known field; leave it out" and error["param"] == "temprature"
 
 
-def test_refusal_names_the_alternative(server: FrontEnd) -> None:
+def test_error_for_an_unsupported_field_names_the_alternative(server: FrontEnd) -> None:
     expected = "`length_penalty` is not supported by this server; leave it out or send 1"
     assert error_of(server, COMPLETIONS, length_penalty=2)["message"] == expected
     assert error_of(server, COMPLETIONS, length_penalty=True)["message"] == expected  # true is not 1
@@ -128,7 +128,7 @@ MESSAGES: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"role": "system", "content": None}, "messages.0.content", ("role system",)),
     ({"role": "function", "content": "5", "name": "f"}, "messages.0.role", ("not supported by this server", "tool")),
     ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function", ("Field required",)),
-    ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", ("only one of role assistant",)),
+    ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", ("only role assistant",)),
     (
         {"role": "assistant", "function_call": FUNCTION},
         "messages.0.function_call",
@@ -143,7 +143,7 @@ MESSAGES: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("message", "param", "words"), MESSAGES)
-def test_message_that_the_template_drops_is_refused(
+def test_error_for_an_invalid_message_names_the_field_and_reason(
     server: FrontEnd, message: dict[str, Any], param: str, words: tuple[str, ...]
 ) -> None:
     error = error_of(server, CHATS, messages=[message])
@@ -151,15 +151,15 @@ def test_message_that_the_template_drops_is_refused(
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
-def test_conversation_roles_are_accepted(server: FrontEnd, role: str) -> None:
+def test_every_conversation_role_is_accepted(server: FrontEnd, role: str) -> None:
     assert error_of(server, CHATS, messages=[{"role": role, "content": "x"}])["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("path", SCHEMAS)
 @pytest.mark.parametrize("stream", [None, False])
-def test_stream_options_need_a_stream(server: FrontEnd, path: str, stream: bool | None) -> None:
+def test_stream_options_are_refused_without_streaming(server: FrontEnd, path: str, stream: bool | None) -> None:
     error = error_of(server, path, stream_options={"include_usage": True}, stream=stream)
-    assert error["message"] == "stream_options needs stream to be true", error
+    assert error["message"] == "stream_options requires stream to be true", error
     error = error_of(server, path, stream_options={"include_obfuscation": True}, stream=True)
     assert error["param"] == "stream_options.include_obfuscation" and "is not supported" in error["message"]
     options = {"include_usage": True, "include_obfuscation": False}
@@ -167,7 +167,7 @@ def test_stream_options_need_a_stream(server: FrontEnd, path: str, stream: bool 
 
 
 TOOLS: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [TOOL, TOOL]}, "tools", "two tools are named f; give each a different name"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two tools are named f; give each tool a different name"),
     ({"tools": [{"type": "function", "function": {"name": 'a"\n'}}]}, "tools.0.function.name", "match pattern"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
     (
@@ -186,7 +186,7 @@ TOOLS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
-        "continue_final_message needs add_generation_prompt to be false",
+        "continue_final_message requires add_generation_prompt to be false",
     ),
 ]
 
@@ -198,7 +198,7 @@ def test_unsupported_tools_are_refused(server: FrontEnd, fields: dict[str, Any],
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_function_tools_are_accepted(server: FrontEnd, choice: str | None) -> None:
+def test_function_tools_are_accepted_with_every_tool_choice(server: FrontEnd, choice: str | None) -> None:
     assert error_of(server, CHATS, tools=[TOOL], tool_choice=choice)["code"] == "model_not_found"
 
 
@@ -215,7 +215,7 @@ BODIES: list[tuple[bytes, str | None, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("body", "content_type", "words"), BODIES)
-def test_malformed_body_gets_the_reason(
+def test_error_for_a_malformed_body_has_the_reason(
     server: FrontEnd, body: bytes, content_type: str | None, words: tuple[str, ...]
 ) -> None:
     headers = {} if content_type is None else {"content-type": content_type}

@@ -1,4 +1,4 @@
-"""A server is ready and accepts requests only once its engine is warm."""
+"""A server is ready and accepts requests only after its engine has warmed up."""
 
 import threading
 
@@ -10,7 +10,7 @@ from tests.server.front_end import is_listening, listening, wait_until
 from tests.server.running_server import made_server
 
 
-def test_server_is_ready_only_after_its_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_is_ready_only_after_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, allowed, warmup = threading.Event(), threading.Event(), MambaCacheEngine.warmup
     ready = threading.Event()
 

@@ -12,7 +12,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=40)
 
 
 @given(STEPS, st.floats(0, 1))
-def test_estimate_is_a_probability(steps: list[tuple[int, int]], expected: float) -> None:
+def test_acceptance_estimate_is_between_0_and_1(steps: list[tuple[int, int]], expected: float) -> None:
     found = Acceptance(REQUEST_WINDOW, 2.0)
     assert found.chance(expected) == pytest.approx(expected)
     for drafted, accepted in steps:
@@ -21,7 +21,7 @@ def test_estimate_is_a_probability(steps: list[tuple[int, int]], expected: float
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.4, 0.7, 0.95])
-def test_estimate_approaches_and_follows_the_true_probability(chance: float) -> None:
+def test_acceptance_estimate_tracks_the_true_probability(chance: float) -> None:
     rng, found, seen = random.Random(0), Acceptance(REQUEST_WINDOW, 2.0), []
     for step in range(3000):
         kept = 0
@@ -38,7 +38,7 @@ def test_estimate_approaches_and_follows_the_true_probability(chance: float) -> 
     assert found.chance(0.5) > 0.5
 
 
-def test_drafts_after_a_rejected_one_do_not_count() -> None:
+def test_draft_tokens_after_a_rejected_token_do_not_count() -> None:
     one, many, none = (Acceptance(REQUEST_WINDOW, 2.0) for _ in range(3))
     one.note(1, 0)
     many.note(8, 0)
@@ -47,6 +47,6 @@ def test_drafts_after_a_rejected_one_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("num_drafted", "num_accepted"), [(1, 2), (0, 1), (1, -1), (-1, -1)])
-def test_impossible_counts_are_refused(num_drafted: int, num_accepted: int) -> None:
+def test_inconsistent_acceptance_counts_are_refused(num_drafted: int, num_accepted: int) -> None:
     with pytest.raises(ValueError, match="num_accepted"):
         Acceptance(REQUEST_WINDOW, 2.0).note(num_drafted, num_accepted)

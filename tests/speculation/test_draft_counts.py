@@ -25,7 +25,7 @@ def test_expected_tokens_are_a_sum_of_probabilities(requests: list[tuple[float, 
 
 
 @given(ROWS, st.floats(0.1, 10), st.floats(0, 3), st.floats(0, 3))
-def test_counts_respect_their_bounds_and_beat_a_plain_step(
+def test_draft_counts_respect_limits_and_beat_a_plain_step(
     requests: list[tuple[float, int]], plain: float, once: float, each: float
 ) -> None:
     chances, rooms = [chance for chance, _ in requests], [room for _, room in requests]
@@ -38,7 +38,7 @@ def test_counts_respect_their_bounds_and_beat_a_plain_step(
 
 
 @given(ROWS, st.floats(0, 1), st.floats(0, 0.5))
-def test_counts_are_nearly_optimal(requests: list[tuple[float, int]], once: float, each: float) -> None:
+def test_draft_counts_are_nearly_optimal(requests: list[tuple[float, int]], once: float, each: float) -> None:
     chances, rooms = [chance for chance, _ in requests], [room for _, room in requests]
 
     def rate(counts: list[int]) -> float:
@@ -50,7 +50,7 @@ def test_counts_are_nearly_optimal(requests: list[tuple[float, int]], once: floa
     assert rate(found) >= 0.93 * best
 
 
-def test_likelier_request_gets_more_drafts() -> None:
+def test_request_with_higher_acceptance_gets_more_drafts() -> None:
     counts = best_counts([0.95, 0.6, 0.05], [4, 4, 4], lambda total, most: 1.1 + 0.05 * total, 1.0)
     assert counts[0] == 4 > counts[1] > counts[2] == 0
 

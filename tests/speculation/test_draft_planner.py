@@ -74,7 +74,7 @@ def test_drafter_is_not_called_if_no_request_wants_drafts() -> None:
     assert drafter.calls == []
 
 
-def test_each_request_learns_from_its_own_steps() -> None:
+def test_draft_counts_follow_each_requests_own_acceptance() -> None:
     planner = planner_of(CountingDrafter(), 8)
     limits = limits_of(4, 4)
     requests = [entry.request for entry in limits]
@@ -82,7 +82,7 @@ def test_each_request_learns_from_its_own_steps() -> None:
     assert planner.counts(requests, [8, 8], NO_LIMIT)[1] == 8 > 2 >= planner.counts(requests, [8, 8], NO_LIMIT)[0]
 
 
-def test_request_without_a_proposal_is_not_learned_from() -> None:
+def test_request_without_a_proposal_keeps_its_estimate() -> None:
     planner = planner_of(CountingDrafter(), 4)
     limits = limits_of(4, 0)
     requests = [entry.request for entry in limits]
@@ -96,7 +96,7 @@ def test_request_without_a_proposal_is_not_learned_from() -> None:
 
 
 @pytest.mark.parametrize("step_fails", [False, True])
-def test_drafting_pauses_when_shadow_drafts_match_nothing(step_fails: bool) -> None:
+def test_drafting_pauses_after_a_step_without_proposals(step_fails: bool) -> None:
     """Outcomes of the previous step, or of a failed one, do not count for this step."""
 
     class OnceOnly(CountingDrafter):
@@ -115,7 +115,7 @@ def test_drafting_pauses_when_shadow_drafts_match_nothing(step_fails: bool) -> N
         assert planner.stays_paused(requests) == stays_paused
 
 
-def test_second_plan_gives_the_same_drafts() -> None:
+def test_planning_a_step_again_gives_the_same_drafts() -> None:
     planner = planner_of(CountingDrafter(), 8)
     assert planner.plan(limits_of(8, 3)) == planner.plan(limits_of(8, 3))
 
@@ -142,7 +142,7 @@ def test_truncated_draft_keeps_the_distributions_of_its_tokens() -> None:
     assert torch.equal(draft.first(2).distributions, torch.eye(3, VOCAB)[:2])  # type: ignore[arg-type]
 
 
-def test_forgotten_request_starts_over() -> None:
+def test_forgotten_request_loses_its_estimate() -> None:
     drafter = CountingDrafter()
     planner = planner_of(drafter, 8)
     limits = limits_of(4, 4)
@@ -154,7 +154,7 @@ def test_forgotten_request_starts_over() -> None:
     assert planner.counts(requests[:1], [8], NO_LIMIT) > before
 
 
-def test_note_after_forget_remembers_nothing() -> None:
+def test_outcome_of_a_forgotten_request_is_ignored() -> None:
     planner = planner_of(CountingDrafter(), 8)
     (entry,) = limits_of(4)
     for _ in range(3):
@@ -179,18 +179,18 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("message", BROKEN)
-def test_answer_violating_the_contract_names_the_drafter(message: str) -> None:
+def test_error_for_an_invalid_draft_names_the_drafter(message: str) -> None:
     with pytest.raises(ValueError, match=f"drafter BrokenDrafter returned {message}"):
         planner_of(BrokenDrafter(BROKEN[message]), 8).plan(limits_of(2))
 
 
-def test_drafts_within_the_contract_pass() -> None:
+def test_valid_drafts_are_accepted() -> None:
     drafts = [Draft((0, 9), torch.ones(2, 10)), Draft(), Draft((4,))]
     assert planner_of(BrokenDrafter(drafts), 8).plan(limits_of(2, 2, 2)) == drafts
 
 
 @pytest.mark.parametrize(("max_drafts", "vocab_size"), [(0, 5), (1, 0)])
-def test_sizes_below_one_are_refused(max_drafts: int, vocab_size: int) -> None:
+def test_draft_planner_sizes_below_one_are_refused(max_drafts: int, vocab_size: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1, found 0"):
         planner_of(CountingDrafter(), max_drafts, vocab_size)
 
@@ -204,7 +204,7 @@ def test_drafter_of_another_vocabulary_is_refused() -> None:
         planner_of(OwnVocabulary(), 2, 12)
 
 
-def test_no_drafts_gives_every_request_an_empty_draft() -> None:
+def test_engine_without_drafter_plans_empty_drafts() -> None:
     planner = NoDrafts()
     limits = limits_of(2, 3)
     assert planner.max_drafts == 0 and planner.plan(limits) == [Draft(), Draft()]

@@ -55,7 +55,7 @@ def policy_of(model: str, *, shadows: bool) -> DraftPolicy:
 @shadowed
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
-def test_useless_drafts_cost_at_most_2_percent(model: str, num_requests: int, shadows: bool) -> None:
+def test_inaccurate_drafts_cost_at_most_2_percent(model: str, num_requests: int, shadows: bool) -> None:
     for chance in (0.0, 0.02, 0.05):
         found = gain(model, num_requests, chance, policy_of(model, shadows=shadows))
         print(f"{model}, {num_requests} requests, right {chance:.0%}: {found:.4f} of no drafts")
@@ -66,7 +66,7 @@ def test_useless_drafts_cost_at_most_2_percent(model: str, num_requests: int, sh
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
 @pytest.mark.parametrize("chance", [0.15, 0.3, 0.5, 0.7, 0.9])
-def test_drafts_gain_nearly_as_much_as_the_best_fixed_count(
+def test_adaptive_counts_gain_nearly_as_much_as_the_best_fixed_count(
     model: str, num_requests: int, chance: float, shadows: bool
 ) -> None:
     fixed = best_fixed(model, num_requests, chance)
@@ -125,7 +125,7 @@ def test_drafter_of_unknown_speed_is_tried_occasionally(answer: Any, caplog: pyt
     assert len(caplog.messages) == (answer in (None, "raises"))
 
 
-def test_draft_model_is_called_until_it_has_read_a_prompt() -> None:
+def test_draft_model_is_called_until_the_prompt_is_prefilled() -> None:
     request = request_of([0])
     for is_patient in (True, False):
         policy = DraftPolicy(time_of(MODELS["8b"]), lambda num_requests, most: 1e-4, is_patient=is_patient)
@@ -136,7 +136,7 @@ def test_draft_model_is_called_until_it_has_read_a_prompt() -> None:
         assert all(asked) == is_patient and all(asked[:PATIENCE])
 
 
-def test_predicted_drafts_use_what_was_known_at_prediction() -> None:
+def test_counts_decided_in_advance_ignore_later_outcomes() -> None:
     requests = [request_of([0], request_id=index) for index in range(3)]
 
     def foreseeing() -> DraftPolicy:
@@ -178,7 +178,7 @@ def test_drafts_cut_by_a_budget_are_dropped_if_too_few_remain() -> None:
 
 @shadowed
 @pytest.mark.parametrize("num_requests", [1, 8])
-def test_drafting_resumes_once_it_pays(num_requests: int, shadows: bool) -> None:
+def test_drafting_resumes_when_drafts_become_accurate(num_requests: int, shadows: bool) -> None:
     time, policy = time_of(MODELS["nano"]), policy_of("nano", shadows=shadows)
     useless = simulate(policy, time, num_requests, lambda _id: 0.0, num_steps=400)
     useful = simulate(policy, time, num_requests, lambda _id: 0.95, num_steps=400)
@@ -186,19 +186,19 @@ def test_drafting_resumes_once_it_pays(num_requests: int, shadows: bool) -> None
     assert useless.num_drafted < 60 * num_requests and useful.num_drafted > (1200 if shadows else 500) * num_requests
 
 
-def test_shared_experts_are_read_for_the_tokens_of_all_ranks() -> None:
+def test_expert_reads_count_tokens_of_all_expert_parallel_ranks() -> None:
     alone, shared = time_of(NANO_30B), wider(time_of(NANO_30B), 2)
     assert shared.reads.experts_hit(8) == pytest.approx(alone.reads.experts_hit(16) / 2)
 
 
-def test_nothing_is_decided_for_requests_without_room() -> None:
+def test_requests_without_room_for_drafts_do_not_start_a_pause() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     requests = [request_of([0], request_id=index) for index in range(3)]
     assert policy.counts(requests, [0, 0, 0], NO_LIMIT) == [0, 0, 0] and not policy.stays_paused(requests)
     assert policy.counts(requests, [0, 4, 1], NO_LIMIT) == [0, 4, 1]
 
 
-def test_pause_holds_for_its_requests_until_it_ends() -> None:
+def test_pause_applies_only_to_its_requests_and_ends() -> None:
     time = time_of(MODELS["nano"])
     policy = DraftPolicy(time)
     requests = [request_of([0], request_id=index) for index in range(2)]
@@ -223,12 +223,12 @@ def test_pause_holds_for_its_requests_until_it_ends() -> None:
 
 
 @pytest.mark.parametrize("policy", [AllDrafts(), DraftPolicy(time_of(NANO_30B))], ids=["all", "adaptive"])
-def test_step_without_requests_wants_no_drafts(policy: AllDrafts | DraftPolicy) -> None:
+def test_step_without_requests_plans_no_drafts(policy: AllDrafts | DraftPolicy) -> None:
     """Otherwise an idle rank would make the ranks that share its experts compute steps of full width."""
     assert policy.stays_paused([]) and policy.counts([], [], NO_LIMIT) == []
 
 
-def test_forgotten_request_is_new() -> None:
+def test_estimate_for_a_forgotten_request_is_reset() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     request = request_of([0], request_id=5)
     for _ in range(30):

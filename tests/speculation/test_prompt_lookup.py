@@ -56,7 +56,7 @@ def test_draft_follows_the_longest_earlier_match(text: list[int], num_tokens: in
 
 
 @given(TEXTS, st.lists(st.integers(1, 40), max_size=12), st.integers(1, 4))
-def test_growing_text_drafts_like_one_indexed_at_once(text: list[int], growth: list[int], min_match: int) -> None:
+def test_incremental_and_bulk_indexing_give_the_same_drafts(text: list[int], growth: list[int], min_match: int) -> None:
     growing = PromptLookupDrafter(min_match)
     request = request_of(text)
     drafted(growing, request)
@@ -65,7 +65,7 @@ def test_growing_text_drafts_like_one_indexed_at_once(text: list[int], growth: l
         assert drafted(growing, request) == drafted(PromptLookupDrafter(min_match), request)
 
 
-def test_text_grown_many_times_drafts_like_one_indexed_at_once() -> None:
+def test_many_small_extensions_give_the_same_drafts_as_bulk_indexing() -> None:
     numbers = np.random.default_rng(0).integers(0, 6, 3000).tolist()
     growing, request = PromptLookupDrafter(4, 32, ALL_CANDIDATES), request_of(numbers[:1])
     for step, token in enumerate(numbers):
@@ -76,7 +76,7 @@ def test_text_grown_many_times_drafts_like_one_indexed_at_once() -> None:
 
 
 @given(TEXTS, st.integers(1, 4), st.integers(0, 5))
-def test_colliding_hashes_change_no_draft(text: list[int], min_match: int, more: int) -> None:
+def test_hash_collisions_do_not_change_drafts(text: list[int], min_match: int, more: int) -> None:
     def hash_to_one_bit(grams: Iterable[Any], shift: int) -> Any:
         return hash_grams(grams, 63)
 
@@ -102,7 +102,7 @@ def test_longer_match_beats_a_more_recent_one() -> None:
     assert drafted_for([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == (7,)
 
 
-def test_most_recent_of_equal_matches_wins() -> None:
+def test_most_recent_of_equally_long_matches_is_used() -> None:
     assert drafted_for([2, 3, 7, 0, 2, 3, 8, 1, 2, 3], 1) == (8,)
 
 
@@ -113,11 +113,11 @@ def test_only_the_most_recent_candidates_are_compared() -> None:
 
 
 @pytest.mark.parametrize("text", [[1], [1, 2], [1, 2, 3, 4], [1, 1]])
-def test_text_with_a_new_ending_gets_no_draft(text: list[int]) -> None:
+def test_text_whose_ending_is_new_gets_no_draft(text: list[int]) -> None:
     assert drafted_for(text) == ()
 
 
-def test_requests_are_answered_in_order() -> None:
+def test_drafts_are_returned_in_request_order() -> None:
     requests = [
         request_of([1, 2, 3, 1, 2], request_id=4),
         request_of([1], request_id=3),
@@ -129,7 +129,7 @@ def test_requests_are_answered_in_order() -> None:
     assert [draft.tokens for draft in drafts] == [(3,), (), (8, 9)]
 
 
-def test_forget_frees_the_index() -> None:
+def test_forgetting_a_request_frees_its_index() -> None:
     drafter = PromptLookupDrafter()
     for request_id in (1, 2):
         drafted(drafter, request_of([1, 2, 3], request_id=request_id))
@@ -140,13 +140,13 @@ def test_forget_frees_the_index() -> None:
 
 
 @pytest.mark.parametrize("text", [[5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 9, 9, 5, 9, 9]])
-def test_other_text_under_the_same_id_is_indexed_again(text: list[int]) -> None:
+def test_index_is_rebuilt_when_the_text_of_a_request_changes(text: list[int]) -> None:
     drafter = PromptLookupDrafter()
     drafted(drafter, request_of([1, 2, 3, 4, 1, 2, 3]))
     assert drafted(drafter, request_of(text)) == drafted_for(text) != ()
 
 
-def test_restarted_text_is_matched_as_before() -> None:
+def test_restarted_request_gets_the_same_draft() -> None:
     drafter = PromptLookupDrafter()
     before = drafted(drafter, request_of([1, 2, 3], [4, 1, 2]))
     drafter.forget(0)
@@ -171,6 +171,6 @@ def test_long_prompts_are_indexed_quickly_in_little_memory() -> None:
     ("arguments", "message"),
     [((0, 4), "found min_match=0"), ((3, 2), "max_match=2"), ((2, 4, 0), "max_candidates must be at least 1")],
 )
-def test_impossible_settings_are_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_inconsistent_match_settings_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PromptLookupDrafter(*arguments)

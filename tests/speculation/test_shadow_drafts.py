@@ -17,7 +17,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
 @given(TOKENS, TOKENS, st.integers(1, 3))
-def test_shadow_draft_ends_once_its_outcome_is_known(draft: list[int], reply: list[int], at_once: int) -> None:
+def test_shadow_draft_ends_when_its_outcome_is_known(draft: list[int], reply: list[int], at_once: int) -> None:
     request, shadowed = request_of([5], generated=[1, 2]), ShadowDrafts()
     assert not shadowed.num_tokens(request)
     shadowed.start(request, tuple(draft))
@@ -58,7 +58,7 @@ class KnowsTheReply:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_drafting_resumes_once_shadow_drafts_are_right(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_drafting_resumes_when_shadow_drafts_are_right(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     drafter, request = KnowsTheReply(), request_of([5])
     planner = DraftPlanner(drafter, 4, 10, DraftPolicy(time_of(NANO_30B), shadows=True))
 

@@ -123,7 +123,7 @@ def ints(tensor: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_step_equals_a_walk_over_its_tokens(device: str, seed: int) -> None:
+def test_step_layout_equals_a_loop_over_its_tokens(device: str, seed: int) -> None:
     requests = random_requests(seed)
     batch, expected = lay_out(requests, device), walk(requests)
     assert batch.requests == tuple(requests)
@@ -150,7 +150,7 @@ def test_step_equals_a_walk_over_its_tokens(device: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_prefill_batch_equals_a_walk_over_its_tokens(device: str, seed: int) -> None:
+def test_prefill_layout_equals_a_loop_over_its_tokens(device: str, seed: int) -> None:
     requests = random_requests(seed)
     prefill, expected = lay_out(requests, device).prefill, walk(requests)
     if not expected.final_slots:
@@ -169,7 +169,7 @@ def test_prefill_batch_equals_a_walk_over_its_tokens(device: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_decode_batch_has_the_columns_and_state_of_each_window(device: str, seed: int) -> None:
+def test_decode_layout_has_the_draft_slots_and_state_of_each_request(device: str, seed: int) -> None:
     requests = [request for request in random_requests(seed) if not request.is_prefilling]
     batch, expected = lay_out(requests, device), walk(requests)
     if not requests:
@@ -186,7 +186,7 @@ def test_decode_batch_has_the_columns_and_state_of_each_window(device: str, seed
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_align_batch_has_the_slot_reserved_by_each_request(device: str, seed: int) -> None:
+def test_state_copy_layout_has_the_slot_reserved_by_each_request(device: str, seed: int) -> None:
     requests = random_requests(seed)
     decode = [request for request in requests if not request.is_prefilling]
     batch = lay_out(requests, device)
@@ -204,7 +204,7 @@ def test_align_batch_has_the_slot_reserved_by_each_request(device: str, seed: in
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_align_batch_copies_only_reserved_boundaries(device: str, seed: int) -> None:
+def test_state_copy_layout_copies_only_to_reserved_positions(device: str, seed: int) -> None:
     for request in random_requests(seed):
         align = lay_out([request], device).align
         if align is None:
@@ -221,7 +221,7 @@ def test_align_batch_copies_only_reserved_boundaries(device: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_logits_cover_last_tokens_and_those_before_drafts(device: str, seed: int) -> None:
+def test_step_computes_logits_for_last_tokens_and_before_each_draft(device: str, seed: int) -> None:
     requests = random_requests(seed)
     logits, expected = lay_out(requests, device).logits, walk(requests).logits
     assert ints(logits.tokens) == [token for token, _, _ in expected]
@@ -235,7 +235,9 @@ def test_logits_cover_last_tokens_and_those_before_drafts(device: str, seed: int
 
 @pytest.mark.parametrize("draws_ratios", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_logits_have_each_requests_settings_and_random_numbers(device: str, seed: int, draws_ratios: bool) -> None:
+def test_each_logit_row_has_its_requests_sampling_settings_and_uniform(
+    device: str, seed: int, draws_ratios: bool
+) -> None:
     requests = random_requests(seed)
     logits = lay_out_step(requests, StepBuffers(LIMITS, device), GEOMETRY, draws_ratios=draws_ratios).logits
     expected = walk(requests)
@@ -271,7 +273,7 @@ def test_step_uses_the_fastest_sampler_that_suits_all_requests(settings: list[Sa
     assert Draws.of([decoding(index, sampling=sampling) for index, sampling in enumerate(settings)]) is draws
 
 
-def test_tensors_have_the_dtypes_of_model_and_kernels(device: str) -> None:
+def test_step_tensors_have_the_dtypes_expected_by_model_and_kernels(device: str) -> None:
     batch = lay_out([decoding(0), running_request(1, prompt_len=9, computed=0, scheduled=9)], device)
     assert batch.token_ids.dtype == batch.positions.dtype == torch.int64
     assert batch.prefill is not None and batch.decode is not None
@@ -294,7 +296,7 @@ def test_tensors_have_the_dtypes_of_model_and_kernels(device: str) -> None:
 @pytest.mark.parametrize(
     ("computed", "source_slot", "initial"), [(0, None, PAD_SLOT), (8, 7, 7), (8, None, 51), (3, None, 51)]
 )
-def test_request_starts_from_nothing_a_cached_slot_or_its_live_slot(
+def test_prefill_starts_from_no_state_a_cached_one_or_its_own(
     device: str, computed: int, source_slot: int | None, initial: int
 ) -> None:
     request = running_request(1, prompt_len=20, computed=computed, scheduled=20 - computed, source_slot=source_slot)
@@ -303,14 +305,14 @@ def test_request_starts_from_nothing_a_cached_slot_or_its_live_slot(
     assert (ints(prefill.initial_slots), ints(prefill.final_slots)) == ([initial], [51])
 
 
-def test_tokens_of_shared_blocks_are_written_to_the_dummy(device: str) -> None:
+def test_kv_of_tokens_in_shared_blocks_goes_to_the_dummy_block(device: str) -> None:
     request = running_request(1, prompt_len=20, computed=8, scheduled=12, num_shared=2, source_slot=7)
     batch = lay_out([request], device)
     assert ints(batch.token_blocks) == [DUMMY] * 8 + [22] * 4
     assert ints(batch.attention.block_table[0, :3]) == [20, 21, 22]
 
 
-def test_boundaries_passed_or_reached_are_written_to_their_slots(device: str) -> None:
+def test_prefill_writes_states_at_reserved_positions_to_their_slots(device: str) -> None:
     requests = [decoding(0), running_request(1, prompt_len=30, computed=3, scheduled=21, reserved={8: 70, 24: 71})]
     prefill = lay_out(requests, device).prefill
     assert prefill is not None
@@ -318,26 +320,26 @@ def test_boundaries_passed_or_reached_are_written_to_their_slots(device: str) ->
     assert ints(prefill.chunk_slots) == [PAD_SLOT, 70, PAD_SLOT, PAD_SLOT, PAD_SLOT, 71]
 
 
-def test_boundary_without_a_chunk_end_is_an_error(device: str) -> None:
+def test_reserved_position_that_is_no_chunk_end_raises(device: str) -> None:
     request = running_request(1, prompt_len=30, computed=0, scheduled=20, reserved={6: 70})
     with pytest.raises(CacheIntegrityError, match="need a chunk that ends at packed position 6"):
         lay_out([request], device)
 
 
-def test_largest_steps_fit_the_buffers(device: str) -> None:
+def test_step_buffers_hold_the_largest_prefill_step(device: str) -> None:
     requests = [running_request(index, prompt_len=62, computed=3, scheduled=32) for index in range(8)]
     batch = lay_out(requests, device)
     assert batch.num_tokens == LIMITS.max_tokens
     assert batch.prefill is not None and len(batch.prefill.chunk_requests) == 8 * 9
 
 
-def test_most_drafts_of_most_requests_fit_the_buffers(device: str) -> None:
+def test_step_buffers_hold_the_most_drafts_of_max_requests(device: str) -> None:
     requests = [decoding(index, num_drafts=MOST_DRAFTS) for index in range(LIMITS.max_requests)]
     logits = lay_out(requests, device).logits
     assert len(logits.tokens) == LIMITS.max_logits == LIMITS.max_requests * (1 + MOST_DRAFTS)
 
 
-def test_narrower_window_shows_nothing_of_the_previous_step(device: str) -> None:
+def test_step_with_fewer_drafts_has_no_slots_of_the_previous_step(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     before = lay_out_step([decoding(0, num_drafts=5, reserved={8: 70})], buffers, GEOMETRY)
     assert len(ints(before.positions)) == 6  # read back, so that the host side may be written again
@@ -348,13 +350,13 @@ def test_narrower_window_shows_nothing_of_the_previous_step(device: str) -> None
     assert ints(buffers.device("align_slots")[:2]) == [PAD_SLOT, PAD_SLOT]
 
 
-def test_step_without_room_for_drafts_has_one_column_per_request(device: str) -> None:
+def test_step_without_drafts_has_one_state_slot_per_request(device: str) -> None:
     limits = replace(LIMITS, max_drafts=0)
     batch = lay_out_step([decoding(0), decoding(1)], StepBuffers(limits, device), GEOMETRY)
     assert batch.decode is not None and ints(batch.decode.columns) == [[50], [51]]
 
 
-def test_second_step_shows_nothing_of_the_first(device: str) -> None:
+def test_step_layout_has_no_data_of_the_previous_step(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     lay_out_step(random_requests(1), buffers, GEOMETRY)
     requests = random_requests(2)
@@ -368,7 +370,7 @@ def test_second_step_shows_nothing_of_the_first(device: str) -> None:
             assert ints(getattr(second.prefill, name)) == ints(getattr(alone.prefill, name))
 
 
-def test_views_of_a_step_are_in_its_buffers(device: str) -> None:
+def test_step_tensors_are_views_of_its_buffers(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     batch = lay_out_step([decoding(0), running_request(1, prompt_len=9, computed=0, scheduled=9)], buffers, GEOMETRY)
     assert batch.token_blocks.data_ptr() == buffers.device("token_blocks").data_ptr()

@@ -30,7 +30,9 @@ def host_values(buffers: StepBuffers) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("max_drafts", "num_logits"), [(0, 5), (1, 10), (2, 11), (8, 11)])
-def test_sections_never_overlap_and_have_the_sizes_of_the_limits(max_drafts: int, num_logits: int, device: str) -> None:
+def test_step_buffer_sections_do_not_overlap_and_have_the_expected_sizes(
+    max_drafts: int, num_logits: int, device: str
+) -> None:
     limits = replace(LIMITS, max_drafts=max_drafts)
     buffers = StepBuffers(limits, device)
     assert limits.max_logits == num_logits
@@ -41,7 +43,7 @@ def test_sections_never_overlap_and_have_the_sizes_of_the_limits(max_drafts: int
     assert len(values) == per_logit * num_logits + per_token * 11 + 4 * 6 + per_request * 5 + 8 + 2 * 7 + 5 * 3
 
 
-def test_every_section_arrives_where_it_was_written(device: str) -> None:
+def test_every_step_buffer_section_is_copied_to_the_device(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(LIMITS.max_requests)
@@ -49,7 +51,7 @@ def test_every_section_arrives_where_it_was_written(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_requests", range(LIMITS.max_requests + 1))
-def test_send_copies_only_the_used_requests_of_a_table(device: str, num_requests: int) -> None:
+def test_block_table_rows_of_unused_requests_are_not_copied(device: str, num_requests: int) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(num_requests)
@@ -61,7 +63,7 @@ def test_send_copies_only_the_used_requests_of_a_table(device: str, num_requests
     assert sent == expected
 
 
-def test_later_step_leaves_unused_requests_unchanged(device: str) -> None:
+def test_later_copy_leaves_block_table_rows_of_unused_requests_unchanged(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(LIMITS.max_requests)
@@ -72,7 +74,7 @@ def test_later_step_leaves_unused_requests_unchanged(device: str) -> None:
     assert buffers.device_block_table()[:2].tolist() == buffers.host_block_table()[:2].tolist()
 
 
-def test_addresses_never_change(device: str) -> None:
+def test_step_buffer_addresses_never_change(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
 
     def addresses() -> list[int]:
@@ -88,7 +90,7 @@ def test_addresses_never_change(device: str) -> None:
     assert len(set(before[:-1])) == len(before) - 1
 
 
-def test_send_is_one_copy(device: str) -> None:
+def test_step_buffers_are_sent_in_one_copy(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     buffers.send(3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -96,7 +98,7 @@ def test_send_is_one_copy(device: str) -> None:
     assert [event.name for event in profile.events()].count("aten::copy_") == 1
 
 
-def test_views_taken_before_a_send_show_its_values(device: str) -> None:
+def test_device_views_taken_before_a_copy_show_its_values(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     ids, table = buffers.device_int64("token_ids"), buffers.device_block_table()
     fill(buffers, first=1)
@@ -105,7 +107,7 @@ def test_views_taken_before_a_send_show_its_values(device: str) -> None:
     assert table.tolist() == buffers.host_block_table().tolist()
 
 
-def test_columns_of_a_request_are_contiguous(device: str) -> None:
+def test_draft_slots_of_a_request_are_contiguous(device: str) -> None:
     buffers = StepBuffers(replace(LIMITS, max_drafts=2), device)
     columns = np.arange(15).reshape(5, 3)
     buffers.host_columns()[:] = columns
@@ -114,7 +116,7 @@ def test_columns_of_a_request_are_contiguous(device: str) -> None:
     assert buffers.device("columns").tolist() == list(range(15))
 
 
-def test_floats_are_sent_as_their_bits(device: str) -> None:
+def test_step_buffers_keep_the_bits_of_floats(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     temperature = np.array([0.0, 1.0, 1e-30, 3.14159, np.inf], np.float32)
     uniforms = np.array([0.0, 0.5, 2.0**-53, 1 - 2.0**-53, 1 / 3])
@@ -125,7 +127,7 @@ def test_floats_are_sent_as_their_bits(device: str) -> None:
     assert buffers.device("uniforms").view(torch.float64).tolist() == uniforms.tolist()
 
 
-def test_limits_of_one_suffice(device: str) -> None:
+def test_step_buffers_work_with_all_limits_equal_to_1(device: str) -> None:
     buffers = StepBuffers(StepLimits(1, 1, 1, 1), device)
     fill(buffers, first=1)
     buffers.send(1)

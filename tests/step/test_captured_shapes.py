@@ -20,7 +20,7 @@ def shapes_of_few(most_tokens: int, max_requests: int, max_tokens: int = 8192) -
 
 
 @given(st.data())
-def test_smallest_shape_that_fits_a_step_is_taken(data: st.DataObject) -> None:
+def test_step_uses_the_smallest_captured_shape_that_fits(data: st.DataObject) -> None:
     count, drafts = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 8))
     max_requests = data.draw(st.integers(1, 80))
     max_tokens = data.draw(st.integers(max_requests, 800))
@@ -45,7 +45,7 @@ def test_smallest_shape_that_fits_a_step_is_taken(data: st.DataObject) -> None:
     ("max_requests", "max_drafts", "total"),
     [(64, 6, 65 * 7), (64, 4, 65 * 5), (104, 3, 105 * 4), (64, 7, 512), (64, 3, 256), (40, 15, 640), (63, 6, 441)],
 )
-def test_verify_shape_of_a_slow_token_total_has_one_more_request(
+def test_verify_shape_with_a_slow_gemm_size_gets_one_more_request(
     max_requests: int, max_drafts: int, total: int
 ) -> None:
     width = 1 + max_drafts
@@ -58,7 +58,7 @@ def test_verify_shape_of_a_slow_token_total_has_one_more_request(
 
 
 @pytest.mark.parametrize("max_requests", [32, 64, 72, 100, 256])
-def test_mixed_shapes_decode_an_odd_number_of_few_or_nearly_all(max_requests: int) -> None:
+def test_mixed_shapes_have_two_numbers_of_decoding_requests(max_requests: int) -> None:
     shapes = prefill_shapes(1024, max_requests, 8192, 1024)
     some, most = sorted({shape.num_decode_requests for shape in shapes if shape.num_prefill_requests == 4} - {0})
     assert some % 2 == 1 and max_requests // 8 - 1 <= some <= max_requests // 8 and most == max_requests - 1
@@ -67,7 +67,7 @@ def test_mixed_shapes_decode_an_odd_number_of_few_or_nearly_all(max_requests: in
 
 
 @pytest.mark.parametrize("max_requests", [8, 32, 64, 256])
-def test_mixed_steps_have_token_totals_of_fast_gemms(max_requests: int) -> None:
+def test_mixed_shapes_have_token_totals_with_fast_gemms(max_requests: int) -> None:
     shapes = shapes_of_few(4096, max_requests)
     for num_decode in {shape.num_decode_requests for shape in shapes}:
         sizes = [shape.num_prefill_tokens for shape in shapes if shape.num_decode_requests == num_decode]
@@ -78,7 +78,7 @@ def test_mixed_steps_have_token_totals_of_fast_gemms(max_requests: int) -> None:
 
 
 @pytest.mark.parametrize("max_requests", [*range(1, 80), 127, 128, 129, 255, 256])
-def test_no_prompt_shape_has_a_slow_token_total(max_requests: int) -> None:
+def test_no_prefill_shape_has_a_token_total_with_slow_gemms(max_requests: int) -> None:
     totals = {shape.num_tokens for shape in prefill_shapes(4096, max_requests, 8192, 4096)}
     slow = [total for total in totals if 320 <= total <= 1056 and total % 32 == 0 and total % 128]
     assert not slow and len(totals) >= 15
@@ -86,7 +86,7 @@ def test_no_prompt_shape_has_a_slow_token_total(max_requests: int) -> None:
     assert {64, 128, 256, 351, 384, 447, 512, 639, 768, 895, 1024} <= set(sizes)
 
 
-def test_full_prompt_chunks_have_shapes_with_and_without_decoding() -> None:
+def test_largest_prefill_chunks_have_shapes_with_and_without_decoding() -> None:
     shapes = shapes_of_few(8192, 64)
     largest = {shape.num_decode_requests: shape.num_prefill_tokens for shape in shapes}
     assert largest == {0: 8192, 7: 8192 - 7, 63: 8192 - 63}
@@ -97,19 +97,19 @@ def test_full_prompt_chunks_have_shapes_with_and_without_decoding() -> None:
     assert prefill_shapes(3, 8, 64, 3) == [] and prefill_shapes(64, 8, 3, 64) == []  # four prompts have no room
 
 
-def test_sizes_close_to_others_are_left_out() -> None:
+def test_captured_sizes_close_to_others_are_left_out() -> None:
     sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, 72) if shape.num_decode_requests == 71]
     assert 384 in sizes and 447 - 71 not in sizes and 351 - 71 in sizes
     assert [shape.num_prefill_tokens for shape in shapes_of_few(360, 1)] == [64, 128, 256, 360]
 
 
 @pytest.mark.parametrize("most_tokens", [4, 64, 65, 351, 352, 1024, 1793, 2048, 2049])
-def test_no_shape_exceeds_the_requested_prompt_tokens(most_tokens: int) -> None:
+def test_no_captured_shape_exceeds_the_requested_prompt_tokens(most_tokens: int) -> None:
     sizes = [shape.num_prefill_tokens for shape in shapes_of_few(most_tokens, 4) if not shape.num_decode_requests]
     assert sizes == sorted(set(sizes)) and sizes[-1] == most_tokens
 
 
-def test_step_takes_a_shape_of_its_kind_or_none() -> None:
+def test_step_uses_a_captured_shape_of_its_kind_or_none() -> None:
     shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256, 100)
     decoding = running_request(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
     drafting = running_request(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)
@@ -131,7 +131,7 @@ def test_step_takes_a_shape_of_its_kind_or_none() -> None:
 
 
 @given(st.data())
-def test_every_possible_step_has_a_shape(data: st.DataObject) -> None:
+def test_every_step_within_the_limits_has_a_captured_shape(data: st.DataObject) -> None:
     max_requests = data.draw(st.integers(1, 300))
     most_tokens = data.draw(st.sampled_from([512, 1000, 4096, 8192]))
     most_launched = data.draw(st.sampled_from([300, 1741, 4655, 21_600]))
@@ -156,7 +156,7 @@ def test_every_possible_step_has_a_shape(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("max_requests", "max_tokens"), [(64, 2048), (63, 2048), (256, 4096), (3, 40), (1, 35)])
-def test_single_rank_may_use_its_whole_budget_in_shared_steps(max_requests: int, max_tokens: int) -> None:
+def test_rank_may_use_its_whole_token_budget_in_expert_parallel_steps(max_requests: int, max_tokens: int) -> None:
     shapes = prefill_shapes(max_tokens, max_requests, max_tokens, max_tokens, is_shared=True)
     fullest = StepShape(max_requests - 1, 1, 1, max_tokens - (max_requests - 1))
     assert smallest_holding(fullest, shapes) is not None and len(shapes) == len(set(shapes))
@@ -165,7 +165,7 @@ def test_single_rank_may_use_its_whole_budget_in_shared_steps(max_requests: int,
 
 @pytest.mark.parametrize("max_requests", [5, 8, 31, 32, 64, 256])
 @pytest.mark.parametrize(("most_launched", "sizes"), [(1741, 7), (4655, 12), (200, 1)])
-def test_steps_of_many_prompts_have_few_sizes(max_requests: int, most_launched: int, sizes: int) -> None:
+def test_few_shapes_are_captured_for_steps_with_many_prompts(max_requests: int, most_launched: int, sizes: int) -> None:
     shapes = prefill_shapes(4096, max_requests, 8192, most_launched)
     shapes = [shape for shape in shapes if shape.num_prefill_requests > 4]
     decode_counts = {shape.num_decode_requests for shape in shapes}
@@ -176,7 +176,7 @@ def test_steps_of_many_prompts_have_few_sizes(max_requests: int, most_launched: 
 
 
 @given(st.data())
-def test_draft_models_have_shapes_without_decoding(data: st.DataObject) -> None:
+def test_draft_models_have_captured_shapes_without_decoding(data: st.DataObject) -> None:
     max_requests = data.draw(st.integers(1, 300))
     max_tokens = data.draw(st.sampled_from([max_requests, max_requests + 1, 4 * max_requests, 8192]))
     config = CacheConfig(

@@ -84,7 +84,7 @@ def disturb(requests: list[RunningRequest], shape: StepShape, draw: random.Rando
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("shape", "num_drafts"), [*((shape, 0) for shape in SHAPES), (SHAPES[1], 1)])
 @pytest.mark.parametrize("fold_len", [0, 4])
-def test_incremental_step_equals_a_new_layout(
+def test_incrementally_updated_step_equals_a_new_layout(
     device: str, shape: StepShape, num_drafts: int, fold_len: int, seed: int
 ) -> None:
     draw = random.Random(seed)
@@ -117,7 +117,7 @@ def test_incremental_step_equals_a_new_layout(
 
 
 @pytest.mark.parametrize("change", ["another request", "a prompt to prefill", "another step", "no step between"])
-def test_similar_but_different_step_is_not_continued(device: str, change: str) -> None:
+def test_step_is_laid_out_anew_when_it_does_not_continue_the_last_step(device: str, change: str) -> None:
     buffers, requests = StepBuffers(LIMITS, device), [decoding(0, prompt_len=3), decoding(1, prompt_len=3)]
     send_anew(requests, buffers, SHAPES[0])
     last = DecodeStep.sent(requests, buffers)
@@ -165,7 +165,7 @@ def publish(requests: list[RunningRequest], draw: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_step_is_launched_ahead_exactly_if_all_requests_continue(device: str, seed: int) -> None:
+def test_next_step_is_launched_early_only_if_all_requests_continue(device: str, seed: int) -> None:
     draw, num_on = random.Random(seed), 0
     for _ in range(40):
         requests = [
@@ -194,7 +194,7 @@ def test_step_is_launched_ahead_exactly_if_all_requests_continue(device: str, se
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("fold_len", [0, 4])
-def test_steps_launched_ahead_equal_a_new_layout(device: str, fold_len: int, seed: int) -> None:
+def test_steps_launched_early_equal_a_new_layout(device: str, fold_len: int, seed: int) -> None:
     """Cross boundaries: new blocks, reserved slots, and completed blocks that are cached already."""
     draw, limits = random.Random(seed), replace(LIMITS, fold_len=fold_len)
     samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
@@ -244,7 +244,7 @@ def test_steps_launched_ahead_equal_a_new_layout(device: str, fold_len: int, see
     ],
     ids=["stop words", "penalties", "log-probs"],
 )
-def test_step_continues_with_any_requested_outputs(device: str, spec: dict[str, object]) -> None:
+def test_step_is_updated_incrementally_with_any_requested_outputs(device: str, spec: dict[str, object]) -> None:
     requests = [decoding(0), decoding(1)]
     requests[1].spec = replace(requests[1].spec, **spec)  # type: ignore[arg-type]
     buffers = StepBuffers(LIMITS, device)

@@ -68,12 +68,12 @@ def wait_until(is_so: Callable[[], object]) -> None:
         time.sleep(INTERVAL_S / 5)
 
 
-def test_unchanged_directory_is_listed_only_a_few_times(watch: _Watch, directory: Directory) -> None:
+def test_unchanged_cache_directory_is_listed_only_a_few_times(watch: _Watch, directory: Directory) -> None:
     wait_until(lambda: directory.num_looks > 4 * _LOOKS_AFTER_A_CHANGE)
     assert directory.num_lists == _LOOKS_AFTER_A_CHANGE
 
 
-def test_later_entries_are_found_once(watch: _Watch, directory: Directory) -> None:
+def test_new_disk_entries_are_found_once(watch: _Watch, directory: Directory) -> None:
     wait_until(lambda: directory.num_looks > _LOOKS_AFTER_A_CHANGE)
     watch.take()
     directory.add(entry(1))
@@ -83,12 +83,12 @@ def test_later_entries_are_found_once(watch: _Watch, directory: Directory) -> No
     assert not watch.take()
 
 
-def test_entry_written_at_the_last_change_time_is_found(watch: _Watch, directory: Directory) -> None:
+def test_disk_entry_with_the_last_change_time_is_found(watch: _Watch, directory: Directory) -> None:
     directory.add(entry(1), entry(2))
     wait_until(lambda: entry(2) in watch.take())
 
 
-def test_no_listing_is_lost_while_others_are_read(watch: _Watch, directory: Directory) -> None:
+def test_no_new_disk_entry_is_lost_while_entries_are_read(watch: _Watch, directory: Directory) -> None:
     found: set[EntryName] = set()
     for key in range(1, 200):
         directory.add(entry(key))

@@ -59,7 +59,7 @@ def forward(exchange: ExpertExchange, batch: SimpleNamespace, fails_after: int |
 
 
 @pytest.mark.parametrize("fails_after", range(5))
-def test_failed_forward_and_its_completion_make_each_exchange_once(fails_after: int, made: list[str]) -> None:
+def test_resumed_forward_pass_repeats_no_expert_exchange(fails_after: int, made: list[str]) -> None:
     exchange = ExpertExchange(None)
     whole = ["gather", "gather", "combine", "gather", "combine"]
     forward(exchange, batch_of(1))  # another step

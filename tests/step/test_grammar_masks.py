@@ -75,7 +75,7 @@ def texts() -> dict[str, tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("name", texts())
 @pytest.mark.parametrize("num_replayed", [0, 4])
-def test_draft_has_the_mask_of_a_step_without_drafts(name: str, num_replayed: int) -> None:
+def test_grammar_mask_of_a_draft_equals_that_without_drafts(name: str, num_replayed: int) -> None:
     grammar, text = texts()[name]
     one_by_one = GrammarMasks(compiled())
     expected = []
@@ -104,7 +104,7 @@ def test_draft_has_the_mask_of_a_step_without_drafts(name: str, num_replayed: in
         assert found[0] == [allowed_tokens(GrammarMasks(compiled()), [plain])[0][0]]
 
 
-def test_drafts_are_cut_where_the_grammar_rejects_them() -> None:
+def test_drafts_are_cut_at_the_first_token_the_grammar_rejects() -> None:
     masks, text = GrammarMasks(compiled()), TOKENIZER.tokenize('{"a": true}')
     request = running_request(ANSWER.text)
     assert list(masks.allowed(request, [*text[:3], 0, *text[4:]])) == text[:3]
@@ -115,13 +115,13 @@ def test_drafts_are_cut_where_the_grammar_rejects_them() -> None:
     assert masks._requests == {}
 
 
-def test_ranks_that_do_not_sample_only_cut_drafts() -> None:
+def test_rank_that_does_not_sample_cuts_drafts_but_masks_no_logits() -> None:
     masks, request = GrammarMasks(compiled(), samples_here=False), running_request(ANSWER.text)
     assert list(masks.allowed(request, [0])) == []
     assert allowed_tokens(masks, [request]) == [[set(range(TOKENIZER.vocab_size))]]
 
 
-def test_grammar_violation_is_noted_only_for_its_request() -> None:
+def test_grammar_violation_fails_only_its_request() -> None:
     grammars = compiled()
     masks, other = GrammarMasks(grammars), running_request(ANSWER.text, request_id=2)
     request = running_request(ANSWER.text, generated=[0])

@@ -127,7 +127,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
 
 
 @pytest.mark.parametrize("name", HOLDING)
-def test_step_may_overlap_if_every_condition_holds(name: str) -> None:
+def test_next_step_may_overlap_if_every_condition_holds(name: str) -> None:
     conditions = HOLDING[name]
     is_allowed, graph = answer(conditions)
     assert is_allowed
@@ -137,11 +137,11 @@ def test_step_may_overlap_if_every_condition_holds(name: str) -> None:
 
 @pytest.mark.parametrize("holding", HOLDING)
 @pytest.mark.parametrize("failing", FAILING)
-def test_no_step_overlaps_if_one_condition_fails(failing: str, holding: str) -> None:
+def test_next_step_does_not_overlap_if_one_condition_fails(failing: str, holding: str) -> None:
     assert not answer(replace(HOLDING[holding], **FAILING[failing]))[0]  # type: ignore[arg-type]
 
 
-def test_no_step_with_unknown_tokens_overlaps_while_a_request_waits() -> None:
+def test_no_step_overlaps_before_its_tokens_are_known_if_a_request_waits() -> None:
     assert not answer(replace(ALL_HOLD, has_waiting=True))[0]
 
 
@@ -195,12 +195,12 @@ def may_draft(conditions: DraftConditions) -> bool:
     )
 
 
-def test_draft_step_may_overlap_if_every_condition_holds() -> None:
+def test_next_draft_step_may_overlap_if_every_condition_holds() -> None:
     assert may_draft(DraftConditions())
     for row in (0, BLOCK - 4, BLOCK - 1):
         assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=row))
 
 
 @pytest.mark.parametrize("failing", FAILING_DRAFTS)
-def test_no_draft_step_overlaps_if_one_condition_fails(failing: str) -> None:
+def test_next_draft_step_does_not_overlap_if_one_condition_fails(failing: str) -> None:
     assert not may_draft(replace(DraftConditions(), **FAILING_DRAFTS[failing]))  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def send(requests: list[RunningRequest], buffers: StepBuffers, shape: StepShape)
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_request_has_more_query_tokens_than_its_shape(shape: StepShape, seed: int) -> None:
+def test_no_request_has_more_query_tokens_than_its_shape_allows(shape: StepShape, seed: int) -> None:
     draw = random.Random(seed)
     requests = some_requests(draw, shape)
     most = shape.most_queries
@@ -102,7 +102,7 @@ def test_padding_does_not_change_the_layout_of_requests(device: str, shape: Step
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
+def test_padding_tokens_write_only_to_dummy_blocks_and_slots(device: str, shape: StepShape, seed: int) -> None:
     requests = some_requests(random.Random(seed), shape)
     buffers = filled_with_junk(device)
     send(requests, buffers, shape)
@@ -130,7 +130,7 @@ def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_views_of_a_shape_have_its_size_and_show_later_sends(device: str, shape: StepShape) -> None:
+def test_views_of_a_captured_shape_have_its_size_and_show_later_steps(device: str, shape: StepShape) -> None:
     buffers = StepBuffers(LIMITS, device)
     send([], buffers, shape)
     fullest, num_chunks = shape.fullest_requests(GEOMETRY.dummy_block), shape.num_chunks(GEOMETRY.grain)

@@ -61,7 +61,7 @@ def on_each(ranks: Sequence[SharedSteps], ask: Callable[[int, SharedSteps], obje
         ((Rows(9), Rows(1)), StepShape(9)),
     ],
 )
-def test_all_ranks_use_the_smallest_shape_that_fits_each(requests: tuple[Rows, Rows], shape: StepShape) -> None:
+def test_all_ranks_use_the_smallest_shape_that_fits_every_rank(requests: tuple[Rows, Rows], shape: StepShape) -> None:
     ranks = ranks_with(requests)
     assert on_each(ranks, lambda _, rank: rank.next_shape()) == [shape, shape]
 
@@ -79,7 +79,7 @@ sayings = st.builds(Ahead, st.integers(0, 9), st.sampled_from([SURE, UNSURE]), s
 
 
 @given(st.lists(sayings, min_size=2, max_size=4), st.integers(0, 8))
-def test_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it(reports: list[Ahead], present: int) -> None:
+def test_ranks_agree_on_the_next_step_if_all_know_their_requests(reports: list[Ahead], present: int) -> None:
     ranks = ranks_with([Rows(present)] * len(reports))
     on_each(ranks, lambda _, rank: rank.next_shape())
     owed = on_each(
@@ -98,13 +98,13 @@ def test_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it(reports:
         assert ranks[0].next_shape() == fixed and not ranks[0].is_fixed and not ranks[0].is_owed
 
 
-def test_step_without_a_graph_is_never_owed() -> None:
+def test_step_without_a_graph_is_not_launched_early_by_any_rank() -> None:
     ranks = ranks_with([Rows(9), Rows(9)])
     on_each(ranks, lambda _, rank: rank.next_shape())
     assert on_each(ranks, lambda _, rank: rank.agree_on_next(StepShape(9), SURE, wants_overlap=True)) == [False, False]
 
 
-def test_all_ranks_capture_together_and_do_not_overlap_the_next_step() -> None:
+def test_all_ranks_capture_graphs_together_before_the_next_step() -> None:
     captured: list[int] = []
     ranks = ranks_with([Rows(1), Rows(0)], captured)
     ranks[1].wants_capture = True
@@ -113,7 +113,7 @@ def test_all_ranks_capture_together_and_do_not_overlap_the_next_step() -> None:
     assert sorted(captured) == [0, 1] and not ranks[1].wants_capture
 
 
-def test_prefilling_rank_makes_the_next_step_unsure() -> None:
+def test_next_step_is_not_fixed_while_a_rank_prefills() -> None:
     ranks = ranks_with([Rows(1), Rows(0, [32])])
     on_each(ranks, lambda _, rank: rank.next_shape())
     assert not any(on_each(ranks, lambda _, rank: rank.agree_on_next(NO_REQUESTS, SURE, wants_overlap=True)))
@@ -123,7 +123,7 @@ def test_prefilling_rank_makes_the_next_step_unsure() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("max_tokens", 512), ("num_cuda_graphs", 3), ("num_speculative_tokens", 2)]
 )
-def test_settings_that_affect_graphs_must_be_equal(field: str, value: int) -> None:
+def test_ranks_with_different_graph_settings_are_refused(field: str, value: int) -> None:
     meeting = Meeting(2)
     settings = [CacheConfig(**{"num_cuda_graphs": 2, **given}).resolved() for given in ({}, {field: value})]
 
@@ -137,7 +137,7 @@ def test_settings_that_affect_graphs_must_be_equal(field: str, value: int) -> No
             assert message.startswith(f"{field} is ") and "ranks that share experts" in message
 
 
-def test_ranks_use_the_least_request_limit() -> None:
+def test_ranks_use_the_smallest_max_requests() -> None:
     meeting = Meeting(2)
     settings = [CacheConfig(max_requests=most).resolved() for most in (4, 9)]
     with ThreadPoolExecutor(2) as pool:
@@ -161,7 +161,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_rank_that_fails_in_a_step_completes_its_exchanges(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_fails_in_a_step_completes_its_expert_exchanges(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[StepShape] = []
     monkeypatch.setattr(padding_steps, "_compute_padding", lambda shape, *_, eagerly: computed.append(shape))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -22,14 +22,14 @@ def opened(base: Path, form: EntryForm = FORM, part: str = "0-of-1") -> CacheDir
     return directory
 
 
-def test_later_server_finds_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+def test_server_finds_entries_written_by_an_earlier_server(tmp_path: Path) -> None:
     first = opened(tmp_path / "cache")
     written(first.entries, form=FORM)
     second = CacheDirectory(tmp_path / "cache", FORM, "0-of-1")
     assert second.open(second.generation) == [NAME]
 
 
-def test_flush_is_known_to_every_later_server(tmp_path: Path) -> None:
+def test_later_servers_find_no_entries_from_before_a_flush(tmp_path: Path) -> None:
     first = opened(tmp_path)
     written(first.entries)
     old = first.entries
@@ -39,7 +39,7 @@ def test_flush_is_known_to_every_later_server(tmp_path: Path) -> None:
     assert second.generation == first.generation == 1 and second.open(second.generation) == []
 
 
-def test_two_servers_never_return_to_an_old_generation(tmp_path: Path) -> None:
+def test_two_servers_never_reuse_an_old_generation(tmp_path: Path) -> None:
     first, second = opened(tmp_path), opened(tmp_path)
     first.open(first.next_generation())
     assert second.generation == 0
@@ -57,7 +57,7 @@ def test_directories_and_files_are_private(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
 
 
-def test_foreign_files_stay(tmp_path: Path) -> None:
+def test_unknown_files_are_not_removed(tmp_path: Path) -> None:
     mine = tmp_path / "thesis.txt"
     mine.write_text("mine")
     (tmp_path / "photos").mkdir()
@@ -67,7 +67,7 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
     assert mine.read_text() == "mine" and (tmp_path / "photos").is_dir()
 
 
-def test_other_weights_and_shards_have_their_own_directories(tmp_path: Path) -> None:
+def test_other_weights_and_shards_use_separate_directories(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     written(directory.entries)
     assert opened(tmp_path, OTHER).shared_entries() == []
@@ -75,7 +75,7 @@ def test_other_weights_and_shards_have_their_own_directories(tmp_path: Path) -> 
     assert opened(tmp_path).shared_entries() == [NAME]
 
 
-def test_added_or_removed_entry_changes_the_directory(tmp_path: Path) -> None:
+def test_modification_time_changes_when_an_entry_is_added_or_removed(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     for change in (lambda: written(directory.entries), lambda: (directory.entries / file_name(NAME)).unlink()):
         os.utime(directory.entries, (1, 1))
@@ -86,7 +86,7 @@ def test_added_or_removed_entry_changes_the_directory(tmp_path: Path) -> None:
     assert directory.changed_at() is None
 
 
-def test_unused_directories_are_removed_for_lack_of_room(tmp_path: Path) -> None:
+def test_unused_directories_are_removed_when_the_disk_limit_is_exceeded(tmp_path: Path) -> None:
     old, used = opened(tmp_path), opened(tmp_path, OTHER)
     written(old.entries)
     written(used.entries, form=OTHER)
@@ -108,14 +108,14 @@ def test_lost_generation_file_is_recovered_from_entries(tmp_path: Path) -> None:
     assert later.open(later.next_generation()) == [] and later.generation == 2
 
 
-def test_unreadable_generation_is_one_clear_error(tmp_path: Path) -> None:
+def test_unreadable_generation_file_raises_an_error_with_its_path(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     shutil.rmtree(tmp_path / FORM.identity.hex())
     with pytest.raises(CacheError, match="cannot use --disk-cache-dir"):
         directory.known_generation()
 
 
-def test_flush_between_creation_and_opening_is_kept(tmp_path: Path) -> None:
+def test_flush_before_the_directory_is_opened_is_kept(tmp_path: Path) -> None:
     late, other = CacheDirectory(tmp_path, FORM, "0-of-1"), opened(tmp_path)
     other.open(other.next_generation())
     assert late.generation == 0 and late.known_generation() == 1
@@ -136,7 +136,7 @@ def test_truncated_generation_file_counts_as_missing(tmp_path: Path) -> None:
         lambda base: (base.mkdir(), (base / FORM.identity.hex()).write_text("a file")),
     ],
 )
-def test_unusable_directory_is_one_clear_error(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+def test_unusable_directory_raises_a_cache_error(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     base = tmp_path / "cache"
     spoil(base)
     with pytest.raises(CacheError, match=f"cannot use --disk-cache-dir {base}: ") as raised:
@@ -145,7 +145,7 @@ def test_unusable_directory_is_one_clear_error(tmp_path: Path, spoil: Callable[[
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_unwritable_directory_is_one_clear_error(tmp_path: Path) -> None:
+def test_unwritable_directory_raises_a_cache_error(tmp_path: Path) -> None:
     base = tmp_path / "cache"
     base.mkdir(0o500)
     with pytest.raises(CacheError, match="Permission denied"):

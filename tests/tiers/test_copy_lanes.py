@@ -28,7 +28,7 @@ pairs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique_by=(lam
 
 
 @given(pairs, pairs)
-def test_pieces_cover_all_pairs_and_merge_consecutive_ones(
+def test_byte_ranges_cover_all_units_and_merge_consecutive_units(
     blocks: list[tuple[int, int]], states: list[tuple[int, int]]
 ) -> None:
     found = list(SIZES.pieces(order(0, Lane.TO_HOST, blocks, states)))
@@ -50,7 +50,7 @@ def num_runs(pairs: list[tuple[int, int]]) -> int:
 
 @settings(deadline=None, max_examples=20)
 @given(pairs, pairs, st.sampled_from([1, 3, 7, 24, 400, 1000]))
-def test_bytes_survive_a_copy_to_the_host_and_back(
+def test_bytes_are_unchanged_after_a_copy_to_the_host_and_back(
     blocks: list[tuple[int, int]], states: list[tuple[int, int]], part_bytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def copy_to_the_host_and_back(blocks: list[tuple[int, int]], states: list[tuple[
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 20))
-def test_no_part_of_a_piece_crosses_a_pinned_range(target: int, num_bytes: int, pinned: int) -> None:
+def test_copy_parts_do_not_cross_the_end_of_a_pinned_range(target: int, num_bytes: int, pinned: int) -> None:
     parts = list(Piece(5, target, num_bytes).cut(pinned - target % pinned, pinned))
     copied = [(part.source + offset, part.target + offset) for part in parts for offset in range(part.num_bytes)]
     assert copied == [(5 + offset, target + offset) for offset in range(num_bytes)]
@@ -87,7 +87,7 @@ def test_no_part_of_a_piece_crosses_a_pinned_range(target: int, num_bytes: int, 
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
-def test_copies_span_several_pinned_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_over_several_pinned_ranges_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_PINNED_AT_ONCE", 2**16)
     monkeypatch.setattr(copy_lanes, "PART_BYTES", 2**12)
     slab = SlabShape(blocks_per_slab=3, slots_per_slab=2)
@@ -106,7 +106,7 @@ def test_copies_span_several_pinned_ranges(monkeypatch: pytest.MonkeyPatch) -> N
     lanes.close()
 
 
-def test_lanes_copy_in_order_and_independently() -> None:
+def test_each_lane_copies_in_order_independently_of_the_other() -> None:
     made: list[int] = []
     allowed = threading.Event()
 
@@ -128,7 +128,7 @@ def test_lanes_copy_in_order_and_independently() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("full"), RuntimeError("lost"), MemoryError()])
-def test_failed_copy_is_followed_by_the_next(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_continue_after_a_failed_copy(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     def work(reports: CopyOrder) -> None:
         if reports.number == 0:
             raise error
@@ -141,7 +141,7 @@ def test_failed_copy_is_followed_by_the_next(error: Exception, caplog: pytest.Lo
     lanes.close()
 
 
-def test_hook_before_a_copy_runs_when_it_starts() -> None:
+def test_hook_runs_immediately_before_its_copy_starts() -> None:
     noted: list[Callable[[], None] | int] = []
     lanes = CopyLanes({Lane.TO_HOST: lambda reports: None}, (lambda reports: noted.append(reports.number),))
     lanes.start([order(4, Lane.TO_HOST)])

@@ -43,7 +43,7 @@ def test_entry_is_read_as_written(
     assert (directory / file_name(name)).stat().st_size == form.size_of(name)
 
 
-def test_only_requested_parts_are_read_and_all_are_checked(tmp_path: Path) -> None:
+def test_partial_read_still_verifies_the_whole_file(tmp_path: Path) -> None:
     pieces = written(tmp_path)
     block = bytearray(FORM.block_bytes)
     read_entry(tmp_path, NAME, FORM, None, {7: memoryview(block)})
@@ -120,5 +120,5 @@ def test_file_names_encode_the_entry(key: int, anchor: int, depth: int, num_bloc
 @pytest.mark.parametrize(
     "text", ["", "x.boundary", file_name(NAME)[1:], file_name(NAME).upper(), "a" + file_name(NAME)]
 )
-def test_other_names_encode_no_entry(text: str) -> None:
+def test_invalid_file_names_do_not_parse(text: str) -> None:
     assert entry_name(text) is None

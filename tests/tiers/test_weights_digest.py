@@ -24,7 +24,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> bytes:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 300), st.data())
-def test_any_bit_changes_the_digest(size: int, data: st.DataObject) -> None:
+def test_flipping_any_bit_changes_the_digest(size: int, data: st.DataObject) -> None:
     tensors = weights(size, 7)
     before = digest(tensors)
     octets = tensors["w0"].view(torch.uint8)
@@ -35,7 +35,7 @@ def test_any_bit_changes_the_digest(size: int, data: st.DataObject) -> None:
     assert digest(tensors) == before
 
 
-def test_piece_size_does_not_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_does_not_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = weights(1000, 33, 1)
     before = digest(tensors)
     monkeypatch.setattr(module, "_WORDS_AT_ONCE", 8)

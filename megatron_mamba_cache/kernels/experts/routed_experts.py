@@ -76,8 +76,8 @@ def routed_experts(
     """
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(
-            f"shared needs at most {_MOST_SHARED_TOKENS} tokens in fp32 or a 16-bit dtype and no apart, found {len(x)} "
-            f"tokens in {x.dtype}; compute the shared expert separately and pass its output as addend"
+            f"the shared expert can be fused for at most {_MOST_SHARED_TOKENS} tokens, without a separate activation, "
+            f"found {len(x)} {x.dtype} tokens; compute it separately and pass its output as addend"
         )
     is_gated = activation == "gated_silu"
     fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True, is_gated=is_gated)

@@ -14,7 +14,7 @@ from .checkpoint_config import MOST_EXPERTS, CheckpointConfig, read_json_object
 ARCHITECTURE_FILE = "hybrid_architecture.json"
 
 _MAMBA, _GATED_DELTA = "mamba", "gated_delta"
-"""The section with the sizes of recurrent layers has the name of their kind."""
+"""Names of the sections for the sizes of recurrent layers; a file has one of them."""
 
 
 def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:
@@ -29,7 +29,7 @@ def read_architecture(directory: Path) -> HybridArchitecture:
     """Read the architecture from its file in a checkpoint directory.
 
     Raises:
-        ValueError: Naming the file if it cannot be read, and any field that is missing or of a wrong type.
+        ValueError: If the file cannot be read, or a field is missing or of the wrong type; the message names it.
     """
     path = directory / ARCHITECTURE_FILE
     found: HybridArchitecture = _read(HybridArchitecture, CheckpointConfig(read_json_object(path), str(path)))

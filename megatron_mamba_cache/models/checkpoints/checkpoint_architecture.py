@@ -28,7 +28,7 @@ def weights_directory(directory: Path) -> Path:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {tracker}: {error}") from error
     if named != _RELEASE and not (named.isascii() and named.isdigit() and len(named) <= _MAX_DIGITS):
-        raise ValueError(f"{tracker} names the iteration {named!r:.80}, but must hold a number or {_RELEASE!r}")
+        raise ValueError(f"{tracker} contains {named!r:.80}, but must contain an iteration number or {_RELEASE!r}")
     latest = directory / (named if named == _RELEASE else f"iter_{int(named):07d}")
     if not latest.is_dir():
         raise ValueError(f"{latest}, which {tracker} names, is not a directory; give the directory of one iteration")
@@ -86,5 +86,5 @@ def trained_architecture(common: CommonState, directory: Path) -> DescribedModel
     try:
         architecture = megatron_arguments.architecture_of(CheckpointConfig(common.arguments, str(path), "args."))
     except ValueError as error:
-        raise ValueError(f"{error}; to say otherwise, {_REMEDY}") from error
+        raise ValueError(f"{error}; if the model has another architecture, {_REMEDY}") from error
     return DescribedModel(architecture, f"the arguments in {path}")

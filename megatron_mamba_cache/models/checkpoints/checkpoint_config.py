@@ -170,7 +170,8 @@ class CheckpointConfig:
         value, allowed = self._get(name, default), tuple(allowed)
         is_plain = value is None or isinstance(value, str | int | float)  # comparing a tensor would give a tensor
         if not is_plain or value not in allowed:
-            raise self.error(f"{self.shown(name, value)} is not supported, only {', '.join(map(repr, allowed))}")
+            supported = f"{', '.join(map(repr, allowed))} {'is' if len(allowed) == 1 else 'are'}"
+            raise self.error(f"{self.shown(name, value)} is not supported, only {supported}")
         return value
 
     def holds_list(self, name: str) -> bool:
@@ -185,7 +186,9 @@ class CheckpointConfig:
         if len(entries) > MOST_LAYERS:
             raise self.error(f"{self._label(name)} has {len(entries)} entries, but must have at most {MOST_LAYERS}")
         if unknown := sorted(set(entries) - known.keys()):
-            raise self.error(f"{self._label(name)} has unknown entries {_short(unknown)}; known are {sorted(known)}")
+            raise self.error(
+                f"{self._label(name)} has unknown entries {_short(unknown)}; known entries are {sorted(known)}"
+            )
         return [known[entry] for entry in entries]
 
     def error(self, text: str) -> ValueError:

@@ -38,7 +38,7 @@ class SafetensorsFiles:
             self._read_header(path)
         for name, file in index.items():
             if self.names.get(name) != directory / file:
-                raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} says it has")
+                raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} lists for it")
 
     def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each wanted name, file by file, with its tensors on the CPU.
@@ -75,7 +75,7 @@ class SafetensorsFiles:
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 if name in self.names:
-                    raise ValueError(f"{path} has tensor {name}, and {self.names[name]} has it too")
+                    raise ValueError(f"tensor {name} is in {path} and in {self.names[name]}; remove one of them")
                 header = file.get_slice(name)
                 self.names[name], self.types[name] = path, header.get_dtype()
                 self.shapes[name] = tuple(header.get_shape())

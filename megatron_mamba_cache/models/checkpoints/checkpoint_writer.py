@@ -60,7 +60,7 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
         """
         with _results_in_this_process():
             request = self.async_save(sharded_state_dict, Path(checkpoint_dir))
-            if request.async_fn is not None:  # this rank has something to write
+            if request.async_fn is not None:  # only on ranks that have tensors to write
                 request = request._replace(async_fn=partial(_write, *request.async_fn.args))
             request.execute_sync()
 

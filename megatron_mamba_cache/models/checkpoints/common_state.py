@@ -22,10 +22,8 @@ UNPICKLING_ERRORS = (
     *(OSError, RuntimeError, EOFError, MemoryError, pickle.UnpicklingError, struct.error),
     *(ValueError, LookupError, AttributeError, TypeError, AssertionError, ArithmeticError),
 )
-"""Errors of unpickling damaged bytes."""
-_NUMPY_TYPES = [
-    type(numpy.dtype(code)) for code in numpy.typecodes["All"]
-]  # for arrays in the random state of a training run
+"""Errors that unpickling damaged bytes may raise."""
+_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # for arrays in a stored random state
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,5 +127,5 @@ class _KnownNamesOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (is_dtype or (module, name) in _KNOWN_NAMES or (module in _KNOWN_MODULES and "." not in name)):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which an index of tensors may not contain")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a tensor index must not contain")
         return super().find_class(module, name)

@@ -50,12 +50,7 @@ _SUPPORTED_ROUTING: dict[str, tuple[Any, Any]] = {
     "moe_apply_probs_on_input": (False, False),
     "moe_expert_capacity_factor": (None, None),
 }
-_BALANCING = (
-    "aux_loss",
-    "seq_aux_loss",
-    "global_aux_loss",
-    "none",
-)  # these affect training only; "sinkhorn" would change the choice
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # affect training only, unlike "sinkhorn"
 _CHOICE = ChoiceFields("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
 
 
@@ -97,8 +92,8 @@ def _pattern(arguments: CheckpointConfig) -> str:
     shares = [arguments.share(f"hybrid_{kind}_ratio", 0.0) for kind in ("attention", "mlp")]
     if not shares[0] or sum(shares) > 1:
         raise arguments.error(
-            "hybrid_override_pattern is missing, and hybrid_attention_ratio and hybrid_mlp_ratio describe no hybrid of "
-            f"Mamba and attention layers: {shares[0]} and {shares[1]}"
+            f"hybrid_override_pattern is missing, and hybrid_attention_ratio={shares[0]} and "
+            f"hybrid_mlp_ratio={shares[1]} do not describe a model with both Mamba and attention layers"
         )
     return "".join(allocate_layers(arguments.integer("num_layers"), *shares))
 
@@ -150,9 +145,7 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     top_k, num_groups, top_groups = arguments.integer("moe_router_topk", 2), 1, 1
     if arguments.has("moe_router_group_topk"):  # absent: experts are chosen from all groups
         num_groups = arguments.integer("moe_router_num_groups", 1)
-        top_groups = arguments.integer(
-            "moe_router_group_topk", most=top_k
-        )  # with more groups than top_k, training scored no experts
+        top_groups = arguments.integer("moe_router_group_topk", most=top_k)  # with more, training scored none
     experts = ExpertsSizes(
         num_experts=arguments.integer("num_experts", most=MOST_EXPERTS),
         top_k=top_k,

@@ -31,7 +31,7 @@ from .loading_progress import loading_progress
 from .stored_names import is_first_rank, mtp_names, warn_of_left_out
 
 PORTION_BYTES = 2 * 2**30
-"""Bytes of a checkpoint that are read between two reports of progress."""
+"""Number of checkpoint bytes to read between two progress updates."""
 _MOST_PORTIONS = 16
 _FILES = (".metadata", COMMON_FILE, "metadata.json")
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ...kernels.quantized.quantized_matrix import codes_of_pairs
 
 _SLABS = {"cpu": 2**18, "cuda": 2**22}
-"""Most weights that are dequantized at once, in float32; larger temporaries of a CPU fragment its memory."""
+"""Maximum number of weights to dequantize at a time, per device type; on a CPU, more would fragment memory."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _FLOATS = ("F32", "BF16", "F16")

@@ -61,7 +61,8 @@ def mamba_shape(config: CheckpointConfig) -> MambaSizes:
     head_dim = inner // num_heads if is_derived else config.integer("mamba_d_head")
     if num_heads * head_dim != inner:
         raise config.error(
-            f"mamba_n_heads={num_heads} heads of {head_dim} channels are not mamba_expand times hidden_size, {inner}"
+            f"mamba_n_heads={num_heads} heads of {head_dim} channels are not mamba_expand times hidden_size, "
+            f"which is {inner}"
         )
     return MambaSizes(
         num_heads=num_heads,
@@ -80,5 +81,5 @@ def rotary_base(config: CheckpointConfig, plain: tuple[str, ...] = ("default",))
     rope = config.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in plain:
-        raise config.error(f"rope_type={kind!r} is not supported, only {', '.join(map(repr, plain))}")
+        raise config.error(f"rope_type={kind!r} is not supported; use one of {', '.join(map(repr, plain))}")
     return rope.number("rope_theta", config.number("rope_theta", 10_000.0))

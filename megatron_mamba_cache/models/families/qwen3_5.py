@@ -9,9 +9,7 @@ from .qwen3_next import ENDS, STACKS, architecture_of, placements_with, section_
 __all__ = ["ENDS", "OTHER_NAMES", "architecture_of", "placements_of"]
 
 OTHER_NAMES = OtherNames(
-    parts={
-        "model.": ("model.language_model.", "")
-    },  # transformers 5.3 also writes the longer prefix for a language model alone
+    parts={"model.": ("model.language_model.", "")},  # transformers 5.3 always writes the longer prefix
     stacks=STACKS,
     left_out=("model.visual.",),
 )

@@ -37,7 +37,7 @@ OTHER_NAMES = OtherNames(parts={"model.": ("",)}, stacks=STACKS)  # no prefix in
 _SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 
 Projections = Callable[[HybridArchitecture, str, str], Placements]
-"""Returns where the first projections of a Gated DeltaNet mixer go: architecture, target, prefix of their names."""
+"""Function of architecture, target name and stored prefix that returns the destinations of input projections."""
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:

@@ -1,1 +1,1 @@
-"""Gated DeltaNet: sizes and states of its layers, prefill scan, decode and verification of drafts."""
+"""Gated DeltaNet: layer sizes and states, prefill scan, and decode with drafts."""

@@ -1,4 +1,4 @@
-"""Inputs of the gated delta rule: packed tokens and gate weights, for kernels and twins.
+"""Inputs of the gated delta rule (packed tokens and gate weights), for kernels and references.
 
     S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - k_t exp(g_t) S_(t-1)))        y_t = q_t S_t
 
@@ -23,12 +23,13 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DeltaTokens:
-    """Packed tokens; each tensor may be a view with a stride of its own between tokens, contiguous within one.
+    """Packed tokens; each tensor is contiguous within a token, but may have any stride between tokens.
 
     Args:
-        q, k: [tokens, key heads, key_dim], not normalized; consecutive value heads share a key head.
+        q, k: [tokens, key heads, key_dim], before normalization; consecutive value heads share a key head.
         v: [tokens, value heads, value_dim].
-        b, a: [tokens, value heads], as projected: before the sigmoid; before bias and softplus.
+        b: [tokens, value heads]; beta before the sigmoid.
+        a: [tokens, value heads]; decays before bias and softplus.
     """
 
     q: Tensor
@@ -40,7 +41,7 @@ class DeltaTokens:
 
 @dataclass(frozen=True, slots=True)
 class GateWeights:
-    """Weights of the gates, one value a head.
+    """Weights of the gates, one value per head.
 
     Args:
         A_log, dt_bias: [value heads].
@@ -50,32 +51,33 @@ class GateWeights:
     dt_bias: Tensor
 
     def log_decays(self, a: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return g [..., value heads], at most 0."""
+        """Return the log decays g [..., value heads], which are at most 0."""
         return -torch.exp(self.A_log.to(dtype)) * softplus_ref(a.to(dtype) + self.dt_bias.to(dtype))
 
 
 def write_strengths(b: Tensor) -> Tensor:
-    """Return beta [..., value heads] in the dtype of computation, rounded to the dtype of `b`."""
-    # torch's CPU sigmoid rounds differently in the last few elements of a tensor than in the others.
+    """Return beta [..., value heads], rounded to the dtype of `b`, in the dtype in which references compute."""
+    # On a CPU, torch's sigmoid rounds the last few elements of a tensor differently.
     return (1 / (1 + torch.exp(-b.to(compute_dtype(b))))).to(b.dtype).to(compute_dtype(b))
 
 
 def check_tokens(tokens: DeltaTokens, gates: GateWeights) -> None:
-    """Raise a ValueError unless tokens and weights fit together, on one device."""
+    """Raise a `ValueError` unless the shapes of tokens and weights match, and all are on one device."""
     if tokens.q.dim() != 3 or tokens.v.dim() != 3:
         raise ValueError(
             "need q [tokens, key heads, key_dim] and v [tokens, value heads, value_dim], "
-            f"found {tuple(tokens.q.shape)} and {tuple(tokens.v.shape)}"
+            f"found q {tuple(tokens.q.shape)} and v {tuple(tokens.v.shape)}"
         )
     num_tokens, key_heads, key_dim = tokens.q.shape
     value_heads, value_dim = tokens.v.shape[1:]
     if key_heads == 0 or value_heads % key_heads:
         raise ValueError(
-            f"need value heads that are a multiple of the key heads, found {value_heads} value heads and "
-            f"{key_heads} key heads"
+            f"the number of key heads must divide that of value heads, found {key_heads} key heads and "
+            f"{value_heads} value heads"
         )
     if not tokens.q.dtype == tokens.k.dtype == tokens.v.dtype:
-        raise ValueError(f"need q, k and v of one dtype, found {tokens.q.dtype}, {tokens.k.dtype}, {tokens.v.dtype}")
+        dtypes = f"q {tokens.q.dtype}, k {tokens.k.dtype}, v {tokens.v.dtype}"
+        raise ValueError(f"need q, k and v in one dtype, found {dtypes}")
     shapes = {
         "q": (tokens.q, (num_tokens, key_heads, key_dim)),
         "k": (tokens.k, (num_tokens, key_heads, key_dim)),
@@ -91,11 +93,11 @@ def check_tokens(tokens: DeltaTokens, gates: GateWeights) -> None:
                 f"need {name} of shape {shape} on {tokens.q.device}, found {tuple(tensor.shape)} on {tensor.device}"
             )
         if not (tensor if tensor.dim() == 1 else tensor[:1]).is_contiguous():
-            raise ValueError(f"need {name} contiguous within a token, found strides {tensor.stride()}")
+            raise ValueError(f"{name} must be contiguous within a token, found strides {tensor.stride()}")
 
 
 def check_pool(tokens: DeltaTokens, pool: Tensor) -> None:
-    """Raise a ValueError unless the pool holds states of the tokens' shape, each contiguous."""
+    """Raise a `ValueError` unless the pool's states are contiguous and match the sizes of the tokens."""
     state = (tokens.v.shape[1], tokens.k.shape[2], tokens.v.shape[2])
     if pool.dim() != 4 or pool.shape[1:] != state or pool.device != tokens.q.device:
         raise ValueError(
@@ -103,11 +105,11 @@ def check_pool(tokens: DeltaTokens, pool: Tensor) -> None:
             f"found {tuple(pool.shape)} on {pool.device}"
         )
     if not pool[:1].is_contiguous():
-        raise ValueError(f"need contiguous states in the pool, found strides {pool.stride()}")
+        raise ValueError(f"need a pool with contiguous states, found strides {pool.stride()}")
 
 
 class KernelTokens(NamedTuple):
-    """The kernels' view of `DeltaTokens`; strides are those between tokens."""
+    """`DeltaTokens` as kernel arguments; strides are between tokens."""
 
     q: Tensor
     k: Tensor
@@ -122,25 +124,25 @@ class KernelTokens(NamedTuple):
 
 
 class KernelGates(NamedTuple):
-    """The kernels' view of `GateWeights`."""
+    """`GateWeights` as kernel arguments."""
 
     A_log: Tensor
     dt_bias: Tensor
 
 
 def kernel_tokens(tokens: DeltaTokens) -> KernelTokens:
-    """Return the kernels' view of the tokens."""
+    """Convert tokens to kernel arguments."""
     packed = (tokens.q, tokens.k, tokens.v, tokens.b, tokens.a)
     return KernelTokens(*packed, *(tensor.stride(0) for tensor in packed))
 
 
 @triton.jit
 def log_decay(a, A_log, dt_bias):
-    """Return g; all of any dtype, computed in fp32."""
+    """Return the log decay g in fp32; the inputs may have any dtype."""
     return -tl.exp(A_log.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32))
 
 
 @triton.jit
 def write_strength(b):
-    """Return beta in fp32, rounded to the dtype of `b`."""
+    """Return beta = sigmoid(b), rounded to the dtype of `b`, in fp32."""
     return (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)

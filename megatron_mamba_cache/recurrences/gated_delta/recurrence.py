@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a recurrence: the sizes of its layers on this rank, prefill and decode."""
+"""Gated DeltaNet as a `Recurrence`: layer sizes on this rank, prefill and decode."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from .tile_systems import TileSystems
 from .verify import delta_verify
 
 CONV, STATE = "conv", "state"
-"""The state tensors of a layer."""
+"""Names of a layer's state tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaWeights:
-    """The weights of a layer's convolution and gates.
+    """Weights of a layer's convolution and gates.
 
     Args:
         conv: [conv_dim, d_conv].
@@ -34,18 +34,18 @@ class GatedDeltaWeights:
 
     @property
     def gates(self) -> GateWeights:
-        """The weights of the gates."""
+        """Weights of the gates."""
         return GateWeights(self.A_log, self.dt_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """The sizes of Gated DeltaNet layers on this rank; a `Recurrence`. Draft states are in slots.
+    """Sizes of the Gated DeltaNet layers on this rank; a `Recurrence` whose draft states are in slots.
 
     Args:
-        num_key_heads, num_value_heads: Value head h reads key head h // (value heads / key heads).
-        d_conv: Taps of the convolution, which has no bias.
-        grain: Tokens of a chunk of the scan; that of the whole model, even if this rank has no such layer.
+        num_key_heads, num_value_heads: Value head h uses key head h // (num_value_heads / num_key_heads).
+        d_conv: Number of taps of the convolution, which has no bias.
+        grain: Chunk size of the scan, in tokens; equal on all ranks, even those without such a layer.
     """
 
     num_key_heads: int
@@ -59,11 +59,11 @@ class GatedDelta:
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution: those of q, k and v, in this order."""
+        """Number of channels of the convolution: q, then k, then v."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
-        """Return the convolution's window, [d_conv - 1, conv_dim], and the state, [value heads, key_dim, value_dim]."""
+        """Return the conv window [d_conv - 1, conv_dim] and the state [value heads, key_dim, value_dim]."""
         state = (self.num_value_heads, self.key_dim, self.value_dim)
         return (
             StateTensor(CONV, (self.d_conv - 1, self.conv_dim), dtypes.window, motion="window"),
@@ -71,7 +71,7 @@ class GatedDelta:
         )
 
     def chunk_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the tile systems of a chunk, for tokens of a dtype."""
+        """Return the size in bytes of the `TileSystems` for one chunk."""
         shape = tile_shape(self.grain, dtype)
         if shape is None:
             return 0
@@ -81,11 +81,11 @@ class GatedDelta:
     def prefill(
         self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
-        """Compute packed prompt tokens; write the states at boundaries and at the requests' ends, in place.
+        """Run the layer over packed prompt tokens; write states at boundaries and request ends to slots, in place.
 
         Args:
-            qkv: [tokens, conv_dim], as projected.
-            b, a: [tokens, value heads], likewise.
+            qkv: [tokens, conv_dim]; output of the input projection, before the convolution.
+            b, a: [tokens, value heads]; outputs of the input projection.
 
         Returns:
             [tokens, value heads, value_dim].
@@ -106,13 +106,15 @@ class GatedDelta:
         rows: DecodeBatch,
         replay: ReplayBatch | None = None,
     ) -> Tensor:
-        """Compute each request's next token and its drafts, in place; arguments and result as in `prefill`.
+        """Run the layer over the base token and drafts of each request, and update its states in place.
+
+        Other arguments and the result are as in `prefill`.
 
         Args:
-            replay: None: draft states are in slots.
+            replay: Must be None, as draft states are in slots.
         """
         if replay is not None:
-            raise ValueError(f"states of {self.name} layers cannot be replayed: keep states after drafts in slots")
+            raise ValueError(f"states of {self.name} layers cannot be replayed; set --draft-states window")
         qkv = conv_verify(qkv, weights.conv, None, states.live[CONV], rows)
         return delta_verify(self._tokens(qkv, b, a), weights.gates, states.live[STATE], rows, after_conv=True)
 

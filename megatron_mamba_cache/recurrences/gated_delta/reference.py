@@ -1,4 +1,4 @@
-"""Reference of the gated delta rule, token by token: over packed prompts, and over a few tokens of each request."""
+"""Torch references for the gated delta rule, token by token, for prefill and for decode steps with drafts."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from ..slot_copies import load_slots, store_empty_requests, store_slots
 from .inputs import EPS, DeltaTokens, GateWeights, write_strengths
 
 _TOKENS_AT_ONCE = 64
-"""All states of so many tokens are kept at once, until those at boundaries are stored."""
+"""Number of tokens whose states are kept in memory before the states at boundaries are stored."""
 
 
 def delta_scan_ref(
@@ -22,17 +22,16 @@ def delta_scan_ref(
     rows: PrefillBatch,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Compute packed requests token by token, carrying each request's state from and to the pool.
+    """Run the gated delta rule over packed requests, token by token; store states in place.
 
-    A token's bits depend on its request's tokens and initial state alone. Writes the states at chunk and request ends
-    in place.
+    The result for a request is bit-identical in any batch. States at chunk ends and request ends are stored.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim].
-        quantized: The states that `rows.chunk_slots` number, for those at chunk ends; None: `pool`.
+        quantized: States to which `rows.chunk_slots` refer; None: they are slots of `pool`.
 
     Returns:
-        [tokens, value heads, value_dim] in v's dtype; zeros past the last chunk.
+        [tokens, value heads, value_dim] in the dtype of `v`; zeros after the last chunk.
     """
     store_empty_requests(pool, rows)
     num_tokens, num_chunks = tokens.v.shape[0], rows.chunk_requests.shape[0]
@@ -59,15 +58,15 @@ def delta_scan_ref(
 
 
 def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeBatch) -> Tensor:
-    """Advance each state over its base token and drafts, and keep the state after each, in place.
+    """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
-    Bit-equal to as many steps of one token each: between tokens states have the pool's dtype.
+    The result is bit-identical to separate steps of one token each, as both use the dtype of the pool between tokens.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim].
 
     Returns:
-        [tokens, value heads, value_dim] in v's dtype; zeros past the last request.
+        [tokens, value heads, value_dim] in the dtype of `v`; zeros after the last request.
     """
     dtype = compute_dtype(tokens.v)
     packed = PackedTokens(rows)
@@ -89,13 +88,14 @@ def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows
 
 
 class _TokenSlots(NamedTuple):
-    """Slots and request ends of each packed token, [tokens]; PAD_SLOT where a token has no slot.
+    """State slots for each packed token, [tokens]; PAD_SLOT if a token has no such slot.
 
     Args:
-        exists: False past the last request.
-        is_first: True for the first token of its request.
-        initial_slots: Of the state before the token, if it is its request's first.
-        boundary_slots, final_slots: Of the state after the token, if it is the last of its chunk or row.
+        exists: False after the last request.
+        is_first: True for the first token of a request.
+        initial_slots: Slot of the state before the token, if the token is the first of its request.
+        boundary_slots: Slot for the state after the token, if the token is the last of its chunk.
+        final_slots: Slot for the state after the token, if the token is the last of its request.
     """
 
     exists: Tensor
@@ -126,7 +126,7 @@ def _token_slots(rows: PrefillBatch, num_tokens: int) -> _TokenSlots:
 
 
 class _Steps:
-    """Tokens as each step reads them, [tokens, ..., value heads, ...]: normalized q and k, and gates."""
+    """Inputs of each token's update, with normalized q and k, beta and decays; tokens are the first dimension."""
 
     def __init__(self, tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> None:
         times = tokens.v.shape[-2] // tokens.q.shape[-2]
@@ -138,7 +138,7 @@ class _Steps:
         self._decay = torch.exp(gates.log_decays(tokens.a, dtype))[..., None, None].unbind()
 
     def advance(self, state: Tensor, token: int) -> tuple[Tensor, Tensor]:
-        """Return the state [..., value heads, key_dim, value_dim] after a token, and the token's output."""
+        """Apply one token; return the new state [..., value heads, key_dim, value_dim] and the token's output."""
         state = state * self._decay[token]
         correction = (self._v[token] - (state * self._k[token]).sum(-2)) * self._beta[token]
         state = state + self._k[token] * correction[..., None, :]

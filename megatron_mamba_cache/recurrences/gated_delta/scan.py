@@ -1,7 +1,8 @@
-"""Scan of packed prefills: each starts from its slot's state and stores states at boundaries and at its end.
+"""Gated delta rule for packed prefill requests; states are read from slots and stored at boundaries and request ends.
 
-`tile_systems` computes what depends on no state, for all tiles at once; `scan_portable` walks the tiles of each
-request. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+`tile_systems` computes the terms that do not depend on states, for all tiles in parallel; `scan_portable` processes the
+tiles of each request in order. Safe in CUDA graphs: no host sync, and the grids depend only on the shapes of the
+arguments.
 """
 
 import torch
@@ -28,24 +29,24 @@ def delta_scan(
     grain: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Scan packed requests chunk by chunk, carrying each request's state from and to the pool.
+    """Run the gated delta rule over packed requests; read initial states from the pool and store states in place.
 
-    A request resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the
-    states at chunk and request ends in place. Keys of more than 256 dimensions, and dtypes other than bfloat16 and
-    float32, use the twin.
+    States at chunk ends and request ends are stored. With a float32 pool, a request that is resumed at a chunk end
+    continues bit-identically, in any packing. The reference runs if key_dim is above 256, and for dtypes other than
+    bfloat16 and float32.
 
     Args:
-        pool: [slots, value heads, key_dim, value_dim]; a slot's state contiguous.
-        grain: The longest chunk in `rows`.
-        quantized: The states that `rows.chunk_slots` number, for those at chunk ends; None: `pool`.
+        pool: [slots, value heads, key_dim, value_dim]; each slot is contiguous.
+        grain: Maximum length of a chunk in `rows`.
+        quantized: States to which `rows.chunk_slots` refer; None: they are slots of `pool`.
 
     Returns:
-        [tokens, value heads, value_dim] in v's dtype; zeros past the last chunk.
+        [tokens, value heads, value_dim] in the dtype of `v`; zeros after the last chunk.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `delta_scan_ref`, which also computes float64.
+    Reference: `delta_scan_ref`.
     """
     check_tokens(tokens, gates)
     check_pool(tokens, pool)
@@ -66,7 +67,7 @@ def scan_tiles(
     shape: TileShape,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Scan with the kernels and tiles of this shape; see `delta_scan`, which checks and chooses."""
+    """Scan with the kernels, using tiles of this shape; `delta_scan` checks the arguments."""
     tiles = solve_tiles(tokens, gates, rows, shape)
     scan_portably(tokens, pool, rows, tiles, quantized)
     return tiles.y

@@ -1,7 +1,7 @@
-"""The scan of the gated delta rule in plain Triton, with the systems of `tile_systems`.
+"""Scan kernel for the gated delta rule in plain Triton, which uses the terms computed by `tile_systems`.
 
-One program takes some channels of a head of a request and walks the request's tiles, with its state in registers,
-transposed and in float32. In a tile that reaches beyond its request, it reads only the request's tokens.
+A program scans some channels of one head of a request. It processes the tiles in order and keeps the state in
+registers, transposed and in float32. In a tile that extends beyond its request, tokens of other requests are masked.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from .inputs import DeltaTokens
 from .tile_systems import TileSystems
 from .tile_updates import advance_tile, store_boundary, store_state
 
-_ALIGNMENT = 16  # bytes, for TMA
+_ALIGNMENT = 16  # alignment in bytes that TMA requires
 
 
 @dataclass(frozen=True, slots=True)
 class ScanTiling:
-    """Tile sizes and launch settings of the scan.
+    """Tile sizes and launch settings of the scan kernel.
 
     Args:
-        channels: Of value_dim, of a program; a power of two.
-        num_stages: Tiles whose inputs are in shared memory.
-        by_tma: True if TMA copies inputs where it can, False if threads do.
+        channels: Number of channels (of value_dim) per program, a power of two.
+        num_stages: Number of tiles whose inputs are in shared memory.
+        by_tma: If True, load inputs with TMA where possible; if False, with ordinary loads.
     """
 
     channels: int
@@ -40,16 +40,16 @@ class ScanTiling:
     by_tma: bool = True
 
 
-_NARROW = ScanTiling(64, num_warps=4, num_stages=3)  # tensor cores take a state of 64 channels from registers
+_NARROW = ScanTiling(64, num_warps=4, num_stages=3)  # a state of 64 channels stays in registers for matmuls
 _WIDE = ScanTiling(128, num_warps=8, num_stages=3)
 _INTERPRETED_MULTIPROCESSORS = 132
 
 
 def choose_tiling(tokens: DeltaTokens, num_rows: int) -> ScanTiling:
-    """Return the tiling for these heads and requests; outputs and states have the same bits under any.
+    """Return the fastest tiling for the batch; the tiling does not affect the result.
 
-    A request is scanned sooner by narrow programs, each on a multiprocessor of its own. Programs that share one are
-    better wide, as each tile's q, k and systems are then read once.
+    With few requests, narrow programs use more multiprocessors. With many requests, wide programs are better, because
+    they read q, k and the tile's terms once.
     """
     num_heads, value_dim = tokens.v.shape[1:]
     if tokens.q.dtype == torch.float32:
@@ -62,7 +62,7 @@ def choose_tiling(tokens: DeltaTokens, num_rows: int) -> ScanTiling:
 
 
 class _Packed(NamedTuple):
-    """The kernel's view of packed tokens and tiles; strides count elements from token to token."""
+    """Packed tokens and tiles as kernel arguments; strides count elements between tokens."""
 
     q: Tensor
     k: Tensor
@@ -82,7 +82,7 @@ def _scan_partly(
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan the request's tile `t`, of which only the tokens from `low` to `high`, exclusive, are the request's."""
+    """Scan tile `t` of a request, of which only the tokens [low, high) belong to the request."""
     index = tl.arange(0, WIDTH)
     token = begin + t * LENGTH + index
     inside = (token >= low) & (token < tl.minimum(high, begin + (t + 1) * LENGTH))
@@ -133,7 +133,7 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Long because Triton takes descriptors one by one, and tiles at a request's edges are scanned differently."""
+    """Scan one head of a request. Long because it has many arguments, and partial tiles need separate loops."""
     PARTS: tl.constexpr = (VALUE_DIM + CHANNELS - 1) // CHANNELS
     first = tl.program_id(0) % PARTS * CHANNELS
     head = tl.program_id(0) // PARTS % HEADS
@@ -151,7 +151,7 @@ def _scan_kernel(
     if initial >= 0:
         state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=is_state, other=0.0).to(tl.float32)
 
-    # Where the request's tiles begin, in tokens and in tile numbers: see `request_tiles`.
+    # Find the start of the request's first tile, and its tile number; see `request_tiles`.
     first_chunk = tl.load(rows.cu_request_chunks + row)
     num_chunks = tl.load(rows.cu_request_chunks + row + 1) - first_chunk
     first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
@@ -208,10 +208,10 @@ def scan_portably(
     quantized: QuantizedStates | None = None,
     tiling: ScanTiling | None = None,
 ) -> None:
-    """Scan requests from and to the pool's slots; write their outputs into `tiles.y`, in place.
+    """Scan all requests; write outputs to `tiles.y` and states to their slots, in place.
 
     Args:
-        quantized: Receives states at chunk ends; None: slots of `pool` do.
+        quantized: Receives the states at chunk ends; None: they are stored in slots of `pool`.
     """
     num_heads, value_dim = tokens.v.shape[1:]
     key_heads, key_dim = tokens.q.shape[1:]
@@ -251,7 +251,7 @@ def scan_portably(
 def _described(
     packed: _Packed, tokens: DeltaTokens, tiles: TileSystems, tiling: ScanTiling
 ) -> dict[str, TensorDescriptor | None]:
-    """Return TMA descriptors of packed tensors; None where TMA cannot copy whole tiles."""
+    """Return TMA descriptors for the packed tensors; all None if TMA cannot copy whole tiles."""
     key_dim, value_dim, width = tokens.q.shape[2], tokens.v.shape[2], tiles.shape.width
     has_whole_tiles = (
         tiling.by_tma

@@ -1,17 +1,18 @@
-"""First kernel of the scan: the state-independent terms of each tile: solved system, scores and decays.
+"""First kernel of the scan: compute the terms of each tile that do not depend on the state.
 
-For token i of a tile, with G the sum of g from the tile's start through it:
+For token i of a tile, where G_i is the sum of g from the start of the tile up to and including token i:
 
     A[i, j] = beta_i (k_i . k_j) exp(G_i - G_j) for j < i        solved = (I + A)^-1 diag(beta), below its diagonal
     scores[i, j] = (q_i . k_j) exp(G_i - G_j) for j <= i
 
-q and k are normalized here and in `factors`, so the scan reads them as they are. The inverse (the WY form: Yang et al.
-2024, arXiv 2406.06484) is computed by forward substitution within blocks, then by matmuls over all of them: with D the
-inverses of the blocks and N = D times what is below them, it is (I - N)(I + N^2) D, exact since N^4 = 0 for four
-blocks. Its entries stay small, since keys have length 1, beta is at most 1 and states decay; so the matmuls of bf16
-tokens are in fp16, which rounds less than bf16.
+These terms and `factors` include the normalization of q and k, so the scan reads q and k unnormalized. The inverse (WY
+form: Yang et al. 2024, arXiv 2406.06484) is computed by forward substitution within diagonal blocks, then by matmuls.
+If D contains the inverses of the diagonal blocks, and N is D times the part of A below the blocks, the inverse is
+(I - N)(I + N^2) D. This is exact because N^4 = 0 for four blocks. Entries stay small because keys have length 1, beta
+is at most 1 and states decay. So for bf16 tokens these matmuls use fp16, which is more accurate than bf16.
 
-Grid: every tile number by value heads. Graph safe: no host sync, grid fixed by the number of chunks.
+Grid: one program per tile number and value head. Safe in CUDA graphs: no host sync, and the grid depends only on the
+number of chunks.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from ..request_tiles import TileShape, cut_view, find_tile
 from .inputs import EPS, DeltaTokens, GateWeights, KernelGates, kernel_tokens, log_decay, write_strength
 
 NUM_FACTORS = 4
-MAX_REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
+MAX_REGISTERS = 168  # registers per thread, so that three programs fit on a multiprocessor
 _NUM_WARPS = 4
 _PAD = tl.constexpr(PAD_SLOT)
 _EPS = tl.constexpr(EPS)
@@ -36,16 +37,15 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class TileSystems:
-    """The tiles of a batch; value heads before tiles.
+    """State-independent terms for the tiles of a batch, and the output buffer.
 
     Args:
-        solved, scores: [heads, tiles, width, width] of the tokens' dtype; see above.
-        factors: [heads, tiles, 4, width] float32; of each token: exp(G) and 1 / the key's length, multiplied; beta;
-            exp(G) and 1 / the query's length and sqrt(key_dim), multiplied; what is left of the token at the tile's end
-            and 1 / the key's length, multiplied.
-        kept: [heads, tiles] float32; what is left at the tile's end of the state at its start.
-        slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
-        y: [tokens, heads, value_dim]; the scan writes its outputs here; zeros past the last request.
+        solved, scores: [heads, tiles, width, width] in the tokens' dtype; defined at the top of the module.
+        factors: [heads, tiles, 4, width] float32. For each token: exp(G) / |k|; beta; exp(G) / (|q| sqrt(key_dim)); and
+            the decay from the token to the end of the tile, divided by |k|.
+        kept: [heads, tiles] float32; decay of the state over the whole tile.
+        slots: [tiles] int32; slot that receives the state at the end of the tile; PAD_SLOT: do not store it.
+        y: [tokens, heads, value_dim]; the scan writes its outputs here; zeros after the last request.
     """
 
     shape: TileShape
@@ -58,12 +58,12 @@ class TileSystems:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors except `y`."""
+        """Size in bytes of all tensors except `y`."""
         return sum(tensor.nbytes for tensor in (self.solved, self.scores, self.factors, self.kept, self.slots))
 
     @staticmethod
     def empty(tokens: DeltaTokens, shape: TileShape, num_tiles: int) -> "TileSystems":
-        """Return the systems of so many tiles, without values."""
+        """Allocate the tensors for `num_tiles` tiles without initializing them."""
         num_heads = tokens.v.shape[1]
 
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,12 +82,12 @@ class TileSystems:
 
 @triton.jit
 def _inverted(A, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + A)^-1 of a strictly lower A [width, width], with matmuls in DTYPE."""
+    """Return (I + A)^-1 for a strictly lower triangular A [width, width]; matmuls use DTYPE."""
     WIDTH: tl.constexpr = A.shape[0]
     BLOCK: tl.constexpr = 8 if WIDTH == 64 else 16
     i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
     inverse = _inverted_blocks(A, BLOCK)
-    if BLOCK < 16:  # pairs of blocks
+    if BLOCK < 16:  # combine pairs of blocks
         left = tl.where((i // 16 == j // 16) & (i // BLOCK > j // BLOCK), A, 0.0).to(DTYPE)
         blocks = inverse.to(DTYPE)
         left = tl.dot(blocks, left, input_precision=PRECISION)
@@ -105,7 +105,7 @@ def _inverted(A, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _inverted_blocks(A, BLOCK: tl.constexpr):
-    """Return the inverses of I + A's blocks on the diagonal by forward substitution, zeros elsewhere."""
+    """Invert the diagonal blocks of I + A by forward substitution; return zeros elsewhere."""
     WIDTH: tl.constexpr = A.shape[0]
     BLOCKS: tl.constexpr = WIDTH // BLOCK
     row = tl.arange(0, BLOCK)[None, :, None]
@@ -124,14 +124,14 @@ def _inverted_blocks(A, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sums_between(g, sums, PRECISION: tl.constexpr):
-    """Return the sums of g [width] after token j through token i, [i, j] for j <= i, and after each token in all.
+    """Return sums of g [width] over the tokens j + 1 to i, [i, j] for j <= i, and over all tokens after each token.
 
     Args:
-        sums: Of g from the start through each token.
+        sums: Cumulative sums of g.
     """
     WIDTH: tl.constexpr = g.shape[0]
     i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
-    if PRECISION == "ieee":  # differences of long sums would lose digits
+    if PRECISION == "ieee":  # differences of cumulative sums would lose accuracy
         between = tl.cumsum(tl.where(i > j, g[:, None], 0.0), axis=0)
         after = tl.sum(tl.where(i == WIDTH - 1, between, 0.0), axis=0)
     else:
@@ -167,14 +167,14 @@ def _systems_kernel(
     SOLVES_IN: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Long because one launch finds a tile, solves its system and clears outputs past the last request."""
+    """Compute the terms of one tile. Long because it also finds the tile and zeroes outputs of padding tokens."""
     await_inputs(OVERLAPS)
     tile = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     key_head = head // HEADS_A_KEY
 
     channel = tl.arange(0, LANES)
-    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # past the last request
+    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # padding tokens
         at = y + (tl.cast(token, tl.int64) * HEADS + head) * VALUE_DIM + channel
         tl.store(at, tl.zeros([LANES], y.dtype.element_ty), mask=channel < VALUE_DIM)
 
@@ -233,11 +233,11 @@ def solve_tiles(
     shape: TileShape,
     max_registers: int = MAX_REGISTERS,
 ) -> TileSystems:
-    """Cut requests into tiles, solve each tile's system, and clear the outputs of padding tokens.
+    """Split requests into tiles, compute the tiles' terms, and zero the outputs of padding tokens.
 
     Args:
-        rows: At least one chunk.
-        max_registers: Of a thread, which bound the programs that fit on a multiprocessor.
+        rows: The batch; must contain at least one chunk.
+        max_registers: Maximum number of registers per thread, which limits the programs per multiprocessor.
     """
     num_tokens, num_heads, value_dim = tokens.v.shape
     key_heads, key_dim = tokens.q.shape[1:]

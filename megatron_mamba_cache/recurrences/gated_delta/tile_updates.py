@@ -1,10 +1,10 @@
-"""Update of a head's state by one tile, in registers, and the store of the state at the tile's end.
+"""Device functions that update a head's state by one tile, and store the state at the end of the tile.
 
     wanted = v - reach (k state)        written = beta wanted + solved wanted
     y = read (q state) + scores written        state = kept state + k^T (left written)
 
-with the tile's `factors` reach, beta, read and left. The state is [channels, key_dim], transposed: so every matmul
-reads it, and what is computed from it, from registers.
+Here reach, beta, read and left are the `factors` of the tile. The state is transposed, [channels, key_dim], so all
+matmuls read it, and the values computed from it, from registers.
 """
 
 import triton
@@ -15,18 +15,18 @@ from ..quantized_states import store_quantized
 
 @triton.jit
 def advance_tile(state, q, k, v, solved, scores, factors, kept, PRECISION: tl.constexpr):
-    """Return the outputs [channels, width] of a tile and the state [channels, key_dim] after it.
+    """Compute one tile; return its outputs [channels, width] and the state [channels, key_dim] after it.
 
     Args:
         v: [channels, width].
     """
     WIDTH: tl.constexpr = k.shape[0]
     token = tl.arange(0, WIDTH)
-    # Factors are loaded right before their use: all at once would take as many registers as the state.
+    # Load each factor only when it is needed: together they would take as many registers as the state.
     cast_state = state.to(k.dtype)
     held = tl.dot(cast_state, tl.trans(k), input_precision=PRECISION)
     from_state = tl.dot(cast_state, tl.trans(q), input_precision=PRECISION)
-    # Fused by hand: every compiled variant rounds alike.
+    # Explicit fma, so that all compiled variants round alike.
     wanted = tl.fma(-tl.load(factors + token)[None, :], held, v.to(tl.float32))
     beta = tl.load(factors + WIDTH + token)
     written = tl.dot(wanted.to(k.dtype), tl.trans(solved), wanted * beta[None, :], input_precision=PRECISION)
@@ -47,7 +47,7 @@ def store_state(states, slot_stride, slot, state, is_state):
 def store_boundary(
     states, slot_stride, quantized, slot, state, is_state, head, first, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
-    """Store the state at a tile's end, quantized if `quantized` is given."""
+    """Store the state at the end of a tile; quantize it if `quantized` is given."""
     if quantized is None:
         store_state(states, slot_stride, slot, state, is_state)
     elif slot >= 0:

@@ -1,14 +1,14 @@
-"""State update of decode and verify steps: a request's base token and drafts, and the state after each of them.
+"""State update for decode steps: a base token and drafts per request; the state after each token is stored.
 
     kept = exp(g) state;  u = beta (v - k kept);  state = kept + k u;  y = q state
 
-Each request reads the state that its last step accepted, once, and writes one state a token; between tokens a state
-stays in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one. Both sums over
-key_dim are taken of the state before the token, since q state = q kept + (q k) u.
+Each request reads the state after its last accepted token once, and writes one state per token. Between tokens the
+state stays in registers, but is rounded to the pool's dtype, so a step of n tokens is bit-identical to n steps of one
+token. Both sums over key_dim use the state before the token, because q state = q kept + (q k) u.
 
-Layout: a program owns one request and `width` columns of value_dim of one head's state [key_dim, value_dim], all of
-key_dim: no sum crosses programs. Grid: a program for each request, head and width, plus one request that clears the
-outputs past the last request. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+Grid: one program per request, head and `width` columns of the head's state [key_dim, value_dim]; each has all of
+key_dim, so no sum spans programs. Further programs zero the outputs after the last request. Safe in CUDA graphs: no
+host sync, one launch, and the grid depends only on the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ from .reference import delta_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class VerifyTiling:
-    """Channels of a program and launch settings; may change only the order of sums over key_dim.
+    """Tile sizes of the kernel; they may affect only the order of sums over key_dim.
 
     Args:
-        width: columns of value_dim of a program, a power of two.
-        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+        width: Number of columns (of value_dim) per program, a power of two.
+        max_registers: Maximum number of registers per thread, which limits the programs per multiprocessor.
     """
 
     width: int
@@ -57,7 +57,7 @@ _EPS = tl.constexpr(EPS)
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `DecodeBatch`."""
+    """The tensors of a `DecodeBatch` as kernel arguments."""
 
     cu_tokens: Tensor
     columns: Tensor
@@ -68,7 +68,7 @@ class _Rows(NamedTuple):
 def _load_inputs(
     tokens, columns, token, start, end, head, key_head, n, p, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
-    """Load q, k, v, b and a of one head and token as they are stored, and the token's slot; none from `end` on."""
+    """Load q, k, v, b, a for one head and token, and the token's slot; zeros and PAD_SLOT from `end` on."""
     at = tl.cast(token, tl.int64)
     exists = token < end
     is_key, is_value = only_if(exists, n < KEY_DIM), only_if(exists, p < VALUE_DIM)
@@ -101,7 +101,7 @@ def _delta_verify_kernel(
     READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Long because it is one loop with its values kept in registers."""
+    """Advance one head's state over the tokens of a request. Long because the loop keeps its values in registers."""
     if READS_EARLY:
         release(OVERLAPS)
     else:
@@ -142,7 +142,7 @@ def _delta_verify_kernel(
 
     for token in range(start, end):
         q, k, v, b, a, slot = inputs
-        # Prefetched: only the next token waits for these inputs.
+        # Prefetch the inputs of the next token.
         inputs = _load_inputs(tokens, first_column, token + 1, start, end, head, key_head, n, p, KEY_DIM, VALUE_DIM)
         q, k = q.to(tl.float32), k.to(tl.float32)
         q *= scale * tl.rsqrt(tl.sum(q * q, axis=0) + _EPS)
@@ -151,7 +151,7 @@ def _delta_verify_kernel(
         state = stored.to(tl.float32)
         held = tl.sum(state * k[:, None], axis=0)
         asked = tl.sum(state * q[:, None], axis=0)
-        # Fused by hand: the compiler's choice of what to fuse may differ from one compiled form to the next.
+        # Explicit fma, because the compiler may fuse differently in each compiled variant.
         written = strength * tl.fma(-decay, held, v.to(tl.float32))
         out = tl.fma(tl.sum(q * k, axis=0), written, decay * asked)
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * VALUE_DIM), out, mask=has_p)
@@ -169,23 +169,24 @@ def delta_verify(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Advance each state over its base token and drafts, and keep the state after each, in place.
+    """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
-    Bit-equal to as many steps of one token each: between tokens states have the pool's dtype. Padding requests and
-    tokens past the last request give zeros and write nothing.
+    The result is bit-identical to separate steps of one token each. For padding, outputs are zeros and nothing is
+    written.
 
     Args:
-        pool: [slots, value heads, key_dim, value_dim]; a slot's state contiguous.
-        after_conv: True if `conv_verify` was launched right before and wrote q, k and v: states are read concurrently.
+        pool: [slots, value heads, key_dim, value_dim]; each slot is contiguous.
+        after_conv: True if the previous launch is the `conv_verify` that computes q, k and v. The kernel then reads
+            states before `conv_verify` ends.
 
     Returns:
-        [tokens, value heads, value_dim] in v's dtype.
+        [tokens, value heads, value_dim] in the dtype of `v`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `delta_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed at
-    capture.
+    Reference: `delta_verify_ref`, which runs for float64 inputs. CUDA-graph safe: no host sync, one launch, grid fixed
+    at capture.
     """
     check_tokens(tokens, gates)
     check_pool(tokens, pool)

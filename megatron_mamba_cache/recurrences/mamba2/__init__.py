@@ -1,1 +1,1 @@
-"""The state-space scan and the one-token update, with states read from and written to slots."""
+"""Mamba2: prefill scan and decode update, which read and write states in slots."""

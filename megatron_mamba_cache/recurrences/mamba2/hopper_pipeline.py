@@ -1,12 +1,11 @@
-"""TMA loads and stores of the scan on Hopper GPUs, through shared memory, concurrent with compute; Gluon.
+"""TMA loads and stores for the scan on Hopper GPUs, overlapped with the computation; Gluon.
 
-Loads: one warp fills pipeline stages ahead of the warps that scan. A tile's box may reach beyond its request. Then the
-warp clears the tokens outside the request before it signals that the tile is full: a product with a neighbour's NaN
-would be NaN, whatever its weight.
+Loads: one warp fills pipeline stages ahead of the warps that scan. The TMA box of a tile may include tokens of other
+requests. The loading warp sets them to zero before it signals that the stage is full, because a NaN in another request
+would propagate even with weight 0.
 
-Stores: TMA reads the buffer of a store after the call returns. Stores complete in the order in which they began: a
-tile's outputs, then its state. So a float32 state, which has its own buffer, may still be in flight while the next tile
-is finished.
+Stores: TMA reads the source buffer after the call returns. Stores complete in the order in which they were started: a
+tile's outputs, then its state. A float32 state has a separate buffer, so its store may overlap with the next tile.
 """
 
 from triton.experimental import gluon
@@ -20,9 +19,9 @@ from ..quantized_states import LEAST, MOST_FP8, MOST_INT8
 
 @aggregate
 class Sizes:
-    """Compile-time sizes of a layer and of a program's share.
+    """Compile-time sizes of the layer and of the work per program.
 
-    A program scans CHANNELS channels of TOGETHER heads, in tiles of LENGTH tokens; STAGES tiles are in flight.
+    A program scans CHANNELS channels of each of TOGETHER heads, in tiles of LENGTH tokens, with STAGES pipeline stages.
     """
 
     HEADS: gl.constexpr
@@ -48,7 +47,7 @@ class Sizes:
 
 @aggregate
 class PackedTiles:
-    """Tile descriptors of packed tokens and of their decays."""
+    """TMA descriptors for tiles of the packed tokens and of their decays."""
 
     x: tma.tensor_descriptor
     B: tma.tensor_descriptor
@@ -65,7 +64,7 @@ class PackedTiles:
 
 @aggregate
 class Span:
-    """A request's tiles: packed tokens `low` to `high`, cut from `begin` on; their first number, and their count."""
+    """Tiles of a request: its packed tokens [low, high), start and number of the first tile, and number of tiles."""
 
     low: gl.tensor
     high: gl.tensor
@@ -84,10 +83,10 @@ class Span:
 
 @aggregate
 class Pipeline:
-    """The stages of input tiles, with the barriers that signal when one is full or free.
+    """Pipeline stages for input tiles, and barriers that signal full and free stages.
 
-    C, B [STAGES, LENGTH, D_STATE]; x [STAGES * TOGETHER, LENGTH, CHANNELS]; decays [2 * STAGES * TOGETHER, 1, LENGTH],
-    a head's decays before its gains.
+    Shapes: C, B [STAGES, LENGTH, D_STATE]; x [STAGES * TOGETHER, LENGTH, CHANNELS];
+    decays [2 * STAGES * TOGETHER, 1, LENGTH], for each head its decays, then its gains.
     """
 
     C: gl.shared_memory_descriptor
@@ -111,7 +110,7 @@ class Pipeline:
 
 @gluon.jit
 def allocate_pipeline(tiles, sizes):
-    """Return empty stages; call it before warp specialization."""
+    """Allocate the pipeline with all stages empty; call it before warp specialization."""
     tokens_by_dim: gl.constexpr = [sizes.STAGES, sizes.LENGTH, sizes.D_STATE]
     heads: gl.constexpr = sizes.STAGES * sizes.TOGETHER
     pipeline = Pipeline(
@@ -133,7 +132,7 @@ def allocate_pipeline(tiles, sizes):
 
 @gluon.jit
 def find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
-    """Return the span of a request's tiles; see `tiles`."""
+    """Return the tiles of a request; see `request_tiles`."""
     low = gl.load(rows.cu_seqlens + row)
     high = gl.load(rows.cu_seqlens + row + 1)
     first_chunk = gl.load(rows.cu_request_chunks + row)
@@ -146,7 +145,7 @@ def find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
 
 @gluon.jit
 def fill(tiles, pipeline, span, head, channel, num_tiles, sizes):
-    """Load a request's tiles into free stages, first to last; runs in one warp."""
+    """Load the tiles of a request into free stages, in order; runs on one warp."""
     clear_phase = 0
     for k in range(span.count):
         stage = k % sizes.STAGES
@@ -170,7 +169,7 @@ def fill(tiles, pipeline, span, head, channel, num_tiles, sizes):
 
 @gluon.jit
 def _copy_tile(tiles, pipeline, stage, barrier, token, tile, head, channel, num_tiles, sizes):
-    """Start copying a tile; `barrier` signals when it has arrived."""
+    """Start the TMA copy of a tile; `barrier` signals its end."""
     SHARED_BYTES: gl.constexpr = 2 * 2 * sizes.LENGTH * sizes.D_STATE
     HEAD_BYTES: gl.constexpr = 2 * sizes.LENGTH * sizes.CHANNELS + 2 * 4 * sizes.LENGTH
     mbarrier.expect(barrier, SHARED_BYTES + sizes.TOGETHER * HEAD_BYTES)
@@ -188,7 +187,7 @@ def _copy_tile(tiles, pipeline, stage, barrier, token, tile, head, channel, num_
 
 @gluon.jit
 def _clear_outside(tile, begin, low, high):
-    """Clear a tile's tokens outside the request, eight at a time: one warp has few registers."""
+    """Set the tokens outside [low, high) to zero, eight at a time because one warp has few registers."""
     WIDTH: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     for eight in gl.static_range(tile.shape[0] // 8):
@@ -201,7 +200,7 @@ def _clear_outside(tile, begin, low, high):
 
 @aggregate
 class Results:
-    """The destinations of outputs and states, as pointers and as tile descriptors."""
+    """Destinations of outputs and states, each as a pointer and as a TMA descriptor."""
 
     y: gl.tensor
     y_tiles: tma.tensor_descriptor
@@ -220,9 +219,9 @@ class Results:
 
 @aggregate
 class Scratch:
-    """Shared memory of four warps: weighted inputs, the state in bf16, and a state and outputs to store.
+    """Shared memory of one group of four warps: weighted inputs, the state in bf16, and store buffers.
 
-    A bf16 pool takes the state as it is: `leaving` is then `state`.
+    `leaving` is the buffer for storing the state. For a bf16 pool it is the same as `state`.
     """
 
     weighted: gl.shared_memory_descriptor
@@ -240,7 +239,10 @@ class Scratch:
 
 @gluon.jit
 def await_scratch(results, kept):
-    """Wait until the last tile's outputs are stored, and its state in slot `kept`, if its buffer is reused."""
+    """Wait until the store buffers of the previous tile can be reused; `kept` is the slot of its state, or -1.
+
+    A float32 state may stay in flight, because it has a separate buffer.
+    """
     if results.pool.dtype.element_ty != gl.bfloat16 and kept >= 0:
         tma.store_wait(1)
     else:
@@ -249,12 +251,12 @@ def await_scratch(results, kept):
 
 @gluon.jit
 def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
-    """Store a tile's outputs, for the request's tokens only."""
+    """Store the outputs of a tile, but only for tokens of the request."""
     OUT: gl.constexpr = y.type.layout
     is_whole = (token >= span.low) & (token + sizes.LENGTH <= span.high)
     if is_whole:
         y_copy.store(y)
-    fence_async_shared()  # for the state too, which the caller has stored
+    fence_async_shared()  # also makes the state visible to TMA, which the caller wrote to shared memory
     if is_whole:
         store_tile(results.y_tiles, [token, head * sizes.HEAD_DIM + channel], y_copy)
     else:
@@ -268,10 +270,10 @@ def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
 
 @gluon.jit
 def put_state(results, scratch, state, kept, slot, head, channel, sizes):
-    """Store the state after a tile to a slot, after the tile's outputs."""
+    """Store the state after a tile in a slot; call it after `put_outputs`."""
     if results.pool.dtype.element_ty != gl.bfloat16:
         if kept >= 0:
-            tma.store_wait(0)  # the last tile's state may still be in flight
+            tma.store_wait(0)  # the previous tile's state may still be read from the buffer
         scratch.leaving.store(state)
         fence_async_shared()
     first_row = slot * (results.slot_stride // sizes.HEAD_DIM) + head * sizes.D_STATE
@@ -280,7 +282,7 @@ def put_state(results, scratch, state, kept, slot, head, channel, sizes):
 
 @gluon.jit
 def put_quantized(pointers, state, slot, head, channel, sizes):
-    """Quantize the state after a tile into a slot, as `store_quantized` does; boundaries are rare."""
+    """Quantize the state after a tile and store it in a slot, as `store_quantized` does in Triton."""
     OUT: gl.constexpr = state.type.layout
     IS_INT8: gl.constexpr = pointers.stored.dtype.element_ty == gl.int8
     MOST: gl.constexpr = MOST_INT8 if IS_INT8 else MOST_FP8

@@ -1,4 +1,4 @@
-"""Inputs of the recurrence of a Mamba2 layer: packed tokens, weights and time steps, for kernels and twins.
+"""Inputs of a Mamba2 recurrence (packed tokens, weights and time steps), for kernels and references.
 
     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t        y_t = C_t h_t + D x_t
 
@@ -17,17 +17,17 @@ from torch import Tensor
 from ...kernels.kernel_language import softplus, softplus_ref
 
 NO_LIMIT = (0.0, math.inf)
-"""No limits on time steps."""
+"""Limits that do not restrict the time steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class SSMTokens:
-    """Packed tokens; each tensor may be a view with a stride of its own between tokens, contiguous within one.
+    """Packed tokens; each tensor is contiguous within a token, but may have any stride between tokens.
 
     Args:
         x: [tokens, heads, head_dim].
-        dt: [tokens, heads], as projected: before bias and softplus.
-        B, C: [tokens, groups, d_state]; consecutive heads share a group's.
+        dt: [tokens, heads]; time steps before bias and softplus.
+        B, C: [tokens, groups, d_state]; the heads of a group are consecutive.
     """
 
     x: Tensor
@@ -38,10 +38,11 @@ class SSMTokens:
 
 @dataclass(frozen=True, slots=True)
 class SSMWeights:
-    """Weights, one value for each head: A_log, D and dt_bias are [heads].
+    """Weights of the recurrence, one value per head.
 
     Args:
-        dt_limit: Range that time steps are clamped to, after softplus.
+        A_log, D, dt_bias: [heads].
+        dt_limit: Minimum and maximum time step; applied after softplus.
     """
 
     A_log: Tensor
@@ -50,26 +51,26 @@ class SSMWeights:
     dt_limit: tuple[float, float] = NO_LIMIT
 
     def decay(self, dtype: torch.dtype) -> Tensor:
-        """Return A [heads], negative."""
+        """Return A [heads], whose values are negative."""
         return -torch.exp(self.A_log.to(dtype))
 
     def time_steps(self, dt: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the time steps of `dt` [..., heads]."""
+        """Return the time steps after bias, softplus and limits; `dt` is [..., heads]."""
         steps = softplus_ref(dt.to(dtype) + self.dt_bias.to(dtype))
         return steps if self.dt_limit == NO_LIMIT else steps.clamp(*self.dt_limit)
 
 
 def check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
-    """Raise a ValueError unless tokens and weights fit together, on one device."""
+    """Raise a `ValueError` unless the shapes of tokens and weights match, and all are on one device."""
     if tokens.x.dim() != 3 or tokens.B.dim() != 3:
         raise ValueError(
             "need x [tokens, heads, head_dim] and B [tokens, groups, d_state], "
-            f"found {tuple(tokens.x.shape)} and {tuple(tokens.B.shape)}"
+            f"found x {tuple(tokens.x.shape)} and B {tuple(tokens.B.shape)}"
         )
     num_tokens, heads, head_dim = tokens.x.shape
     groups, d_state = tokens.B.shape[1:]
     if groups == 0 or heads % groups:
-        raise ValueError(f"need heads that are a multiple of the groups, found {heads} heads and {groups} groups")
+        raise ValueError(f"the number of groups must divide that of heads, found {groups} groups and {heads} heads")
     device, keys = tokens.x.device, (num_tokens, groups, d_state)
     _check_tensor("x", tokens.x, (num_tokens, heads, head_dim), (head_dim, 1), device)
     _check_tensor("dt", tokens.dt, (num_tokens, heads), (1,), device)
@@ -81,7 +82,7 @@ def check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
 
 
 def check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
-    """Raise a ValueError unless the pool holds states of the tokens' shape, each contiguous."""
+    """Raise a `ValueError` unless the pool's states are contiguous and match the sizes of the tokens."""
     _, heads, head_dim = tokens.x.shape
     d_state = tokens.B.shape[2]
     state = (heads, d_state, head_dim)
@@ -91,16 +92,16 @@ def check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
             f"found {tuple(ssm_pool.shape)} on {ssm_pool.device}"
         )
     if ssm_pool.stride()[1:] != (d_state * head_dim, head_dim, 1) and not ssm_pool[:1].is_contiguous():
-        raise ValueError(f"need contiguous states in ssm_pool, found strides {ssm_pool.stride()}")
+        raise ValueError(f"need ssm_pool with contiguous states, found strides {ssm_pool.stride()}")
 
 
 def _check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], last_strides: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise a ValueError unless a tensor has a shape and is contiguous within a token.
+    """Raise a `ValueError` unless a tensor has this shape and device and is contiguous within a token.
 
     Args:
-        last_strides: Strides within a token of a contiguous tensor; others may do if sizes are 0 or 1.
+        last_strides: Strides of a contiguous token, checked first; dimensions of size 0 or 1 may have others.
     """
     if tensor.shape != shape:
         raise ValueError(f"need {name} of shape {shape}, found {tuple(tensor.shape)}")
@@ -109,11 +110,11 @@ def _check_tensor(
     if tensor.stride()[-len(last_strides) :] != last_strides:
         of_token = tensor if tensor.dim() == 1 else tensor[:1]
         if not of_token.is_contiguous():
-            raise ValueError(f"need {name} contiguous within a token, found strides {tensor.stride()}")
+            raise ValueError(f"{name} must be contiguous within a token, found strides {tensor.stride()}")
 
 
 class KernelTokens(NamedTuple):
-    """The kernels' view of `SSMTokens`; strides are those between tokens."""
+    """`SSMTokens` as kernel arguments; strides are between tokens."""
 
     x: Tensor
     dt: Tensor
@@ -126,7 +127,7 @@ class KernelTokens(NamedTuple):
 
 
 class KernelWeights(NamedTuple):
-    """The kernels' view of `SSMWeights`."""
+    """`SSMWeights` as kernel arguments."""
 
     A_log: Tensor
     D: Tensor
@@ -136,19 +137,19 @@ class KernelWeights(NamedTuple):
 
 
 def kernel_tokens(tokens: SSMTokens) -> KernelTokens:
-    """Return the kernels' view of the tokens."""
+    """Convert tokens to kernel arguments."""
     packed = (tokens.x, tokens.dt, tokens.B, tokens.C)
     return KernelTokens(*packed, *(tensor.stride(0) for tensor in packed))
 
 
 def kernel_weights(weights: SSMWeights) -> KernelWeights:
-    """Return the kernels' view of the weights."""
+    """Convert weights to kernel arguments."""
     return KernelWeights(weights.A_log, weights.D, weights.dt_bias, *weights.dt_limit)
 
 
 @triton.jit
 def time_step(dt, bias, minimum, maximum):
-    """Return softplus(dt + bias) clamped to the limits; NaN stays NaN."""
+    """Return softplus(dt + bias), clamped to [minimum, maximum]; NaN stays NaN."""
     step = softplus(dt.to(tl.float32) + bias.to(tl.float32))
     step = tl.where(step < minimum, minimum, step)
     return tl.where(step > maximum, maximum, step)

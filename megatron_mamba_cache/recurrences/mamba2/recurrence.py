@@ -1,4 +1,4 @@
-"""Mamba2 as a recurrence: the sizes of its layers on this rank, prefill and decode."""
+"""Mamba2 as a `Recurrence`: layer sizes on this rank, prefill and decode."""
 
 from dataclasses import dataclass
 
@@ -21,12 +21,12 @@ from .tiles import ScanTiles
 from .verify import state_verify
 
 CONV, SSM = "conv", "ssm"
-"""The state tensors of a layer."""
+"""Names of a layer's state tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """The weights of a layer's convolution, [conv_dim, d_conv] and [conv_dim], and of its recurrence."""
+    """Weights of a layer: convolution [conv_dim, d_conv], its bias [conv_dim], and the recurrence."""
 
     conv: Tensor
     bias: Tensor | None
@@ -35,12 +35,12 @@ class Mamba2Weights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """The sizes of Mamba2 layers on this rank; a `Recurrence`.
+    """Sizes of the Mamba2 layers on this rank; implements `ReplayedRecurrence`.
 
     Args:
-        num_groups: Groups of heads that share B and C.
-        d_conv: Taps of the convolution.
-        grain: Tokens of a tile of the scan; that of the whole model, even if this rank has no such layer.
+        num_groups: Number of groups of heads that share B and C.
+        d_conv: Number of taps of the convolution.
+        grain: Chunk size of the scan, in tokens; equal on all ranks, even those without such a layer.
     """
 
     num_heads: int
@@ -54,18 +54,18 @@ class Mamba2:
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution."""
+        """Number of channels of the convolution."""
         return self.num_heads * self.head_dim + 2 * self.num_groups * self.d_state
 
     def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
-        """Return the convolution's window, [d_conv - 1, conv_dim], and the state, [heads, d_state, head_dim]."""
+        """Return the conv window [d_conv - 1, conv_dim] and the SSM state [heads, d_state, head_dim]."""
         return (
             StateTensor(CONV, (self.d_conv - 1, self.conv_dim), dtypes.window, motion="window"),
             StateTensor(SSM, (self.num_heads, self.d_state, self.head_dim), dtypes.whole, is_matrix=True),
         )
 
     def chunk_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the decays and slots of a chunk's tiles, for tokens of a dtype."""
+        """Return the size in bytes of the decays and slot numbers for the tiles of one chunk."""
         shape = tile_shape(self.grain, dtype)
         if shape is None:
             return 0
@@ -74,11 +74,11 @@ class Mamba2:
 
     @property
     def replays_fast(self) -> bool:
-        """True if the current device has a kernel that replays these states."""
+        """True if the current device has a replay kernel for these state sizes."""
         return replays_fast(self.head_dim, self.d_state)
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> RingLayout:
-        """Return the layout of each running request's replay buffer; a state is written after `fold_len` tokens."""
+        """Return the layout of a replay buffer, whose tokens are applied to the state after `fold_len` tokens."""
         return RingLayout(
             num_layers=num_layers,
             capacity=least_capacity(fold_len, 1 + num_drafts),
@@ -96,11 +96,11 @@ class Mamba2:
     def prefill(
         self, xbc: Tensor, dt: Tensor, weights: Mamba2Weights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
-        """Compute packed prompt tokens; write the states at boundaries and at the requests' ends, in place.
+        """Run the layer over packed prompt tokens; write states at boundaries and request ends to slots, in place.
 
         Args:
-            xbc: [tokens, conv_dim], as projected.
-            dt: [tokens, heads], likewise.
+            xbc: [tokens, conv_dim]; output of the input projection, before the convolution.
+            dt: [tokens, heads]; output of the input projection.
 
         Returns:
             [tokens, heads, head_dim].
@@ -136,10 +136,12 @@ class Mamba2:
         rows: DecodeBatch,
         replay: ReplayBatch | None,
     ) -> Tensor:
-        """Compute each request's next token and its drafts, in place; arguments and result as in `prefill`.
+        """Run the layer over the base token and drafts of each request, and update its states in place.
+
+        Other arguments and the result are as in `prefill`.
 
         Args:
-            replay: The batch of replayed states; None if draft states are in slots.
+            replay: The batch for replay; None if draft states are in slots.
         """
         replayed: ReplayedLayer | None = states.drafts if replay is not None else None
         tail = None

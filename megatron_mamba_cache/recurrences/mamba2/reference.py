@@ -1,4 +1,4 @@
-"""Reference of the SSD scan of packed requests (Mamba-2, Dao & Gu 2024, arXiv 2405.21060) and of decode steps."""
+"""Torch references for the SSD scan (Mamba-2, Dao & Gu 2024, arXiv 2405.21060) and for decode steps."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from ..slot_copies import load_slots, store_empty_requests, store_slots
 from .inputs import SSMTokens, SSMWeights
 
 _CHUNKS_AT_ONCE = 16
-"""Chunks computed at once, except for their states; memory grows with this and with their length squared."""
+"""Number of chunks whose state-independent terms are computed together; limits the memory for scores."""
 
 
 def ssd_scan_ref(
@@ -23,14 +23,14 @@ def ssd_scan_ref(
     chunk_size: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Torch reference for `ssd_scan`, by the block decomposition of section 6.
+    """Torch reference for `ssd_scan`; uses the block decomposition of section 6.
 
-    Every chunk is padded to `chunk_size`, so its bits depend on its tokens and incoming state alone.
+    Chunks are padded to `chunk_size`, so the result for a chunk depends only on its tokens and initial state.
     """
     x = tokens.x
     num_tokens, num_chunks = x.shape[0], rows.chunk_requests.shape[0]
     store_empty_requests(ssm_pool, rows)
-    y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row receives padding
+    y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the additional last row receives padding
     if num_tokens == 0 or num_chunks == 0:
         return y[:num_tokens]
     dtype = compute_dtype(x)
@@ -54,7 +54,7 @@ def ssd_scan_ref(
 
 
 def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeBatch) -> Tensor:
-    """Torch reference for `state_verify`: between tokens states have the pool's dtype."""
+    """Torch reference for `state_verify`; rounds to the pool's dtype after each token."""
     dtype, heads = compute_dtype(tokens.x), tokens.x.shape[1]
     A, D = weights.decay(dtype), weights.D.to(dtype)
     packed = PackedTokens(rows)
@@ -79,9 +79,9 @@ def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, r
 class _ChunkSlots:
     starts: Tensor  # [chunks] int64
     ends: Tensor  # [chunks] int64
-    is_first: Tensor  # [chunks] bool: the chunk opens its request
-    initial_slots: Tensor  # [chunks]: its request's
-    stored_slots: Tensor  # [chunks, 2]: where the state at its end goes, as a boundary and as the request's last
+    is_first: Tensor  # [chunks] bool: True for the first chunk of a request
+    initial_slots: Tensor  # [chunks]: slot of the request's initial state
+    stored_slots: Tensor  # [chunks, 2]: slots for the state at the chunk's end: boundary slot, then final slot
 
 
 def _chunk_slots(rows: PrefillBatch) -> _ChunkSlots:
@@ -96,13 +96,13 @@ def _chunk_slots(rows: PrefillBatch) -> _ChunkSlots:
 
 
 def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return chunks' tokens [chunks, chunk_size, ...] in `dtype`, padded with zeros."""
+    """Gather the tokens of chunks, [chunks, chunk_size, ...], in `dtype`; padding is zero."""
     tokens = packed.index_select(0, positions.flatten())
     return torch.where(along_first_dim(inside.flatten(), tokens), tokens, 0).to(dtype).unflatten(0, positions.shape)
 
 
 def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: QuantizedStates | None) -> None:
-    """Write the states at chunk ends, [chunks, ...], to their slots, [chunks, 2]."""
+    """Write the states at chunk ends [chunks, ...] to their boundary and final slots [chunks, 2]."""
     if quantized is None:
         store_slots(ssm_pool, slots.flatten(), states.repeat_interleave(2, dim=0))
     else:
@@ -112,25 +112,25 @@ def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: Quan
 
 @dataclass(frozen=True, slots=True)
 class _ChunkScan:
-    """The state-independent terms of a scan's chunks; heads and groups come before tokens.
+    """Terms of a scan that do not depend on the state, per chunk; heads or groups come before tokens.
 
-    Each matmul has its own chunk and memory: on a CPU its rounding depends on their number and on addresses.
+    Matmuls run on one chunk at a time, in fresh memory: on CPUs, rounding depends on batch size and alignment.
     """
 
-    B: Tensor  # [chunks, groups, chunk_size, d_state], as C
-    C: Tensor
-    decay: Tensor  # [chunks, heads, target, source]
-    scaled: Tensor  # [chunks, heads, chunk_size, head_dim]: the tokens, weighed by their time steps
-    reach: Tensor  # [chunks, heads, chunk_size, 1]: how much of the incoming state is left
-    left: Tensor  # [chunks, heads, chunk_size, 1]: how much of a token is left at the chunk's end
-    kept: Tensor  # [chunks, heads, 1, 1]: of the incoming state, in the one that goes out
-    skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: past the recurrence
+    B: Tensor  # [chunks, groups, chunk_size, d_state]
+    C: Tensor  # [chunks, groups, chunk_size, d_state]
+    decay: Tensor  # [chunks, heads, target, source]: decay between two tokens
+    scaled: Tensor  # [chunks, heads, chunk_size, head_dim]: x times the time steps
+    reach: Tensor  # [chunks, heads, chunk_size, 1]: decay of the initial state up to each token
+    left: Tensor  # [chunks, heads, chunk_size, 1]: decay from each token to the end of the chunk
+    kept: Tensor  # [chunks, heads, 1, 1]: decay of the initial state over the whole chunk
+    skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: skip connection D * x
 
     def carry(self, state: Tensor, initial: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-        """Carry a state through the chunks; first chunks of requests begin with `initial` [chunks, ...].
+        """Carry the state through the chunks; the first chunk of a request starts from `initial` [chunks, ...].
 
         Returns:
-            The outputs [chunks, chunk_size, heads, head_dim] and the states after the chunks.
+            The outputs [chunks, chunk_size, heads, head_dim], and the states after each chunk.
         """
         within, reached, ends = [], [], []
         times = self.scaled.shape[1] // self.B.shape[1]
@@ -148,9 +148,9 @@ class _ChunkScan:
 
 
 def _scan_chunks(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor) -> _ChunkScan:
-    """Prepare chunks; tokens are [chunks, chunk_size, heads or groups, ...]."""
+    """Compute the state-independent terms; inputs are [chunks, chunk_size, heads or groups, ...]."""
     x, dt, B, C = (t.transpose(1, 2).contiguous() for t in (x, dt, B, C))
-    # [chunks, heads, chunk_size]: log decay since a chunk's start; differences of long sums would lose digits in fp32.
+    # [chunks, heads, chunk_size]: log decay since the chunk's start, in fp64 because differences are taken below.
     cumulative = torch.cumsum(dt.double() * A.double()[:, None], dim=2)
     difference = cumulative[:, :, :, None] - cumulative[:, :, None, :]  # [chunks, heads, target, source]
     future = torch.ones(difference.shape[2:], dtype=torch.bool, device=x.device).triu(1)

@@ -1,7 +1,8 @@
-"""SSD scan of packed prefills: each starts from its slot's state and stores states at boundaries and at its end.
+"""SSD scan for packed prefill requests; states are read from slots and stored at boundaries and request ends.
 
-`tiles` cuts the requests and sums the decays, then one of two kernels scans: that of `scan_hopper` if it can run, else
-that of `scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+`tiles` splits the requests and sums the decays. Then the kernel in `scan_hopper` scans if it supports the inputs, or
+else the kernel in `scan_portable`. Safe in CUDA graphs: no host sync, and the grids depend only on the shapes of the
+arguments.
 """
 
 from functools import cache
@@ -20,23 +21,23 @@ from .scan_portable import scan_portably
 from .tiles import HopperTiling, ScanTiles, cut_tiles, head_slices
 
 _DTYPES = (torch.bfloat16, torch.float32)
-_ALIGNMENT = 16  # bytes, for TMA
-_MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
-_CHANNELS = 64  # channels of a head scanned by four warps
+_ALIGNMENT = 16  # alignment in bytes that TMA requires
+_MAX_STATE = 128 * 128  # maximum number of elements of a head's state, limited by shared memory
+_CHANNELS = 64  # number of channels per group of four warps
 
 
 def cut_rows(
     dt: Tensor, weights: SSMWeights, rows: PrefillBatch, chunk_size: int, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles | None:
-    """Cut requests into tiles for a scan, from their time steps; None if the scan uses the twin.
+    """Split requests into tiles for `ssd_scan` and sum their decays; None if the scan will use the reference.
 
-    Launched right before `causal_conv`, with its `after_cut` set, it runs concurrently. Sizes of heads and states that
-    use the twin too are not checked.
+    If it is the launch before `causal_conv`, and `after_cut` is set there, both run concurrently. Unsupported head and
+    state sizes are not detected here.
 
     Args:
-        dt: [tokens, heads]; as in `SSMTokens`.
+        dt: [tokens, heads], as in `SSMTokens`.
         chunk_size: As in `ssd_scan`.
-        dtype: Of the tokens that will be scanned.
+        dtype: Dtype of the tokens to scan.
 
     CUDA-graph safe: no host sync, one launch.
     """
@@ -56,20 +57,20 @@ def ssd_scan(
     *,
     tiles: ScanTiles | None = None,
 ) -> Tensor:
-    """Scan packed requests chunk by chunk, carrying each request's state from and to the pool.
+    """Run the recurrence over packed requests; read initial states from the pool and store states in place.
 
-    A request resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the
-    states at chunk and request ends into `ssm_pool` in place. A head_dim that is not a multiple of 16, a d_state that
-    is not a power of two from 16 on, states of more than 128 x 128 a head, and float64 use the twin.
+    States at chunk ends and request ends are stored. With a float32 pool, a request that is resumed at a chunk end
+    continues bit-identically, in any packing. The reference runs for float64, if head_dim is not a multiple of 16, if
+    d_state is not a power of two or below 16, and if a head's state is larger than 128 x 128.
 
     Args:
-        ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
-        chunk_size: The longest chunk in `rows`.
-        quantized: The states that `rows.chunk_slots` number, for those at chunk ends; None: `ssm_pool`.
-        tiles: What `cut_rows` returned for these rows and time steps, used once; None: cut them here.
+        ssm_pool: [slots, heads, d_state, head_dim]; each slot is contiguous.
+        chunk_size: Maximum length of a chunk in `rows`.
+        quantized: States to which `rows.chunk_slots` refer; None: they are slots of `ssm_pool`.
+        tiles: Result of `cut_rows` for the same batch, which can be used once; None: compute it here.
 
     Returns:
-        [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
+        [tokens, heads, head_dim] in the dtype of `x`; zeros after the last chunk.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -79,7 +80,8 @@ def ssd_scan(
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)
     if not tokens.x.dtype == tokens.B.dtype == tokens.C.dtype:
-        raise ValueError(f"need x, B and C of one dtype, found {tokens.x.dtype}, {tokens.B.dtype}, {tokens.C.dtype}")
+        dtypes = f"x {tokens.x.dtype}, B {tokens.B.dtype}, C {tokens.C.dtype}"
+        raise ValueError(f"need x, B and C in one dtype, found {dtypes}")
     if quantized is not None:
         quantized.check(ssm_pool)
     check_prefill_batch(rows, tokens.x.device)
@@ -108,9 +110,9 @@ def scan_tiles(
     *,
     tiles: ScanTiles | None = None,
 ) -> Tensor:
-    """Scan with the Hopper kernel and this tiling, or the portable one; `ssd_scan` checks and chooses.
+    """Scan with the Hopper kernel and `tiling`, or with the portable kernel if `tiling` is None.
 
-    A head with a number of channels that is not a power of two takes a launch for each of its slices.
+    `ssd_scan` checks the arguments. If head_dim is not a power of two, each power-of-two slice takes a launch.
     """
     if tiles is None:
         tiles = cut_tiles(tokens.dt, weights, rows, shape, tokens.x.shape[2], tokens.x.dtype)
@@ -136,21 +138,22 @@ def scan_tiles(
         if tiling is None:
             scan_portably(tokens, tiles, channels, arguments)
         else:
-            from .scan_hopper import scan_on_hopper  # Gluon is imported on demand
+            from .scan_hopper import scan_on_hopper  # imported here, because other devices may lack Gluon
 
             scan_on_hopper(tokens, tiles, channels, tiling.within(channels.width), arguments)
     return tiles.y
 
 
 def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:
-    """Return the fastest tiling for `num_rows` requests: few must be spread, many share what they read.
+    """Return the fastest tiling for `num_rows` requests.
 
-    A head of more than 64 channels is split in any case: the tiles and states of two such heads outgrow shared memory.
+    Few requests are spread over many programs; with many requests, programs of two heads share loads of B and C. Heads
+    of more than 64 channels are always split, because their tiles and states would not fit in shared memory.
     """
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups = tokens.B.shape[1]
     multiprocessors = num_multiprocessors(tokens.x.device)
-    num_parts = num_rows * num_heads * (head_dim // _CHANNELS)  # narrower slices have fewer
+    num_parts = num_rows * num_heads * (head_dim // _CHANNELS)  # number of programs for the widest slice
     if num_parts >= 2 * multiprocessors and num_heads // num_groups % 2 == 0:
         return HopperTiling(heads=2, channels=_CHANNELS, num_stages=2)
     if 2 * num_parts <= multiprocessors:

@@ -1,8 +1,8 @@
-"""The SSD scan on Hopper GPUs, in Gluon: copies, matmuls and element-wise work overlap. bf16 tokens.
+"""SSD scan on Hopper GPUs for bf16 tokens, in Gluon; copies, matmuls and element-wise operations overlap.
 
-It computes the same bits as `scan_portable`. A program takes one head of a request, or two heads of a group, which
-share the tiles of B and C. Four warps scan a head; one more fills the pipeline stages. The scores of a tile need no
-state, so they begin while the tile before it finishes.
+Results are bit-identical to `scan_portable`. A program scans one head of a request, or two heads of a group, which
+share the tiles of B and C. Four warps scan a head; another warp fills the pipeline stages. The scores of a tile do not
+depend on the state, so their matmul starts before the previous tile is finished.
 """
 
 from functools import cache
@@ -47,12 +47,12 @@ def _scan_head(
     pipeline, scratch, results, quantized, span, totals, tile_slots, skip, initial, final, head, channel, sizes,
     PART: gl.constexpr,
 ):  # fmt: skip
-    """Scan some channels of a head of a request, with four warps.
+    """Scan some channels of one head of a request, on four warps.
 
-    Long because the order of its asynchronous matmuls and waits is the algorithm.
+    Long because the asynchronous matmuls and waits must be seen in order.
     """
     LENGTH: gl.constexpr = sizes.LENGTH
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.CHANNELS, 16])  # outputs, and the state
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.CHANNELS, 16])  # for outputs and state
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LENGTH, 16])  # [LENGTH, LENGTH]
     no_scores = gl.zeros([LENGTH, LENGTH], gl.float32, layout=SCORES)
     no_outputs = gl.zeros([LENGTH, sizes.CHANNELS], gl.float32, layout=OUT)
@@ -67,7 +67,7 @@ def _scan_head(
     fence_async_shared()
     total = gl.load(totals, mask=span.count > 0, other=0.0)
     scores = no_scores
-    kept = initial * 0 - 1  # no tile has stored a state
+    kept = initial * 0 - 1  # -1: the previous tile has not stored a state
     if span.count > 0:
         mbarrier.wait(pipeline.full.index(0), 0)
         begun = warpgroup_mma(
@@ -126,7 +126,7 @@ def _scan_head(
 
 @gluon.jit
 def _weigh(x, gains, total, weighted):
-    """Store a tile's inputs in shared memory, weighted by their share of the state after the tile."""
+    """Multiply the inputs of a tile by their weights in the state after the tile; store them in shared memory."""
     CHANNELS: gl.constexpr = x.shape[1]
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHANNELS, CHANNELS // 8], [4, 1], [1, 0])
     gain = gains.load(gl.SliceLayout(1, FLAT))
@@ -136,7 +136,7 @@ def _weigh(x, gains, total, weighted):
 
 @gluon.jit
 def _share(scores, decays, gains, OPERAND: gl.constexpr):
-    """Return the weight of each input up to a token in the token's output, in bf16, as an operand."""
+    """Return the weight of each earlier input in each token's output, as a bf16 matmul operand."""
     SCORES: gl.constexpr = scores.type.layout
     LENGTH: gl.constexpr = scores.shape[0]
     target = gl.arange(0, LENGTH, layout=gl.SliceLayout(1, SCORES))
@@ -198,12 +198,13 @@ def _scan_kernel(
 def scan_on_hopper(
     tokens: SSMTokens, tiles: ScanTiles, channels: HeadSlice, tiling: HopperTiling, arguments: dict[str, Any]
 ) -> None:
-    """Scan channels of the requests from and to the pool's slots; write their outputs into `tiles.y`, in place.
+    """Scan a slice of channels of all requests; write outputs to `tiles.y` and states to their slots, in place.
 
     Args:
-        tokens: bf16; head_dim is a multiple of 16 and d_state a power of two, both from 64 to 128.
-        tiles: Full ones are as wide as long.
-        arguments: What both kernels take; slots of the pool are whole rows of head_dim apart, and aligned to 16 bytes.
+        tokens: bf16; head_dim is a multiple of 16, d_state is a power of two, and both are between 64 and 128.
+        tiles: The tile length must equal the tile width.
+        arguments: Arguments shared with the portable kernel. Slots must be aligned to 16 bytes, and their stride must
+            be a multiple of head_dim elements.
     """
     num_rows, d_state = arguments["rows"].longest_first.shape[0], arguments["D_STATE"]
     splits = channels.width // tiling.channels
@@ -229,20 +230,20 @@ def scan_on_hopper(
 
 
 def _rows_of(ssm_pool: Tensor) -> Tensor:
-    """Return a pool as a matrix of head_dim columns, gaps between slots included."""
+    """View a pool, including gaps between slots, as a matrix with head_dim columns."""
     num_slots, num_heads, d_state, head_dim = ssm_pool.shape
     num_rows = (num_slots - 1) * (ssm_pool.stride(0) // head_dim) + num_heads * d_state
     return ssm_pool.as_strided((num_rows, head_dim), (head_dim, 1))
 
 
 def _described(matrix: Tensor, block: list[int]) -> TensorDescriptor:
-    """Return the TMA descriptor of a matrix that is read or written in blocks."""
+    """Return the TMA descriptor for a matrix that is read or written in blocks of this size."""
     return TensorDescriptor.from_tensor(matrix, block, _layout(tuple(block), matrix.dtype))
 
 
 @cache
 def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return a block's shared-memory layout; cached, since Triton is slow to make one."""
+    """Return the shared-memory layout of a block; cached because constructing it is slow."""
     if block[0] == 1:
-        return gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
+        return gl.NVMMASharedLayout(0, 32, 2)  # vectors need no swizzling
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))

@@ -1,14 +1,14 @@
-"""The SSD scan in plain Triton: for every GPU, for float32 tokens, and in the interpreter.
+"""SSD scan in plain Triton, for all GPUs, float32 tokens and Triton's interpreter.
 
-One program takes a head of a request, or a slice of its channels, and walks the request's tiles, its state in
-registers, in float32. Per tile, with the decays of `tiles`:
+A program scans one head of a request, or a slice of its channels. It processes the tiles in order and keeps the state
+in registers, in float32. For each tile, with the decays computed by `tiles`:
 
     scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0; for float32, 2^(decay_i - decay_j + gain_j)
     y = scores x + 2^decay (C state) + D x
     state = 2^total state + B^T (2^(total + gain) x)
 
-It reads inputs once, writes outputs once, and stores a state only if a tile ends on a boundary. In a tile that reaches
-beyond its request, it reads only the request's tokens.
+Inputs are read once and outputs written once; a state is stored only at a boundary or at the end of the request. In a
+tile that extends beyond its request, tokens of other requests are masked.
 """
 
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ from .tiles import HeadSlice, ScanTiles
 
 _NUM_WARPS = 4
 _NUM_STAGES = 2
-_LEAST_LANES = 64  # of bf16 matmuls: with fewer, Triton 3.6 reads out of bounds on Hopper GPUs
+_LEAST_LANES = 64  # minimum width of bf16 matmuls; with less, Triton 3.6 reads out of bounds on Hopper GPUs
 
 
 class _Packed(NamedTuple):
-    """The kernel's view of packed tokens; strides count elements from token to token."""
+    """Packed tokens as kernel arguments; strides count elements between tokens."""
 
     x: Tensor
     B: Tensor
@@ -42,7 +42,7 @@ class _Packed(NamedTuple):
 
 @triton.jit
 def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
-    """Return the outputs [width, head_dim] of a tile and the state [d_state, head_dim] after it."""
+    """Compute one tile; return its outputs [width, head_dim] and the state [d_state, head_dim] after it."""
     WIDTH: tl.constexpr = x.shape[0]
     token = tl.arange(0, WIDTH)
     decay = tl.load(decays + token)
@@ -50,13 +50,13 @@ def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
     total = tl.load(decays + WIDTH - 1)
     left = total
     exponent = decay[:, None] + gain[None, :]
-    if PRECISION == "ieee":  # subtract large decays of near tokens first, before digits are lost
+    if PRECISION == "ieee":  # subtract the decays first, because adding the gain to a large sum would lose accuracy
         left = total - decay
         exponent = (decay[:, None] - decay[None, :]) + gain[None, :]
     exponent = tl.where(token[:, None] >= token[None, :], exponent, float("-inf"))
     scores = tl.dot(C, tl.trans(B), input_precision=PRECISION) * tl.exp2(exponent)
     from_state = tl.dot(C, state.to(C.dtype), input_precision=PRECISION)
-    y = tl.fma(from_state, tl.exp2(decay)[:, None], skip * x)  # explicit, so that every compiled variant rounds alike
+    y = tl.fma(from_state, tl.exp2(decay)[:, None], skip * x)  # explicit fma: all compiled variants must round alike
     y = tl.dot(scores.to(x.dtype), x, y, input_precision=PRECISION)
     weighted = x * tl.exp2(left + gain)[:, None]
     state = tl.dot(tl.trans(B), weighted.to(x.dtype), state * tl.exp2(total), input_precision=PRECISION)
@@ -69,7 +69,7 @@ def _advance_partly(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr,
     D_STATE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan the tile at `begin`, of which only the tokens from `low` to `high`, exclusive, are the request's."""
+    """Scan the tile that starts at `begin`, of which only the tokens [low, high) belong to the request."""
     token = begin + tl.arange(0, WIDTH)
     inside = ((token >= low) & (token < high))[:, None]
     token = token.to(tl.int64)[:, None]
@@ -97,7 +97,7 @@ def _store_boundary(
     states, slot_stride, quantized, slot, state, head,
     HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the state at a tile's end, quantized if `quantized` is given."""
+    """Store the state at the end of a tile; quantize it if `quantized` is given."""
     if quantized is None:
         _store_state(states, slot_stride, slot, state, CHANNELS)
     elif slot >= 0:
@@ -117,7 +117,7 @@ def _scan_kernel(
     LANES: tl.constexpr, D_STATE: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PER_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Long because Triton takes descriptors one by one, and tiles at a request's edges are scanned differently."""
+    """Scan one head of a request. Long because it has many arguments, and partial tiles need separate loops."""
     row = tl.load(rows.longest_first + tl.program_id(0) // HEADS)
     head = tl.program_id(0) % HEADS
     group = head // (HEADS // GROUPS)
@@ -132,7 +132,7 @@ def _scan_kernel(
     if initial >= 0:
         state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=lane < CHANNELS, other=0.0).to(tl.float32)
 
-    # Where the request's tiles begin, in tokens and in tile numbers: see `tiles`.
+    # Find the start of the request's first tile, and its tile number; see `request_tiles`.
     first_chunk = tl.load(rows.cu_request_chunks + row)
     num_chunks = tl.load(rows.cu_request_chunks + row + 1) - first_chunk
     first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
@@ -174,11 +174,11 @@ def _scan_kernel(
 
 
 def scan_portably(tokens: SSMTokens, tiles: ScanTiles, channels: HeadSlice, arguments: dict[str, Any]) -> None:
-    """Scan channels of the requests from and to the pool's slots; write their outputs into `tiles.y`, in place.
+    """Scan a slice of channels of all requests; write outputs to `tiles.y` and states to their slots, in place.
 
     Args:
-        tokens: d_state is a power of two of at least 16.
-        arguments: What both kernels take.
+        tokens: d_state must be a power of two and at least 16.
+        arguments: Arguments shared with the Hopper kernel.
     """
     shape, d_state = tiles.shape, arguments["D_STATE"]
     lanes = lanes_of(channels.width, tokens.x.dtype)
@@ -202,7 +202,7 @@ def scan_portably(tokens: SSMTokens, tiles: ScanTiles, channels: HeadSlice, argu
 
 
 def lanes_of(width: int, dtype: torch.dtype) -> int:
-    """Return the width of the matmuls for `width` channels; lanes past the channels are masked."""
+    """Return the matmul width for `width` channels; lanes after the channels are masked."""
     return width if dtype == torch.float32 else max(width, _LEAST_LANES)
 
 

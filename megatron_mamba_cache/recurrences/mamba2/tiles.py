@@ -1,7 +1,7 @@
-"""Cuts of the SSD scan: requests into tiles, with the decays of their tokens; heads into slices.
+"""Split requests into tiles and heads into slices for the SSD scan, and sum the decays of the tokens in each tile.
 
-Grid: every tile number of `request_tiles` by groups of heads. Graph safe: no host sync, grid fixed by the number of
-chunks.
+Grid: one program per tile number (see `request_tiles`) and group of heads. Safe in CUDA graphs: no host sync, and the
+grid depends only on the number of chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -23,14 +23,14 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class HeadSlice:
-    """Channels of every head that one launch scans, from `first` on; `width` is a power of two."""
+    """Channels of each head that one launch scans: `width`, a power of two, starting at `first`."""
 
     first: int
     width: int
 
 
 def head_slices(head_dim: int) -> list[HeadSlice]:
-    """Return slices that make up a head of a multiple of 16 channels, widest first: 80 is 64 and 16."""
+    """Split head_dim, a multiple of 16, into power-of-two slices, widest first: 80 becomes 64 and 16."""
     slices, first = [], 0
     for width in (1 << bit for bit in reversed(range(head_dim.bit_length()))):
         if head_dim & width:
@@ -41,12 +41,12 @@ def head_slices(head_dim: int) -> list[HeadSlice]:
 
 @dataclass(frozen=True, slots=True)
 class HopperTiling:
-    """One way to split the scan on a Hopper GPU; all give the same bits.
+    """Tile sizes of the Hopper scan kernel; they do not affect the result.
 
     Args:
-        heads: Heads of a program, 1 or 2; two share their group's tiles of B and C.
-        channels: Channels of a head in a program, a power of two from 16 on.
-        num_stages: Pipeline stages of a program, at least 2.
+        heads: Number of heads per program, 1 or 2; two heads must be in one group and share its tiles of B and C.
+        channels: Number of channels per head in a program; a power of two, at least 16.
+        num_stages: Number of pipeline stages, at least 2.
     """
 
     heads: int
@@ -54,21 +54,21 @@ class HopperTiling:
     num_stages: int
 
     def within(self, width: int) -> "HopperTiling":
-        """Return the tiling for a slice of `width` channels."""
+        """Return this tiling with `channels` limited to the width of a slice."""
         return replace(self, channels=min(self.channels, width))
 
 
 @dataclass(frozen=True, slots=True)
 class ScanTiles:
-    """The tiles of a batch.
+    """Tiles of a batch, with decays and output buffer.
 
     Args:
-        decays: [heads, tiles, 2, width] float32; for each token of a tile, log2 of the decay from the tile's start
-            through the token, and log2 of its time step. For bf16 tokens the second is stored minus the first: that
-            saves the scan a sum, but under strong decays it rounds off digits, which only float32 tokens have. A token
-            outside its request has no decay and a time step of 0.
-        slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
-        y: [tokens, heads, head_dim]; the scan writes its outputs here; zeros past the last request.
+        decays: [heads, tiles, 2, width] float32. For each token: log2 of the decay from the start of the tile up to and
+            including the token, and log2 of its time step (gain). For bf16 tokens, the decay is already subtracted from
+            the gain, which saves work in the scan; for float32 tokens that would lose accuracy. Tokens outside the
+            request have decay 1 and time step 0.
+        slots: [tiles] int32; slot that receives the state at the end of the tile; PAD_SLOT: do not store it.
+        y: [tokens, heads, head_dim]; the scan writes its outputs here; zeros after the last request.
     """
 
     shape: TileShape
@@ -78,12 +78,12 @@ class ScanTiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors except `y`."""
+        """Size in bytes of all tensors except `y`."""
         return self.decays.nbytes + self.slots.nbytes
 
     @staticmethod
     def empty(dt: Tensor, shape: TileShape, num_tiles: int, head_dim: int, dtype: torch.dtype) -> "ScanTiles":
-        """Return tiles without values; arguments as in `cut_tiles`."""
+        """Allocate the tensors without initializing them; arguments as in `cut_tiles`."""
         (num_tokens, num_heads), device = dt.shape, dt.device
         return ScanTiles(
             shape,
@@ -107,7 +107,7 @@ def _tiles_kernel(
     lane = tl.arange(0, LANES)
     channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + lane
     cleared = (lane < HEADS_AT_A_TIME * HEAD_DIM) & (channel < HEADS * HEAD_DIM)
-    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # past the last request
+    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # padding tokens
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=cleared)
 
     chunk = tile // PER_CHUNK
@@ -143,13 +143,14 @@ def _tiles_kernel(
 def cut_tiles(
     dt: Tensor, weights: SSMWeights, rows: PrefillBatch, shape: TileShape, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles:
-    """Cut requests, of at least one chunk, into tiles, sum their decays, and clear the outputs of padding tokens.
+    """Split requests into tiles, sum the decays, and zero the outputs of padding tokens.
 
-    The next kernel may immediately read anything written before this one.
+    The next kernel may read anything but these results immediately (`await_then_release`).
 
     Args:
-        dt: [tokens, heads]; as in `SSMTokens`.
-        dtype: Of the scanned tokens and of the outputs.
+        dt: [tokens, heads], as in `SSMTokens`.
+        rows: The batch; must contain at least one chunk.
+        dtype: Dtype of the scanned tokens and of the outputs.
     """
     num_tokens, num_heads = dt.shape
     num_tiles = rows.chunk_requests.shape[0] * shape.per_chunk

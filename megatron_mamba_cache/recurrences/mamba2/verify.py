@@ -1,13 +1,14 @@
-"""State update of decode and verify steps: a request's base token and drafts, and the state after each of them.
+"""State update for decode steps: a base token and drafts per request; the state after each token is stored.
 
     state = exp(dt * A) * state + B (dt * x);  y = C state + D x;  dt = clamp(softplus(dt + bias));  A = -exp(A_log)
 
-Each request reads the state that its last step accepted, once, and writes one state a token; between tokens a state
-stays in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one.
+Each request reads the state after its last accepted token once, and writes one state per token. Between tokens the
+state stays in registers, but is rounded to the pool's dtype, so a step of n tokens is bit-identical to n steps of one
+token.
 
-Grid: a program for each request and `width` columns of one head's state [d_state, head_dim], all of d_state, so that no
-sum crosses programs; plus one request that clears the outputs past the last one. Graph safe: no host sync, one launch,
-grid fixed by the shapes of the arguments.
+Grid: one program per request, head and `width` columns of the head's state [d_state, head_dim]; each has all of
+d_state, so no sum spans programs. Further programs zero the outputs after the last request. Safe in CUDA graphs: no
+host sync, one launch, and the grid depends only on the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -27,11 +28,11 @@ from .reference import state_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class VerifyTiling:
-    """How states are split over programs; may change only the order of the sum over d_state.
+    """Tile sizes of the kernel; they may affect only the order of the sum over d_state.
 
     Args:
-        width: Columns of head_dim of a program, a power of two.
-        max_registers: Of a thread; they bound the programs that fit on a multiprocessor.
+        width: Number of columns (of head_dim) per program, a power of two.
+        max_registers: Maximum number of registers per thread, which limits the programs per multiprocessor.
     """
 
     width: int
@@ -41,13 +42,13 @@ class VerifyTiling:
 
 TILING = VerifyTiling(width=64, num_warps=4, max_registers=128)
 _FEW_HEADS, _OF_FEW_HEADS = 64, VerifyTiling(width=32, num_warps=4, max_registers=128)
-"""For models of so few heads that a request would keep only half of a GPU's multiprocessors busy."""
+"""Tiling for models with at most 64 heads, where one request would use only half of a GPU's multiprocessors."""
 _PAD = tl.constexpr(PAD_SLOT)
 
 
 @triton.jit
 def _load_inputs(tokens, token, end, head, group, n, p, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Load x, B, C and dt of one head and token as they are stored; zeros from token `end` on."""
+    """Load x, B, C and dt for one head and token without conversion; zeros from token `end` on."""
     at = tl.cast(token, tl.int64)
     exists = token < end
     x = tl.load(tokens.x + at * tokens.x_stride + head * HEAD_DIM + p, mask=only_if(exists, p < HEAD_DIM), other=0.0)
@@ -63,7 +64,7 @@ def _state_verify_kernel(
     HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, READS_EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Long because it is one loop with its values kept in registers."""
+    """Advance one head's state over the tokens of a request. Long because the loop keeps its values in registers."""
     if READS_EARLY:
         release(OVERLAPS)
     else:
@@ -106,13 +107,13 @@ def _state_verify_kernel(
 
     for token in range(start, end):
         x, b, c, dt = inputs
-        # Prefetched: only the next token waits for these inputs.
+        # Prefetch the inputs of the next token.
         inputs = _load_inputs(tokens, token + 1, end, head, group, n, p, D_STATE, HEAD_DIM)
         slot = tl.load(first_column + (token - start)).to(tl.int64)
         x = x.to(tl.float32)
         dt = time_step(dt, bias, weights.dt_min, weights.dt_max)
         increment = b.to(tl.float32)[:, None] * (dt * x)[None, :]
-        # Fused by hand: the compiler's choice of what to fuse may differ from one compiled form to the next.
+        # Explicit fma, because the compiler may fuse differently in each compiled variant.
         state = tl.fma(tl.exp(dt * A), stored.to(tl.float32), increment)
         out = tl.fma(skip, x, tl.sum(state * c.to(tl.float32)[:, None], axis=0))
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM), out, mask=has_p)
@@ -129,24 +130,25 @@ def state_verify(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Advance each state over its base token and drafts, and keep the state after each, in place.
+    """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
-    Bit-equal to as many steps of one token each: between tokens states have the pool's dtype. Padding requests and
-    tokens past the last request give zeros and write nothing.
+    The result is bit-identical to separate steps of one token each. For padding, outputs are zeros and nothing is
+    written.
 
     Args:
-        ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
-        tiling: None: by the number of heads.
-        after_conv: True if `conv_verify` was launched right before and wrote x, B and C: states are read concurrently.
+        ssm_pool: [slots, heads, d_state, head_dim]; each slot is contiguous.
+        tiling: None: choose by the number of heads.
+        after_conv: True if the previous launch is the `conv_verify` that computes x, B and C. The kernel then reads
+            states before `conv_verify` ends.
 
     Returns:
-        [tokens, heads, head_dim] in x's dtype.
+        [tokens, heads, head_dim] in the dtype of `x`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `state_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed at
-    capture.
+    Reference: `state_verify_ref`, which runs for float64 inputs. CUDA-graph safe: no host sync, one launch, grid fixed
+    at capture.
     """
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)

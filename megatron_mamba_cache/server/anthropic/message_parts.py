@@ -1,4 +1,4 @@
-"""Schemas of content blocks, tools and tool choices of the messages API."""
+"""Schemas for content blocks, tools and tool choices in the messages API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 class TextBlock(BaseModel):
-    """Text."""
+    """Content block with text."""
 
     type: Literal["text"] = "text"
     text: Text
@@ -23,20 +23,20 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """Reasoning of an earlier reply; its signature is ignored."""
+    """Content block with reasoning from an earlier reply; the signature is ignored."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
 class RedactedThinkingBlock(BaseModel):
-    """Reasoning that only Anthropic can read; it is left out."""
+    """Content block with encrypted reasoning that only Anthropic can read; left out of the prompt."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(BaseModel):
-    """A call of a tool."""
+    """Content block with a tool call."""
 
     type: Literal["tool_use"]
     id: Name
@@ -46,7 +46,7 @@ class ToolUseBlock(BaseModel):
 
 
 class ToolResultBlock(BaseModel):
-    """The result of a call; templates do not render `is_error`, so it is only counted."""
+    """Content block with a tool result; `is_error` is only counted, because templates do not render it."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -59,7 +59,7 @@ def _only(*kinds: str) -> BeforeValidator:
     def check(block: Any) -> Any:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if isinstance(kind, str) and kind not in kinds:
-            sentence = f"a block of type {kind!r:.50} is not supported by this server here; send {' or '.join(kinds)}"
+            sentence = f"a block of type {kind!r:.50} is not supported here; send {' or '.join(kinds)}"
             raise schema_error(REFUSED, sentence, "type")
         return block
 
@@ -67,7 +67,7 @@ def _only(*kinds: str) -> BeforeValidator:
 
 
 def _with_shown_calls(block: Any) -> Any:
-    """Return a call of Anthropic's own tools, or its result, as a text block."""
+    """Convert a call to one of Anthropic's own tools, or its result, to a text block."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
         return block
@@ -95,7 +95,7 @@ ToolResultBlock.model_rebuild()
 
 
 class MessagesTool(BaseModel):
-    """A tool; `input_schema` is a JSON schema."""
+    """Tool that the model may call; `input_schema` is a JSON schema."""
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -105,7 +105,7 @@ class MessagesTool(BaseModel):
     cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """Return the tool of chat completions."""
+        """Return the tool in the format of chat completions."""
         fields = {"description": self.description, "strict": self.strict}
         described = {key: value for key, value in fields.items() if value is not None}
         function = {"name": self.name, **described, "parameters": self.input_schema}
@@ -125,21 +125,21 @@ MessagesTools = Annotated[
 
 
 class MessagesToolChoice(BaseModel):
-    """Choice of tools: "any" asks for a call, "tool" for a call of the tool with this name."""
+    """Tool choice: "any" requires a call, "tool" requires a call to the tool `name`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: Flag | None = None
 
     def as_chat(self) -> Any:
-        """Return the choice of chat completions."""
+        """Return the tool choice in the format of chat completions."""
         if self.type != "tool":
             return _CHOICES[self.type]
         return {"type": "function", "function": {"name": self.name or ""}}
 
 
 def parts_of(content: str | Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return content as text parts of chat completions."""
+    """Return the text of the content as text parts in the format of chat completions."""
     blocks = [TextBlock(text=content or "")] if content is None or isinstance(content, str) else content
     return [
         {"type": "text", "text": block.text, "cache_control": block.cache_control}

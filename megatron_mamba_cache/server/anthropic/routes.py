@@ -1,4 +1,4 @@
-"""Routes of Anthropic's messages API, and its whole and streamed replies."""
+"""Routes of Anthropic's messages API, and the format of its complete and streamed replies."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> APIRouter:
-    """Return the routes below `/v1/messages`."""
+    """Return the routes of the messages API below `/v1/messages`."""
     router = APIRouter(prefix="/v1/messages")
 
     @router.post("", response_model=None)
@@ -46,9 +46,10 @@ def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> 
 
 
 class MessagesFormat:
-    """`Format` of `/v1/messages`, for jobs with one choice.
+    """`Format` for `/v1/messages`, for jobs with one choice.
 
-    `max_tokens` is the client's limit; fewer may fit. Without `includes_thinking`, blocks of reasoning have no text.
+    `max_tokens` is the client's limit; fewer tokens may fit in the context. Reasoning blocks have no
+    text unless `includes_thinking`.
     """
 
     def __init__(self, model: str, max_tokens: int, *, includes_thinking: bool) -> None:
@@ -59,7 +60,7 @@ class MessagesFormat:
         self._has_started = False
 
     def opening(self, _job: Job) -> list[Event]:
-        """Send nothing: a message starts with its first piece, which has the cached tokens."""
+        """Return no events; the message starts with the first piece, when the cached tokens are known."""
         return []
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
@@ -78,13 +79,13 @@ class MessagesFormat:
         return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}
 
     def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return the parts that the client asked for."""
+        """Return the parts without the text of reasoning unless the client requested it."""
         if self._includes_thinking:
             return parts
         return [replace(part, text="") if isinstance(part, Reasoning) else part for part in parts]
 
     def _end(self, job: Job) -> dict[str, Any]:
-        """Return the fields of the reply's end."""
+        """Return the fields that describe why the reply ended."""
         reply, fitting = job.choices[0].reply, job.choices[0].spec.max_tokens
         if reply.stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
@@ -108,19 +109,19 @@ class MessagesFormat:
 
 
 class _BlockEvents:
-    """The events of one reply's blocks.
+    """Converter from the parts of one reply to the events of its content blocks.
 
-    A call's input is sent once it is complete, since only then is it certain to be an object; pings keep the stream
-    alive until then.
+    The input of a call is sent when the call is complete, because only then is it known to be an object. Pings keep
+    the stream alive until then.
     """
 
     def __init__(self) -> None:
         self._index = -1
-        self._kind: type[Part] | None = None  # of the open block's parts
-        self._arguments = ""  # of the open call
+        self._kind: type[Part] | None = None  # type of the parts in the open block
+        self._arguments = ""  # arguments of the open call so far
 
     def of(self, part: Part) -> list[Event]:
-        """Return the events of a part."""
+        """Return the events for a part."""
         match part:
             case CallBegin(name):
                 return self._begin(CallArguments, _tool_use(name, {}))
@@ -137,7 +138,7 @@ class _BlockEvents:
                 return [*opened, self._delta(type="text_delta", text=text)]
 
     def end(self) -> list[Event]:
-        """Return the events that end the open block, if there is one."""
+        """Return the events that end the open block, or none if no block is open."""
         if self._kind is None:
             return []
         last = []
@@ -163,7 +164,7 @@ def _event(kind: str, **fields: Any) -> Event:
 
 
 def _content(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Return a reply's blocks."""
+    """Return the content blocks for the parts of a reply."""
     blocks: list[dict[str, Any]] = []
     for part in parts:
         match part:
@@ -190,7 +191,7 @@ def _tool_use(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _usage(job: Job) -> dict[str, Any]:
-    """Return Anthropic's usage; its input tokens are neither read from nor written to the cache."""
+    """Return Anthropic's usage object; `input_tokens` excludes tokens read from or written to the cache."""
     usage = job.usage()
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.written_tokens,

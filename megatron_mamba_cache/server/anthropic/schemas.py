@@ -1,4 +1,4 @@
-"""Schemas of requests of the messages API, and their translation to chat completions."""
+"""Schemas for requests to the messages API, and their translation to chat completions."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _UNSUPPORTED: Table = {
     "billing_policy": Unsupported(),
     "compaction": Unsupported(),
     "fallback_credit_token": Unsupported(),
-    "fallbacks": Unsupported(([], "default")),  # by default, a model without fallbacks runs alone
+    "fallbacks": Unsupported(([], "default")),  # no fallbacks are configured, so "default" has no effect
     "speed": Unsupported(("standard",)),
     "thread": Unsupported(),
 }
@@ -45,7 +45,7 @@ _FOREIGN: Mapping[str, Sequence[str]] = {
 
 
 class Turn(PartlySupported):
-    """A message of the user or of the model, or further instructions."""
+    """Message from the user or the model, or further instructions (role system)."""
 
     unsupported = _OF_SYSTEM_MESSAGES
 
@@ -57,39 +57,39 @@ class Turn(PartlySupported):
         foreign = _FOREIGN[self.role]
         for index, block in enumerate(() if isinstance(self.content, str) else self.content):
             if block.type in foreign:
-                sentence = f"a block of type {block.type!r} cannot be in a message of role {self.role}"
+                sentence = f"a message with role {self.role} cannot contain a block of type {block.type!r}"
                 raise schema_error("foreign_block", sentence, f"content.{index}.type")
         return self
 
     @property
     def is_empty(self) -> bool:
-        """True when the message has neither text nor calls."""
+        """True if the message has only empty text."""
         blocks = () if isinstance(self.content, str) else self.content
         return not self.has_text and all(isinstance(block, TextBlock) for block in blocks)
 
     @property
     def has_text(self) -> bool:
-        """True when the message has text."""
+        """True if the message has text that is not only white space."""
         if isinstance(self.content, str):
             return bool(self.content.strip())
         return any(isinstance(block, TextBlock) and block.text.strip() for block in self.content)
 
     @property
     def has_calls(self) -> bool:
-        """True when the message calls a tool."""
+        """True if the message calls a tool."""
         return not isinstance(self.content, str) and any(isinstance(block, ToolUseBlock) for block in self.content)
 
 
 class Thinking(BaseModel):
-    """Setting of reasoning, which templates read as `enable_thinking`; a budget has no effect."""
+    """Setting that turns reasoning on or off; templates read it as `enable_thinking`. A budget has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized", "omitted"] | None = None  # "omitted": replies lack the text of reasoning
+    display: Literal["summarized", "omitted"] | None = None  # "omitted": replies do not include the text of reasoning
 
 
 class OutputFormat(BaseModel):
-    """Format of the answer."""
+    """JSON schema that the answer must follow."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -97,12 +97,12 @@ class OutputFormat(BaseModel):
     json_schema: JsonSchema = Field(alias="schema")
 
     def as_response_format(self) -> dict[str, Any]:
-        """Return the format of chat completions."""
+        """Return the format as a chat completion's `response_format`."""
         return {"type": "json_schema", "json_schema": {"schema": self.json_schema}}
 
 
 class OutputConfig(BaseModel):
-    """Effort, which templates read as `reasoning_effort`, and format of the answer."""
+    """Effort (templates read it as `reasoning_effort`) and format of the answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -111,7 +111,7 @@ class OutputConfig(BaseModel):
 
 
 class CountTokensRequest(PartlySupported):
-    """A request of `/v1/messages/count_tokens`."""
+    """Request to `/v1/messages/count_tokens`."""
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
     unsupported = _UNSUPPORTED
@@ -129,19 +129,21 @@ class CountTokensRequest(PartlySupported):
 
     @property
     def continues(self) -> bool:
-        """True when the last message is the model's, and the reply continues it."""
+        """True if the reply continues the last message, a non-empty message from the model."""
         return self.messages[-1].role == "assistant" and not self.messages[-1].is_empty
 
     @model_validator(mode="after")
     def _can_be_continued(self) -> Self:
         last = self.messages[-1]
         if self.continues and (last.has_calls or not last.has_text):
-            sentence = "the reply continues the last message, which needs text and no tool_use; send a user's message"
+            sentence = (
+                "the reply continues the last message, which must have text and no tool_use; end with a user message"
+            )
             raise schema_error("not_continued", sentence, "messages")
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Return the request as a chat completion."""
+        """Return the request translated to a chat completion."""
         return ChatRequest.model_validate(self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class CountTokensRequest(PartlySupported):
         }
 
     def _marked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with the request's breakpoint on the last one, unless it has one."""
+        """Return the messages with the request's breakpoint on the last message, unless that has a breakpoint."""
         if self.cache_control is not None and messages:
             last = messages[-1]
             if not any(part["cache_control"] for part in last["content"][-1:]):
@@ -182,7 +184,7 @@ class CountTokensRequest(PartlySupported):
 
 
 class MessagesRequest(CountTokensRequest):
-    """A request of `/v1/messages`."""
+    """Request to `/v1/messages`."""
 
     max_tokens: Annotated[Int, Field(ge=1, le=INT32_MAX)]
     stop_sequences: Stops | None = None
@@ -190,7 +192,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Int, Field(ge=0, le=INT32_MAX)] | None = None
-    # Accepted, without effect.
+    # The following fields are accepted but have no effect.
     metadata: JsonObject | None = None
     service_tier: Name | None = None
     inference_geo: Name | None = None
@@ -198,7 +200,7 @@ class MessagesRequest(CountTokensRequest):
 
     @property
     def includes_thinking(self) -> bool:
-        """True when the reply has the text of reasoning."""
+        """True if the reply includes the text of reasoning."""
         return self.thinking is None or self.thinking.display != "omitted"
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -212,7 +214,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _user_messages(blocks: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a user's blocks as messages: results of calls, and the text between them."""
+    """Yield a user's blocks as messages: one for each tool result, and one for each text between results."""
     texts: list[Any] = []
     for block in [*blocks, None]:
         if isinstance(block, TextBlock):
@@ -229,7 +231,7 @@ def _user_messages(blocks: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _replied(blocks: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a reply's blocks as one message."""
+    """Yield the blocks of an earlier reply as one message."""
     calls = [
         {
             "id": block.id,

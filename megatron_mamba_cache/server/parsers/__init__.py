@@ -1,1 +1,1 @@
-"""Parsers of replies: from text deltas to content, reasoning and tool calls."""
+"""Parsers for replies: convert text deltas to content, reasoning and tool calls."""

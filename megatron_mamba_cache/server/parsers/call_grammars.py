@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in the format that the family's parser reads."""
+"""Grammars for tool calls, in the format that the model family's parser reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,20 +25,20 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class MarkedCalls:
-    """A family's calls after a marker."""
+    """Call format of a model family in which calls follow a marker."""
 
-    marker: str  # start of every call or list of calls
-    # Returns the grammar of the text after the marker; the number limits the calls of a list.
+    marker: str  # text that starts every call or list of calls
+    # Returns the grammar for the text after the marker. The integer is the maximum number of calls in a list.
     rest: Callable[[Sequence[CallableTool], SpecialId, int], Grammar]
-    separator: str | None = None  # a rule between calls with a marker each; None: calls are a list after one marker
-    others: tuple[str, ...] = ()  # further texts that the parser reads as the start of calls
+    separator: str | None = None  # rule between calls that each have a marker; None: one marker starts a list of calls
+    others: tuple[str, ...] = ()  # further texts that the parser accepts as the start of a call
 
     def calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
-        """Return the grammar of one or more calls of the tools."""
+        """Return the grammar for 1 to `most` calls to the tools."""
         return sequence(Grammar(literal(self.marker, special_id)), self.rest_of_calls(tools, special_id, most))
 
     def rest_of_calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
-        """Return the grammar of one or more calls, after the first marker."""
+        """Return the grammar for 1 to `most` calls, without the first marker."""
         rest = named("call", self.rest(tools, special_id, most))
         if self.separator is None or most == 1:
             return rest
@@ -46,7 +46,7 @@ class MarkedCalls:
         return replace(rest, rule=f"{rest.rule} {others}")
 
     def text_and_calls(self, tools: Sequence[CallableTool], special_id: SpecialId) -> Grammar:
-        """Return the grammar of text whose calls are calls of the tools."""
+        """Return the grammar for text that may contain calls, but only to the tools."""
         number = special_id(self.marker)
         rules = {"TEXT": f"/(.|\\n)*/ & {without(self.marker, *self.others)}"}
         begun = f"TEXT <[{number}]>"
@@ -85,11 +85,11 @@ MARKED_CALLS: Mapping[str, MarkedCalls] = {
     "nemotron_nano_v2": MarkedCalls("<TOOLCALL>", _nemotron_rest),
     "granite": MarkedCalls("<|tool_call|>", _granite_rest, others=("<tool_call>",)),
 }
-"""By the names of `TOOL_CALL_PARSERS`, except `json`, which has no marker."""
+"""Formats under the names of `TOOL_CALL_PARSERS`, except `json`, which has no marker."""
 
 
 def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool) -> Grammar:
-    """Return the grammar of a reply with at least one call."""
+    """Return the grammar for a reply that makes at least one call."""
     form = MARKED_CALLS.get(family)
     if form is None:
         return _json_call(tools, "parameters")
@@ -97,7 +97,7 @@ def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: Specia
 
 
 def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId) -> Grammar | None:
-    """Return the grammar of a reply that may call tools; None if calls look like text."""
+    """Return the grammar for a reply that may call tools; None if the family's calls have no marker."""
     form = MARKED_CALLS.get(family)
     return None if form is None else form.text_and_calls(tools, special_id)
 
@@ -105,9 +105,9 @@ def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_i
 def calls_in_reasoning(
     family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool, after: Grammar | None = None
 ) -> CallsInReasoning | None:
-    """Return the calls that may end reasoning; None if calls look like text.
+    """Return the calls that may end reasoning; None if the family's calls have no marker.
 
-    `after` is the grammar of the text after them; None: the reply ends.
+    `after` is the grammar for the text after the calls; None: the reply ends there.
     """
     form = MARKED_CALLS.get(family)
     if form is None:

@@ -1,4 +1,4 @@
-"""Text between tags: content or reasoning, without white space before a tag."""
+"""Parse text between tags, as content or reasoning, without the white space before a tag."""
 
 import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from .text_feed import TextFeed
 
 
 class TagPositions:
-    """Positions of the tags of one reply; `tokens` are those that are tags, with their texts."""
+    """Positions of the tags in one reply; `tokens` maps the tokens that are tags to their texts."""
 
     def __init__(self, tokens: Mapping[int, str]) -> None:
         self._tokens = tokens
@@ -17,13 +17,13 @@ class TagPositions:
 
     @property
     def texts(self) -> Collection[str]:
-        """Texts of the tags."""
+        """Texts of the tags that have positions."""
         return self._positions.keys()
 
     def find(self, token: int, text: str, start: int) -> int | None:
-        """Record and return the position of a token's tag; None if it is not a tag.
+        """Record and return the position of a token's tag; return None if the token is not a tag.
 
-        `text` is what the token adds to the reply, after `start` characters.
+        `text` is the text that the token adds to the reply after `start` characters.
         """
         tag = self._tokens.get(token)
         at = -1 if tag is None else text.rfind(tag)
@@ -33,7 +33,7 @@ class TagPositions:
         return start + at
 
     def joined(self, found: Sequence[tuple[str, int]]) -> Self:
-        """Return these positions and those of tags that a parser has found."""
+        """Return these positions together with the positions of tags that a parser found."""
         joined = type(self)(self._tokens)
         for tag, positions in self._positions.items():
             joined._positions[tag] = {*positions}
@@ -42,9 +42,9 @@ class TagPositions:
         return joined
 
     def in_rewritten(self, rewritten: str, text: str) -> Iterable[int]:
-        """Yield the positions of the same tags in a rewrite of the reply's `text` by a template.
+        """Yield the positions of the same tags in `rewritten`, a template's rewrite of the reply's `text`.
 
-        If the template writes a tag more or fewer times than the reply, each of them counts.
+        If the numbers of occurrences differ, every occurrence in the rewrite counts as a tag.
         """
         for tag, positions in self._positions.items():
             own, others = _mentions(tag, text), _mentions(tag, rewritten)
@@ -59,25 +59,25 @@ def _mentions(tag: str, text: str) -> list[int]:
 _FENCE = "```"
 _SPACES = " \t"
 _SENTENCE_ENDS = frozenset(".!?\u2026\u3002\uff01\uff1f")
-_OPENING = frozenset(  # as in `after_reasoning`
+_OPENING = frozenset(  # same characters as in `after_reasoning`
     "`'\"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b([{<"
 )
 
 
 class LinePosition:
-    """A position in text: its line so far, and if it is in a fenced code block.
+    """State of a position in text: the line so far, and if it is in a fenced code block.
 
-    A grammar that holds the text (`is_held`) knows neither fences nor which quotes belong together.
+    If a grammar constrains the text (`is_held`), fences and open quotes do not count: grammars cannot track them.
     """
 
     def __init__(self, *, is_held: bool) -> None:
         self._is_held = is_held
         self.is_in_code = False
-        """True within a fenced block."""
+        """True within a fenced code block."""
         self._start_line()
 
     def add(self, text: str) -> None:
-        """Advance by a text."""
+        """Advance the position past `text`."""
         first, *others = text.split("\n")
         self._add_to_line(first)
         for line in others:
@@ -86,14 +86,14 @@ class LinePosition:
             self._add_to_line(line)
 
     def begins_call(self) -> bool:
-        """Return True if a tag here may begin a call: it begins its line, outside of code."""
+        """Return True if a tag here may begin a call: at the start of a line, outside of code."""
         return not self.is_in_code and not self._beginning
 
     def ends_reasoning(self, *, is_tag: bool) -> bool:
-        """Return True if a closing marker here ends reasoning: outside of code, unless it is only mentioned.
+        """Return True if a closing marker here ends reasoning, that is, it is not in code and not only mentioned.
 
-        At the start of a line it always does. Elsewhere it may be quoted or, for a tag, a word of a sentence; a marker
-        that is not a tag is a sentence of its own.
+        A marker at the start of a line always ends reasoning. Elsewhere, a quoted marker is a mention, and so is a tag
+        within a sentence.
         """
         if self.is_in_code:
             return False
@@ -106,8 +106,8 @@ class LinePosition:
         return not (is_tag and last.isspace()) or (last in _SPACES and self._end[0] in _SENTENCE_ENDS)
 
     def _start_line(self) -> None:
-        self._beginning = ""  # the first visible characters, as many as a fence has
-        self._end = ""  # the last two characters
+        self._beginning = ""  # the line's first visible characters, up to the length of a fence
+        self._end = ""  # the line's last two characters
         self._num_backticks = self._num_quotes = 0
 
     def _add_to_line(self, text: str) -> None:
@@ -123,29 +123,29 @@ class LinePosition:
 _BLANK = " \t\r"
 
 Reading = Generator[Part | None, None, bool]
-"""Parts as they become certain; returns True if the expected text came."""
+"""Generator of parts as they become certain; returns True if the expected text was found."""
 
 
 class MarkedCalls(Protocol):
-    """The syntax of a family's tool calls, which begin with a marker."""
+    """Syntax of a model family's tool calls that begin with a marker."""
 
     @property
     def open(self) -> Sequence[str]:
-        """Markers before a call; grammars write the first one."""
+        """Markers that may begin a call; grammars write the first marker."""
 
     def call(self, feed: TextFeed, marker: str) -> Reading:
-        """Parse the calls after a marker; return False, without parts, if none follows.
+        """Parse the calls after a marker; return False, without parts, if no call follows.
 
-        The feed has a mark before the marker.
+        The feed's mark is before the marker.
         """
 
 
 class Prose:
-    """Reads text of one kind up to its tags; a mentioned tag is text.
+    """Reader of content or reasoning up to a tag; tags that are only mentioned count as text.
 
     Args:
-        calls: Syntax of tool calls; None: there are none.
-        close: The marker that ends the text; None: it continues to the end of the reply.
+        calls: Syntax of tool calls; None: the text has no calls.
+        close: Marker that ends the text; None: the text continues to the end of the reply.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class Prose:
         self._calls = calls
         self._close = close
         self._markers = (*([] if close is None else [close]), *(() if calls is None else calls.open))
-        self._held = ""  # white space that may come right before a tag
+        self._held = ""  # white space that is dropped if a tag follows
         self._position = LinePosition(is_held=feed.is_held)
 
     def read(self) -> Generator[Part | None, None, str]:
-        """Yield text up to `close` or through the next calls; return the marker, "" at the end."""
+        """Yield parts through `close` or the next calls; return the marker, or "" at the end of the reply."""
         while marker := (yield from self._text()):
             if (yield from self._counts(marker)):
                 self._held, self._position = "", LinePosition(is_held=self._feed.is_held)
@@ -175,7 +175,7 @@ class Prose:
         return ""
 
     def next_calls(self) -> Reading:
-        """Parse the calls that come next; return False if something else does."""
+        """Parse calls if they come next; return False if other text comes next."""
         for marker in () if self._calls is None else self._calls.open:
             if (yield from self._feed.accepts(marker)):
                 if (yield from self._counts(marker)):
@@ -184,11 +184,11 @@ class Prose:
         return False
 
     def resume(self) -> None:
-        """Continue after a marker, on a new line."""
+        """Continue after a closing marker, on a new line."""
         self._held = "\n"
 
     def _text(self) -> Generator[Part | None, None, str]:
-        """Yield the text before the next marker; return that marker, "" at the end of the reply."""
+        """Yield the text before the next marker; return the marker, or "" at the end of the reply."""
         reading = self._feed.until(self._markers)
         while True:
             try:
@@ -210,7 +210,7 @@ class Prose:
         self._position.add(text)
 
     def _counts(self, marker: str) -> Reading:
-        """Parse the text that a marker begins; return False if it is a mention."""
+        """Parse the text that a marker begins; return False if the marker is only mentioned."""
         found = marker, self._feed.position - len(marker)
         self._feed.found.append(found)
         if (yield from self._ends(marker) if marker == self._close else self._calls_after(marker)):
@@ -227,7 +227,7 @@ class Prose:
         return ends_line and not self._position.is_in_code
 
     def _calls_after(self, marker: str) -> Reading:
-        """Parse calls after a marker; return False, right after it, if there are none."""
+        """Parse the calls after a marker; if there are none, return to the end of the marker and return False."""
         if self._calls is None or not (self._feed.is_token(marker) or self._position.begins_call()):
             return False
         self._feed.mark(back=len(marker))
@@ -246,7 +246,7 @@ def text_and_calls(feed: TextFeed, calls: MarkedCalls) -> Parsing:
 
 
 def rest_is_blank(feed: TextFeed) -> Generator[None, None, bool]:
-    """Consume white space; return True if it reaches the end of the line."""
+    """Consume white space; return True if the line ends after it."""
     while (character := (yield from feed.peek())) and character in _BLANK:
         feed.take()
     return character in ("", "\n")

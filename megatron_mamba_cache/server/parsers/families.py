@@ -1,7 +1,7 @@
-"""Choice of a model's parsers, by name or by its chat template.
+"""Choose the parsers for a model by name or by its chat template.
 
-A format has a name, a text that identifies it in chat templates, and a generator over a `TextFeed` that parses it.
-`content` distinguishes its tags from mentions of them. `call_grammars` writes it as a grammar.
+A format has a name, a text that identifies the format in chat templates, and a generator over a `TextFeed` that parses
+it. The module `content` distinguishes tags from mentions of tags, and `call_grammars` has the formats as grammars.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class _HeldCalls:
-    """Calls with only their first marker, as grammars write them."""
+    """Call syntax restricted to the first marker, the only marker that grammars write."""
 
     calls: MarkedCalls
 
@@ -33,14 +33,14 @@ class _HeldCalls:
 
 
 class CallForm(MarkedCalls, Protocol):
-    """A family's format of tool calls."""
+    """Format of a model family's tool calls."""
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""
 
 
 Parameters = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of each tool's parameters, by its name."""
+"""JSON schema for each tool's parameters, by tool name."""
 
 TOOL_CALL_PARSERS: Mapping[str, Callable[[Parameters], CallForm]] = {
     "hermes": lambda _parameters: json_calls.HERMES,
@@ -70,13 +70,13 @@ _TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplySyntax:
-    """The syntax of a model's replies."""
+    """Syntax of a model's replies: formats of its tool calls and reasoning."""
 
-    tool_calls: str | None = None  # a name of `TOOL_CALL_PARSERS`; None: the model has no tools
-    reasoning: ReasoningForm | None = None  # None: replies have no reasoning to separate
+    tool_calls: str | None = None  # a name in `TOOL_CALL_PARSERS`; None: the model cannot call tools
+    reasoning: ReasoningForm | None = None  # None: reasoning is not separated from content
 
     def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
-        """Return the tags of replies that are added tokens of a tokenizer, with their ids."""
+        """Return the tags in replies that are added tokens of the tokenizer, with their ids."""
         added = getattr(tokenizer, "added_ids", getattr(tokenizer, "special_ids", ()))
         tags = _TAGS if added and (self.tool_calls or self.reasoning) else ()
         return {tag: number for tag in tags if (number := tokenizer.id_of(tag)) in added}
@@ -89,13 +89,13 @@ class ReplySyntax:
         *,
         is_held: bool = False,
     ) -> ReplyParser:
-        """Return a parser of one reply.
+        """Return a parser for one reply.
 
         Args:
-            parameters: None if the reply may not call tools.
+            parameters: Schemas of the tools' parameters; None if the reply may not call tools.
             is_open: True if the prompt ends within reasoning.
-            token_tags: Tags that are tokens of the model.
-            is_held: True if a grammar holds the reply. Then only the first marker begins calls within reasoning.
+            token_tags: Tags that are single tokens.
+            is_held: True if a grammar constrains the reply. Only the first marker then begins calls within reasoning.
         """
         name = self.tool_calls if parameters is not None else None
         calls = None if name is None or parameters is None else TOOL_CALL_PARSERS[name](parameters)
@@ -113,9 +113,9 @@ def reply_syntax(template: str, tool_calls: str = AUTO, reasoning: str = AUTO) -
     """Return the syntax of a model's replies.
 
     Args:
-        template: Source of its chat template; "" without one.
-        tool_calls: A name of `TOOL_CALL_PARSERS`, "auto" to find it by the template, or "none".
-        reasoning: The same of `REASONING_PARSERS`.
+        template: Source of the model's chat template; "" if it has none.
+        tool_calls: A name in `TOOL_CALL_PARSERS`, "auto" to choose by the template, or "none".
+        reasoning: A name in `REASONING_PARSERS`, "auto" or "none".
     """
     if tool_calls == AUTO:
         tool_calls = _by_sign(_TOOL_CALL_SIGNS, template) if "tools" in template else NONE

@@ -14,13 +14,13 @@ _ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Calls between markers: one JSON object, or a list of them.
+    """Format of calls between markers: one JSON object or a list of objects.
 
-    Text after an opening marker that is not a call stays content, marker included.
+    If the text after an opening marker is not a call, the marker and the text are content.
     """
 
-    open: tuple[str, ...]  # markers before calls
-    close: str  # the marker after them; models may leave it out
+    open: tuple[str, ...]  # markers that begin calls
+    close: str  # marker that ends calls; models may omit it
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""
@@ -35,7 +35,7 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class PlainJsonCalls:
-    """Calls without markers: a reply that is a JSON object or a list of them. Any other reply is content."""
+    """Format of calls without markers: the reply is one JSON object or a list. Any other reply is content."""
 
     open: tuple[str, ...] = ()
 
@@ -51,11 +51,11 @@ class PlainJsonCalls:
 
 
 def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Parse one or more calls and their closing marker; return False, with the mark kept, if none begins.
+    """Parse one or more calls and their closing marker; if no call begins, keep the mark and return False.
 
     Args:
-        feed: Has a mark where the calls begin.
-        closers: Markers that close calls, and end arguments that are not JSON; without any, a call needs arguments.
+        feed: Text feed with a mark where the calls begin.
+        closers: Markers that end calls, and arguments that are not JSON. If empty, a call must have arguments.
     """
     num_calls = 0
     yield from feed.space()
@@ -67,7 +67,7 @@ def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
             if not call.has_begun:
                 break
             if not (yield from each(feed.until(closers), CallArguments)):
-                return True  # cut off
+                return True  # the reply ends within the call
         yield CallEnd()
         num_calls += 1
         yield from feed.space()
@@ -81,12 +81,12 @@ def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
             return True
         break
     if num_calls:
-        feed.back_to_mark()  # what follows the last call is content
+        feed.back_to_mark()  # the text after the last call is content
     return num_calls > 0
 
 
 def _ends(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Consume a list's bracket and a closing marker; return True if either came."""
+    """Consume a closing bracket and a closing marker; return True if either was found."""
     found = yield from feed.accepts("]")
     yield from feed.space()
     for closer in closers:
@@ -95,7 +95,7 @@ def _ends(feed: TextFeed, closers: Sequence[str]) -> Reading:
 
 
 class _Call:
-    """Reads one call."""
+    """Reader of one call."""
 
     def __init__(self, feed: TextFeed, *, needs_arguments: bool) -> None:
         self._feed = feed
@@ -104,7 +104,7 @@ class _Call:
         self.has_begun = False
 
     def read(self) -> Reading:
-        """Yield the call without its end; return True if it is well formed."""
+        """Yield the call's parts except `CallEnd`; return True if the call is well formed."""
         feed = self._feed
         if not (yield from feed.accepts("{")):
             return False
@@ -147,7 +147,7 @@ class _Call:
 
 
 def _arguments_of(text: str) -> str:
-    """Return a value's arguments; some models write a string, or null for none."""
+    """Return the arguments as an object's JSON; some models write them as a string, or null for no arguments."""
     if text == "null":
         return "{}"
     if not text.startswith('"'):
@@ -159,8 +159,8 @@ def _arguments_of(text: str) -> str:
 
 
 HERMES = JsonCalls(("<tool_call>",), "</tool_call>")
-"""Hermes, Qwen 2.5 and 3, Granite 4."""
+"""Format of Hermes, Qwen 2.5, Qwen 3 and Granite 4."""
 NEMOTRON_NANO_V2 = JsonCalls(("<TOOLCALL>",), "</TOOLCALL>")
 GRANITE = JsonCalls(("<|tool_call|>", "<tool_call>"), "</tool_call>")
-"""Granite 3."""
+"""Format of Granite 3."""
 PLAIN_JSON = PlainJsonCalls()

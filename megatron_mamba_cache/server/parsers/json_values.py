@@ -1,8 +1,9 @@
-"""JSON values read from a text feed.
+"""Read JSON values from a text feed.
 
-Raw control characters inside strings, such as line ends, are escaped, since models forget to. What clients cannot read
-is replaced: a lone surrogate by U+FFFD, and a number that is not finite by its text. Where a grammar holds the reply,
-such a number becomes the nearest finite one, which is of the same schema. Everything else is passed on as written.
+Models forget to escape control characters inside strings, such as line breaks; the reader escapes them. A lone
+surrogate becomes U+FFFD, and a number that is not finite becomes a string, because clients cannot read these. If a
+grammar constrains the reply, such a number becomes the nearest finite number, which satisfies the same schema.
+Everything else is unchanged.
 """
 
 import json
@@ -19,12 +20,12 @@ _BETWEEN = frozenset(",: \t\r\n")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _UNICODE_ESCAPE = "\\u"
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
-_HIGH = re.compile(r"\\u[dD][89abAB]..")  # the first half of a surrogate pair
+_HIGH = re.compile(r"\\u[dD][89abAB]..")  # escape of the first half of a surrogate pair
 _PAIR_OR_HALF = re.compile(r"(\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|\\u[dD][89a-fA-F]..")
 
 
 def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
-    """Yield a value's text as it arrives; return True if it is complete and balanced."""
+    """Yield a value's text as it arrives; return True if the value is complete and its brackets balance."""
     closers: list[str] = []
     while True:
         character = yield from feed.peek()
@@ -49,7 +50,7 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
 
 
 def strict_json(text: str, *, is_held: bool = False) -> str:
-    """Return a JSON text as `json_value` yields it; text after the value is unchanged."""
+    """Return a JSON text with the replacements of `json_value`; text after the value is unchanged."""
     feed = TextFeed(is_held=is_held)
     feed.add(text)
     feed.end()
@@ -58,18 +59,18 @@ def strict_json(text: str, *, is_held: bool = False) -> str:
 
 
 def json_string(feed: TextFeed) -> Generator[None, None, str | None]:
-    """Return the next string's value; None without a complete one."""
+    """Return the value of the next string; None if no complete string follows."""
     if (yield from feed.peek()) != '"':
         return None
     text, is_complete = yield from gathered(_string_text(feed))
     try:
         return str(json.loads(text)) if is_complete else None
-    except ValueError:  # an unknown escape
+    except ValueError:  # the string has an unknown escape
         return None
 
 
 def _string_text(feed: TextFeed) -> Generator[str | None, None, bool]:
-    """Yield the next string's text with its quotes; return True if it is complete."""
+    """Yield the next string's text with its quotes; return True if the string is complete."""
     yield feed.take()
     while marker := (yield from each(feed.until(('"', "\\")), _with_controls_escaped)):
         if marker == '"':
@@ -85,7 +86,7 @@ def _string_text(feed: TextFeed) -> Generator[str | None, None, bool]:
 
 
 def _unicode_escape(feed: TextFeed) -> Generator[None, None, str]:
-    """Return an escape with its digits, and the other half of its surrogate pair if any."""
+    """Return a Unicode escape, with the escape of the second half if it is a surrogate pair."""
     text = _UNICODE_ESCAPE + (yield from _run_of(_HEX_DIGITS, feed, most=4))
     while _HIGH.fullmatch(text[-6:]) and (yield from feed.accepts(_UNICODE_ESCAPE)):
         text += _UNICODE_ESCAPE + (yield from _run_of(_HEX_DIGITS, feed, most=4))
@@ -93,7 +94,7 @@ def _unicode_escape(feed: TextFeed) -> Generator[None, None, str]:
 
 
 def _run_of(characters: Container[str], feed: TextFeed, most: float = math.inf) -> Generator[None, None, str]:
-    """Consume and return the next characters of a set, at most `most`."""
+    """Consume and return the next characters while they are in a set, at most `most`."""
     text = ""
     while len(text) < most and (yield from feed.peek()) in characters:
         text += feed.take()

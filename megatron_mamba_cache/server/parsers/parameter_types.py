@@ -1,4 +1,4 @@
-"""The JSON types that a tool's schema allows for a parameter."""
+"""Find the JSON types that a tool's schema allows for a parameter."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,16 +7,16 @@ from ...grammars.schema_words import TYPES, target_of, type_of_value
 
 _MOST_SCHEMAS = 256
 _MOST_VALUES = 256
-_MOST_NAMES = 16  # of a reference
+_MOST_NAMES = 16  # maximum length of a chain of references
 JSON_TYPES = frozenset(TYPES)
 
 Schema = Mapping[str, Any]
 
 
 def types_of_parameter(schema: Schema, name: str) -> set[str]:
-    """Return the JSON types of a parameter in the schema of all of them; none if it has no type.
+    """Return the JSON types that `schema`, the schema of all parameters, allows for `name`; may be empty.
 
-    For any schema of a client, this raises nothing and takes bounded time.
+    For any schema that a client sends, this takes bounded time and raises nothing.
     """
     declared = _declared(name, schema)
     if not declared:
@@ -26,7 +26,7 @@ def types_of_parameter(schema: Schema, name: str) -> set[str]:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Return a parameter's schema with its reference resolved in the schema of all parameters; {} without one."""
+    """Return a parameter's schema with its reference resolved in `root`; {} if the reference has no target."""
     for _ in range(_MOST_NAMES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -36,7 +36,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
 
 
 def _declared(name: str, root: Schema) -> list[Schema]:
-    """Return a parameter's schemas in a schema and its combined ones, or else those of `additionalProperties`."""
+    """Return all schemas that `root` and its branches declare for `name`, else for `additionalProperties`."""
     found: list[Schema] = []
     others: list[Schema] = []
     is_named = False
@@ -59,7 +59,7 @@ def _declared(name: str, root: Schema) -> list[Schema]:
 
 
 def _types(schema: Schema, root: Schema) -> set[str]:
-    """Return the types that a schema's choices allow; none if one has no type."""
+    """Return the types that a schema's branches allow; empty if a branch names no type."""
     found: set[str] = set()
     followed: set[str] = set()
     left: list[Any] = [schema]
@@ -82,7 +82,7 @@ def _types(schema: Schema, root: Schema) -> set[str]:
 
 
 def _named_types(schema: Any) -> set[str]:
-    """Return the types that a schema names, or those of its allowed values."""
+    """Return the types that a schema names, or the types of its allowed values."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")

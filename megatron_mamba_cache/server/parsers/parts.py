@@ -1,4 +1,4 @@
-"""Parts of a reply, and their parser."""
+"""Parts of a reply, and the parser that produces them."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,54 +9,54 @@ from .text_feed import TextFeed
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the user."""
+    """Piece of the text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of the model's reasoning."""
+    """Piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool call begins; parts up to its `CallEnd` belong to it."""
+    """Start of a tool call; the parts up to the next `CallEnd` belong to the call."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a call's arguments; the pieces together are JSON unless the model wrote something else."""
+    """Piece of a call's arguments; joined, the pieces are JSON unless the model wrote other text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A tool call is complete."""
+    """End of a complete tool call."""
 
 
 Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 Parsing = Generator[Part | None, None, None]
-"""Parts as they become certain; None when more text is needed."""
+"""Generator of parts as they become certain; yields None when it needs more text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call."""
+    """Tool call in a reply."""
 
     name: str
-    arguments: str  # JSON, unless the model wrote something else or was cut off
+    arguments: str  # JSON, unless the model wrote other text or the reply was cut off
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """All parts of a reply."""
+    """Content, reasoning and tool calls of a reply."""
 
     content: str
     reasoning: str
@@ -64,12 +64,12 @@ class ParsedReply:
 
 
 class ReplyParser:
-    """Parses one reply; merged parts do not depend on how the text arrives.
+    """Incremental parser of one reply; the merged parts do not depend on how the text was split.
 
     Args:
-        parse: Reads the text and yields the parts.
-        token_tags: Tags that count only at noted positions.
-        is_held: True if a grammar holds the reply.
+        parse: Function that reads a feed and yields the parts.
+        token_tags: Tags that are single tokens; they count only at positions passed to `note_tag`.
+        is_held: True if a grammar constrains the reply.
     """
 
     def __init__(
@@ -78,25 +78,25 @@ class ReplyParser:
         self._feed = TextFeed(token_tags, is_held=is_held)
         self._parsing = parse(self._feed)
         self.num_calls = 0
-        """Tool calls that have begun."""
+        """Number of tool calls that have begun."""
         self.num_complete_calls = 0
 
     @property
     def is_reasoning(self) -> bool:
-        """True when the reply so far ends within reasoning."""
+        """True if the reply so far ends within reasoning."""
         return self._feed.is_reasoning
 
     def note_tag(self, position: int) -> None:
-        """Note that one of `token_tags` begins at this character of the reply."""
+        """Record that one of `token_tags` begins at this character of the reply."""
         self._feed.note_tag(position)
 
     @property
     def found_tags(self) -> Sequence[tuple[str, int]]:
-        """Tags of the reply that were not mentions, with their positions."""
+        """Tags found so far that were not mentions, with their positions."""
         return self._feed.found
 
     def push(self, text: str) -> list[Part]:
-        """Add text and return the parts that are now certain."""
+        """Add text; return the parts that are now certain."""
         self._feed.add(text)
         return self._advance()
 
@@ -119,7 +119,7 @@ class ReplyParser:
 
 
 def plain_text(feed: TextFeed) -> Parsing:
-    """Parse a reply of plain content."""
+    """Parse a reply as content only."""
     while True:
         if text := feed.take_all():
             yield Content(text)
@@ -129,7 +129,7 @@ def plain_text(feed: TextFeed) -> Parsing:
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """Join adjacent pieces of one kind and drop empty ones."""
+    """Join adjacent pieces of the same kind and drop empty pieces."""
     found: list[Part] = []
     for kind, group in groupby(parts, type):
         if kind in (CallBegin, CallEnd):
@@ -140,7 +140,7 @@ def merged(parts: Iterable[Part]) -> list[Part]:
 
 
 def assembled(parts: Iterable[Part]) -> ParsedReply:
-    """Return the reply of these parts."""
+    """Return the reply that consists of `parts`."""
     content, reasoning = [], []
     calls: list[tuple[str, list[str]]] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Reasoning at the start of a reply, between markers; the prompt may have opened it already."""
+"""Parse reasoning at the start of a reply, between markers; the prompt may contain the opening marker."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,30 +9,30 @@ from .text_feed import TextFeed
 
 
 class PromptReasoning(Enum):
-    """Reasoning at the end of a prompt."""
+    """State of reasoning at the end of a prompt."""
 
     OPEN = "open"
-    """The reply begins within it."""
+    """The reply begins within reasoning."""
     ALLOWED = "allowed"
-    """The prompt has none. The reply may begin with it."""
+    """The prompt has no reasoning after the last message; the reply may begin with reasoning."""
     DONE = "done"
-    """The prompt closes it, even if it is empty, or the answer has begun."""
+    """The prompt closes the reasoning, which may be empty, or already begins the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """How a family of models marks its reasoning."""
+    """Markers that a model family writes around its reasoning."""
 
     open: str
     close: str
     begins_open: bool = False  # True if every reply begins within reasoning unless the prompt has closed it
 
     def after(self, begun: str, prefill: str = "") -> PromptReasoning:
-        """Return the reasoning at the end of a prompt.
+        """Return the state of reasoning at the end of a prompt.
 
         Args:
-            begun: The prompt's text after the last complete message. Every tag counts.
-            prefill: The client's text that the reply continues, after `begun`. It is read like a reply.
+            begun: Text of the prompt after the last complete message. Every tag in it counts.
+            prefill: Text after `begun` that the client wrote for the reply to continue. It is parsed like a reply.
         """
         opened, closed = begun.rfind(self.open), begun.rfind(self.close)
         if not prefill and opened == closed:
@@ -47,19 +47,20 @@ class ReasoningForm:
         return PromptReasoning.OPEN if feed.is_reasoning else PromptReasoning.DONE
 
     def without_tags(self, prefill: str) -> PromptReasoning:
-        """Return the reasoning at the end of a prompt whose reply has no tag yet."""
+        """Return the state of reasoning at the end of a prompt that has no tag after the last message."""
         if self.begins_open:
             return PromptReasoning.OPEN
         return PromptReasoning.DONE if prefill else PromptReasoning.ALLOWED
 
     def parse(self, feed: TextFeed, *, is_open: bool, calls: MarkedCalls | None) -> Parsing:
-        """Parse the reply's reasoning, if it has one, and leave the rest in the feed.
+        """Parse the reasoning at the start of a reply, if there is any; leave the rest in the feed.
 
-        Tool calls end reasoning too, since models forget to close it before; they may close it after the last one.
+        Tool calls end reasoning too, because models forget to close it before a call; they may close it after the last
+        call.
 
         Args:
-            is_open: True if the reply begins inside of it.
-            calls: How tool calls are written; None: there are none.
+            is_open: True if the reply begins within reasoning.
+            calls: Syntax of tool calls; None: the reply has no calls.
         """
         feed.mark()
         yield from feed.space()
@@ -88,13 +89,13 @@ class ReasoningForm:
         yield from feed.space()
 
     def _skip_openings(self, feed: TextFeed) -> Parsing:
-        """Skip opening markers that a model writes again after the prompt or itself has."""
+        """Skip opening markers that the model repeats."""
         yield from feed.space()
         while (yield from feed.accepts(self.open)):
             yield from feed.space()
 
     def _reopens(self, feed: TextFeed) -> Reading:
-        """Consume an opening marker of another block of reasoning; return False if an answer comes instead."""
+        """Consume the opening marker of a further reasoning block; return False if the answer follows instead."""
         feed.mark()
         reopens = yield from feed.accepts(self.open)
         if reopens and not feed.is_token(self.open):
@@ -107,7 +108,7 @@ class ReasoningForm:
 
 
 THINK = ReasoningForm("<think>", "</think>")
-"""Qwen 3, Nemotron, and most others; templates open it in the prompt, or models in the reply."""
+"""Format of Qwen 3, Nemotron and most others; the template or the model writes the opening marker."""
 DEEPSEEK_R1 = ReasoningForm("<think>", "</think>", begins_open=True)
 GRANITE = ReasoningForm("Here is my thought process:", "Here is my response:")
-"""Granite 3.2 and 3.3."""
+"""Format of Granite 3.2 and 3.3."""

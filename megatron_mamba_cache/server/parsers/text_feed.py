@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, read by generators.
+"""Read text that arrives in pieces, with generators.
 
-A reading yields None while it needs more text, then returns its result. The consumed text does not depend on how the
-text arrived.
+A reading generator yields None while it needs more text, then returns its result. Results do not depend on how the text
+was split.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -12,43 +12,43 @@ _Changed = TypeVar("_Changed")
 
 
 class TextFeed:
-    """The text of a reply, consumed from its start.
+    """Buffer with the text of a reply, consumed from the start.
 
     Args:
-        token_tags: Tags that are tokens of the model. Text that spells one is a tag only at a noted position.
-        is_held: True if a grammar holds the reply, which says where its tags are.
+        token_tags: Tags that are single tokens. Their text is a tag only at positions passed to `note_tag`.
+        is_held: True if a grammar constrains the reply and thus the positions of its tags.
     """
 
     def __init__(self, token_tags: Collection[str] = (), *, is_held: bool = False) -> None:
         self.is_held = is_held
         self._token_tags = frozenset(token_tags)
         self._tag_positions: set[int] = set()
-        self._num_dropped = 0  # characters of the reply before `_text`
+        self._num_dropped = 0  # number of the reply's characters before `_text`
         self.found: list[tuple[str, int]] = []
-        """Tags that were not mentions, with their positions."""
+        """Tags found so far that were not mentions, with their positions."""
         self._text = ""
         self._at = 0
         self._mark: int | None = None
         self.has_ended = False
-        """True when no more text will arrive."""
+        """True if no more text will arrive."""
         self.is_reasoning = False
-        """True while the parser is between the markers of reasoning."""
+        """True while the parser is between the reasoning markers."""
 
     def note_tag(self, position: int) -> None:
-        """Note that one of `token_tags` begins at this character of the reply."""
+        """Record that one of `token_tags` begins at this character of the reply."""
         self._tag_positions.add(position)
 
     @property
     def position(self) -> int:
-        """Characters of the reply that were consumed."""
+        """Number of characters of the reply that were consumed."""
         return self._num_dropped + self._at
 
     def is_token(self, tag: str) -> bool:
-        """Return True if a tag is a token of the model, so that text that spells it is not one."""
+        """Return True if a tag is a single token, so that its text alone is not a tag."""
         return tag in self._token_tags
 
     def add(self, text: str) -> None:
-        """Append text."""
+        """Append text; drop consumed text before the mark."""
         start = self._at if self._mark is None else self._mark
         self._text = self._text[start:] + text
         self._num_dropped += start
@@ -60,11 +60,11 @@ class TextFeed:
         self.has_ended = True
 
     def mark(self, back: int = 0) -> None:
-        """Keep the text from here on, or from `back` consumed characters before, for `back_to_mark`."""
+        """Set a mark here, or `back` consumed characters earlier; keep the text after it for `back_to_mark`."""
         self._mark = self._at - back
 
     def forget_mark(self) -> None:
-        """Forget the mark."""
+        """Remove the mark."""
         self._mark = None
 
     def take_all(self) -> str:
@@ -72,20 +72,20 @@ class TextFeed:
         return self._take(len(self._text))
 
     def back_to_mark(self) -> None:
-        """Return to the mark, and forget it."""
+        """Return to the mark and remove it."""
         assert self._mark is not None
         self._at, self._mark = self._mark, None
 
     def back(self, count: int) -> None:
-        """Return by `count` characters; no text may have arrived since."""
+        """Go back by `count` characters; no text may have arrived since they were consumed."""
         self._at -= count
 
     def skip(self, count: int) -> None:
-        """Consume `count` characters again."""
+        """Consume `count` characters that were consumed before."""
         self._at += count
 
     def peek(self) -> Generator[None, None, str]:
-        """Return the next character, unconsumed; "" at the end."""
+        """Return the next character without consuming it; "" at the end."""
         while self._at == len(self._text) and not self.has_ended:
             yield None
         return self._text[self._at : self._at + 1]
@@ -95,14 +95,14 @@ class TextFeed:
         return self._take(self._at + 1)
 
     def space(self) -> Generator[None, None, str]:
-        """Consume white space, and return it."""
+        """Consume white space and return it."""
         found = ""
         while (character := (yield from self.peek())) and character.isspace():
             found += self.take()
         return found
 
     def accepts(self, expected: str) -> Generator[None, None, bool]:
-        """Consume `expected` if it comes next; return True if it did."""
+        """Consume `expected` if it comes next; return True if it was consumed."""
         while True:
             rest = self._text[self._at : self._at + len(expected)]
             if rest == expected:
@@ -115,7 +115,7 @@ class TextFeed:
             yield None
 
     def until(self, markers: Sequence[str]) -> Generator[str | None, None, str]:
-        """Consume the text through the first complete marker; yield the text, return the marker or ""."""
+        """Consume text through the first complete marker; yield the text before it and return the marker, else ""."""
         while True:
             positions = [(at + len(marker), at) for marker in markers if (at := self._find(marker)) >= 0]
             if positions:
@@ -144,7 +144,7 @@ class TextFeed:
         return marker not in self._token_tags or self._num_dropped + at in self._tag_positions
 
     def _begun(self, markers: Sequence[str]) -> int:
-        """Return the length of the longest suffix that begins a marker."""
+        """Return the length of the longest suffix that is a prefix of a marker."""
         longest = max(map(len, markers), default=1) - 1
         rest = self._text[max(self._at, len(self._text) - longest) :]
         starts = range(len(rest))
@@ -154,7 +154,7 @@ class TextFeed:
 def each(
     reading: Generator[str | None, None, _Answer], change: Callable[[str], _Changed]
 ) -> Generator[_Changed | None, None, _Answer]:
-    """Yield each text of a reading, changed; return its result."""
+    """Yield each text that a reading yields, changed by `change`; return the reading's result."""
     while True:
         try:
             piece = next(reading)
@@ -164,7 +164,7 @@ def each(
 
 
 def gathered(reading: Generator[str | None, None, _Answer]) -> Generator[None, None, tuple[str, _Answer]]:
-    """Return all text of a reading, and its result."""
+    """Return all text that a reading yields, joined, and the reading's result."""
     pieces: list[str] = []
     while True:
         try:

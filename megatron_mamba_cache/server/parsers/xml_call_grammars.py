@@ -1,4 +1,4 @@
-"""Grammars of tool calls between tags, as `XmlCalls` reads them."""
+"""Grammars for tool calls between tags, in the format that `XmlCalls` reads."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,29 +30,29 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool that a reply may call."""
+    """Tool that a reply may call."""
 
     name: str
-    # The JSON schema of its arguments, an object; None: any object.
+    # JSON schema for the arguments, an object; None: any object.
     parameters: Mapping[str, Any] | None = field(default_factory=lambda: _NO_PARAMETERS)
 
 
 _COMBINED = {"anyOf", "oneOf", "allOf"}
 _NOTHING: tuple[Any, ...] = (False, {"not": {}})
 _MOST_RICH, _MOST_SAFE = 100, 2_000
-"""Characters of a text of bounded length that may have any markup, and markup that is like no end of a value: the time
-to exclude the ends grows with the length. Longer texts have no `<`."""
+"""Maximum lengths of bounded texts that may contain any markup, and markup unlike the end of a value, because the time
+to exclude value ends grows with the length. Longer texts may not contain `<`."""
 _SAFE = "([^<]|<([^<\\/p]|p[^<a]|\\/([^<pf]|p[^<a]|f[^<u])))*"
-"""Texts without the start of an end of a value."""
+"""Pattern for texts without the start of a value's end."""
 _VALUE_END = r"\n<\/parameter>\n"
-_VALUE_ENDS = (  # for `XmlCalls`
+_VALUE_ENDS = (  # tags that `XmlCalls` reads as the end of a value
     rf"<\/parameter>{SPACE}(<parameter=|<\/parameter>|<\/function>|<\/tool_call>)"
     rf"|\n<parameter=|<\/function>{SPACE}<\/tool_call>"
 )
 
 
 def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
-    """Return the grammar of a call after its first tag; `number` is unique among the tools of a grammar."""
+    """Return the grammar for a call after its first tag; `number` is unique among a grammar's tools."""
     opening = Grammar(quoted(f"\n<function={tool.name}>\n"))
     closing = Grammar(literal("</function>\n</tool_call>", special_id))
     if tool.parameters is None:
@@ -68,7 +68,7 @@ def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
 
 
 def _parameters(alternative: Mapping[str, Any], name: str, tool: CallableTool) -> list[Grammar]:
-    """Return the grammar of each parameter of an object, in the order of its properties."""
+    """Return the grammars for the parameters of an object, in the order of its properties."""
     return [
         _parameter(key, schema, f"{name}_{index}", tool, is_required=key in alternative["required"])
         for index, (key, schema) in enumerate(alternative["properties"].items())
@@ -91,7 +91,7 @@ def _parameter(key: str, schema: Any, name: str, tool: CallableTool, *, is_requi
 
 
 def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Grammar:
-    """Return the grammar of a value that satisfies all schemas, and its parameter's end."""
+    """Return the grammar for a text value that satisfies all schemas, and for the end of its parameter."""
     parts = [resolved(part, root) for schema in schemas for part in (schema, *list_of(schema.get("allOf")))]
     for number, part in enumerate(parts):
         word = next((word for word in ("anyOf", "oneOf") if list_of(part.get(word))), None)
@@ -120,13 +120,13 @@ def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gramma
         common = [value for value in lists[0] if all(str(value) in map(str, values) for values in lists)]
         held = [str(value) for value in common if _may_be(value, parts)]
         if not held:
-            raise GrammarError("no value is allowed: no enum value is left")
+            raise GrammarError("no value is allowed: no enum value satisfies all constraints")
         return sequence(choice_grammar(held), Grammar(quoted("\n</parameter>\n")))
     return _text(parts, name)
 
 
 def _may_be(value: Any, parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if schemas allow a listed value and calls can write it."""
+    """Return True if all schemas allow an enum value and the call format can represent it."""
     if not all(type_of_value(value) in types_of(part) for part in parts):
         return False
     if not isinstance(value, str):
@@ -138,7 +138,7 @@ def _may_be(value: Any, parts: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
-    """Return the grammar of a text by its length, pattern and format, and the end of its parameter."""
+    """Return the grammar for a text with its length, pattern and format, and for the end of its parameter."""
     least = max(part.get("minLength", 0) for part in parts)
     most = min((part["maxLength"] for part in parts if "maxLength" in part), default=None)
     ends = rf"~/(.|\n)*({_VALUE_ENDS})(.|\n)*/"
@@ -162,7 +162,7 @@ def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
 
 
 def _is_text(key: str, target: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Return True if `XmlCalls` reads a parameter as text, not as JSON."""
+    """Return True if `XmlCalls` reads a parameter as text instead of JSON."""
     types = types_of_parameter(root, key)
     return types == {"string"} or not (types or target.keys() & _COMBINED) or "string" in _named_types(target)
 

@@ -1,7 +1,7 @@
-"""Tool calls as tags: the format of Qwen 3 Coder, Qwen 3.5 and Nemotron 3.
+"""Parse tool calls between tags: the format of Qwen 3 Coder, Qwen 3.5 and Nemotron 3.
 
-A parameter is text between tags, so the tool's schema decides what it means: text, or a value of any other type. Models
-forget the tag that ends a parameter, so the next parameter's tag ends it too, and so do the tags that end the call.
+A parameter is text between tags; the tool's schema decides if it is a string or a value of another type. Models forget
+the tag that ends a parameter, so the next parameter's tag and the tags that end the call also end the parameter.
 """
 
 import ast
@@ -26,10 +26,10 @@ _JSON_NAMES = {**_BOOLEANS, "null": None}
 
 
 def json_of(text: str, types: Collection[str], *, is_held: bool) -> str:
-    """Return a parameter's text as JSON of one of its types, else as text.
+    """Return a parameter's text as a JSON value of one of its types, otherwise as a JSON string.
 
-    `types` is empty if the schema has none; unknown names are ignored. If a grammar holds the text (`is_held`), numbers
-    beyond float64 become the nearest finite ones.
+    `types` is empty if the schema names no type; types with unknown names are ignored. If a grammar constrains the text
+    (`is_held`), numbers beyond float64 become the nearest finite number.
     """
     known = types if JSON_TYPES.issuperset(types) else ()
     written = strict_json(text.strip(), is_held=True) if is_held else text.strip()
@@ -40,7 +40,7 @@ def json_of(text: str, types: Collection[str], *, is_held: bool) -> str:
 
 
 def _value_of_values(text: str, types: Collection[str]) -> Any:
-    """Return a text's value of the first type that fits, or its quoted text; raise `ValueError` if there is none."""
+    """Return a text's value if it has one of the types; raise `ValueError` otherwise."""
     may_be_text = not types or "string" in types
     for read in (partial(strict_value, allows_controls=True), _literal_value):
         try:
@@ -48,11 +48,11 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
         except ValueError:
             continue
         if read is _literal_value and may_be_text and not isinstance(value, bool | list | dict | None):
-            continue  # its quotes, or its way to write a number, belong to the text
+            continue  # the quotes or the notation of a number belong to the text
         kind = type_of_value(value)
         if not types or kind in types or (kind == "integer" and "number" in types):
             return value
-        if isinstance(value, str) and value != text:  # a number, a list or another value in quotes
+        if isinstance(value, str) and value != text:  # a number, list or other value in quotes
             with suppress(ValueError):
                 return _value_of_values(value.strip(), types)
             return value
@@ -62,25 +62,25 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
 
 
 def _literal_value(text: str) -> Any:
-    """Return the value of a Python or JSON literal, without executing it; raise `ValueError` if it is not one."""
+    """Evaluate a Python or JSON literal without executing code; raise `ValueError` if `text` is not a literal."""
     if len(text) > _LONGEST_LITERAL:
-        raise ValueError(f"the literal has {len(text)} characters; at most {_LONGEST_LITERAL} are read")
+        raise ValueError(f"the literal has {len(text)} characters; at most {_LONGEST_LITERAL} are allowed")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of unknown escapes
+        with warnings.catch_warnings(action="ignore"):  # ast warns about unknown escapes
             return _plain(ast.literal_eval(_WithConstants().visit(ast.parse(text, mode="eval"))))
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError(f"the text is not a literal: {error}") from error
 
 
 class _WithConstants(ast.NodeTransformer):
-    """Replaces JSON's names of constants by their values."""
+    """Transformer that replaces JSON's constant names with their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with lists instead of tuples and text as keys of objects."""
+    """Return a value with tuples converted to lists, and object keys to text."""
     match value:
         case list() | tuple():
             return [_plain(item) for item in value]
@@ -110,10 +110,10 @@ _AFTER: Mapping[str, Sequence[str]] = {
 
 
 class XmlCalls:
-    """Parser of calls of tools.
+    """Parser for tool calls between tags.
 
-    `parameters` has the JSON schema of each tool's parameters, by its name. What looks like a call of another tool is
-    content; without any tools, every name is taken.
+    `parameters` has the JSON schema for each tool's parameters, by tool name. A call to any other tool is content; if
+    `parameters` is empty, every tool name is accepted.
     """
 
     open = (_CALL, _FUNCTION)
@@ -126,7 +126,7 @@ class XmlCalls:
         return text_and_calls(feed, self)
 
     def call(self, feed: TextFeed, marker: str) -> Reading:
-        """Parse one call; without its outer tag, it needs a parameter or its end."""
+        """Parse one call; a call without the outer tag must continue with a parameter or its closing tag."""
         if marker == _CALL:
             yield from feed.space()
             if not (yield from feed.accepts(_FUNCTION)):
@@ -146,7 +146,7 @@ class XmlCalls:
 
 
 def _has_arguments(feed: TextFeed) -> Generator[None, None, bool]:
-    """Return True if a parameter or the end of the function comes next, after white space."""
+    """Skip white space; return True if a parameter or the end of the function follows."""
     yield from feed.space()
     for tag in (_PARAMETER, _FUNCTION_END):
         if (yield from feed.accepts(tag)):
@@ -156,7 +156,7 @@ def _has_arguments(feed: TextFeed) -> Generator[None, None, bool]:
 
 
 def _arguments(feed: TextFeed, schema: Schema) -> Parsing:
-    """Parse a call's parameters; drop text between them."""
+    """Parse the parameters of a call; drop the text between them."""
     yield CallArguments("{")
     separator = ""
     marker = yield from _next_tag(feed)
@@ -168,7 +168,7 @@ def _arguments(feed: TextFeed, schema: Schema) -> Parsing:
         marker = yield from _value(feed, types_of_parameter(schema, key))
         if marker == _PARAMETER_END:
             marker = yield from _next_tag(feed)
-    if marker:  # else it is cut off
+    if marker:  # otherwise the reply was cut off
         yield CallArguments("}")
         yield CallEnd()
 
@@ -179,7 +179,7 @@ def _next_tag(feed: TextFeed) -> Generator[None, None, str]:
 
 
 def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]:
-    """Yield a parameter's value; return the tag that ended it, "" at the end of the reply."""
+    """Yield the JSON of a parameter's value; return the tag that ended it, or "" at the end of the reply."""
     if types == {"string"}:
         yield CallArguments('"')
         end = yield from each(_value_text(feed), lambda text: CallArguments(strict_text(text)[1:-1]))
@@ -193,7 +193,7 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
 def _value_text(feed: TextFeed) -> Generator[str | None, None, str]:
     """Yield a value's text as it arrives; return the tag that ended it.
 
-    A closing tag is text unless a tag that may follow it does.
+    A closing tag ends the value only if a tag that may follow it comes next; otherwise it is text.
     """
     while True:
         end = yield from feed.until(_VALUE_ENDS)
@@ -204,7 +204,7 @@ def _value_text(feed: TextFeed) -> Generator[str | None, None, str]:
 
 
 def _comes_next(feed: TextFeed, tags: Sequence[str]) -> Generator[None, None, bool]:
-    """Return True if one of some tags comes next, or the end of the reply, after white space."""
+    """Return True if one of the tags, or the end of the reply, comes after white space."""
     feed.mark()
     yield from feed.space()
     found = not (yield from feed.peek())
@@ -215,6 +215,6 @@ def _comes_next(feed: TextFeed, tags: Sequence[str]) -> Generator[None, None, bo
 
 
 def _name(feed: TextFeed) -> Generator[None, None, str]:
-    """Return the text up to the end of a tag; "" if the tag does not end in its line."""
+    """Return the name in a tag; "" if the tag does not end on its line."""
     text, end = yield from gathered(feed.until((">", "\n")))
     return text.strip().strip("\"'") if end == ">" else ""

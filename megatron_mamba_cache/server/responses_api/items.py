@@ -1,4 +1,4 @@
-"""Schemas of input items of a response, and their translation to chat messages."""
+"""Schemas for the input items of a response, and their translation to chat messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -14,11 +14,11 @@ _MOST_ITEMS = 8192
 _MOST_PARTS = 4096
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-_LISTINGS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")  # shown as calls are
+_LISTINGS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")  # shown as text, like foreign calls
 _LINE_END = "\n"
 
 ChatMessage = dict[str, Any]
-"""A message of chat completions."""
+"""Message in the format of chat completions."""
 
 
 def _with_known_type(names: Sequence[str], what: str) -> BeforeValidator:
@@ -37,7 +37,7 @@ def _unsupported(what: str, kind: str, names: Sequence[str]) -> PydanticCustomEr
 
 
 class TextItemPart(BaseModel):
-    """Text in an item."""
+    """Text part of an item."""
 
     type: Text = "input_text"
     text: Text
@@ -45,12 +45,12 @@ class TextItemPart(BaseModel):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the part of chat completions."""
+        """Return the part in the format of chat completions."""
         return {"type": "text", **self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 def _with_refusal(part: Any) -> Any:
-    """Return a refusal of another server as text."""
+    """Convert a refusal part to a text part."""
     is_refusal = isinstance(part, Mapping) and part.get("type") == "refusal" and "refusal" in part
     return {"type": "output_text", "text": part["refusal"]} if is_refusal else part
 
@@ -62,7 +62,7 @@ _ResultParts = Annotated[list[_ResultPart], Field(fail_fast=True, max_length=_MO
 
 
 class MessageItem(BaseModel):
-    """A message of any side; the type may be left out."""
+    """Message from the user or the model, or instructions; `type` may be omitted."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -70,7 +70,7 @@ class MessageItem(BaseModel):
 
 
 class FunctionCallItem(BaseModel):
-    """A call in an earlier reply."""
+    """Function call in an earlier reply."""
 
     type: Literal["function_call"]
     call_id: Name
@@ -79,7 +79,7 @@ class FunctionCallItem(BaseModel):
 
 
 class FunctionCallOutputItem(BaseModel):
-    """The result of a call."""
+    """Result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -87,7 +87,7 @@ class FunctionCallOutputItem(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """Reasoning of an earlier reply, or its summary; encrypted content is not read."""
+    """Reasoning in an earlier reply, or its summary; encrypted content is ignored."""
 
     type: Literal["reasoning"]
     content: _Parts | None = None
@@ -95,37 +95,37 @@ class ReasoningItem(BaseModel):
 
     @property
     def text(self) -> str:
-        """The reasoning."""
+        """Text of the reasoning, or of its summary."""
         return _text(self.content or self.summary or "")
 
 
 class ItemReference(BaseModel):
-    """A reference to an item of a stored response."""
+    """Reference to an item in a stored response."""
 
     type: Literal["item_reference"]
     id: Name
 
 
 class ForeignItem(BaseModel):
-    """A call of a foreign tool, or its result, shown as text."""
+    """Call to a foreign tool, or its result; becomes text in the prompt."""
 
     type: Literal["foreign"]
     item: JsonObject
 
     @property
     def is_result(self) -> bool:
-        """True for a result."""
+        """True if the item is a result."""
         return is_foreign_result(self.item["type"])
 
     @property
     def call_id(self) -> str:
-        """Id that the call and its result share; "" without one."""
+        """Id that the call and its result share; "" if there is none."""
         found = self.item.get("call_id")
         return found if isinstance(found, str) else ""
 
 
 def _with_type(item: Any) -> Any:
-    """Return an item with its type filled in, or as a foreign item."""
+    """Return an item with its missing type added, or wrapped as a foreign item."""
     if not isinstance(item, Mapping):
         return item
     kind = item.get("type")
@@ -154,12 +154,12 @@ _INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 
 
 def kept_item(item: Mapping[str, Any]) -> Any:
-    """Return an item of a stored response as an input item."""
+    """Convert an output item of a stored response to an input item."""
     return _INPUT_ITEM.validate_python(item)
 
 
 def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
-    """Return the messages of items; adjacent items of the model are one message."""
+    """Convert items to chat messages; merge adjacent items produced by the model into one message."""
     messages = _Messages()
     for item in items:
         messages.add(item)
@@ -167,12 +167,12 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
 
 
 class _Messages:
-    """Builds messages from items."""
+    """Builder of chat messages from items."""
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
         self._reply: ChatMessage = {}
-        self._foreign_results: list[str] = []  # after the results of functions, which follow their calls
+        self._foreign_results: list[str] = []  # added after function results, which must directly follow their calls
         self._tools: dict[str, str] = {}
 
     def all(self) -> list[ChatMessage]:

@@ -1,4 +1,4 @@
-"""Output items of a response and their events."""
+"""Output items of a response, and the events that describe them."""
 
 import uuid
 from typing import Any
@@ -11,10 +11,10 @@ Item = dict[str, Any]
 
 
 class ResponseOutput:
-    """The output items of one response so far, and its numbered events.
+    """Output items of one response so far; creates the response's numbered events.
 
     Args:
-        summarizes: True if reasoning is its own summary too: many clients show only that.
+        summarizes: True to repeat the reasoning as its summary, because many clients show only the summary.
     """
 
     def __init__(self, *, summarizes: bool) -> None:
@@ -24,13 +24,13 @@ class ResponseOutput:
         self._open: Item | None = None
 
     def event(self, kind: str, **fields: Any) -> Event:
-        """Return the next event of the response."""
+        """Return an event with the response's next sequence number."""
         event = Event({"type": kind, "sequence_number": self._num_events, **fields}, kind)
         self._num_events += 1
         return event
 
     def add(self, part: Part) -> list[Event]:
-        """Add a part and return its events."""
+        """Add a part of the reply; return its events."""
         match part:
             case Reasoning(text):
                 return [*self._ensure("reasoning"), self._grow_text(text), *self._grow_summary(text)]
@@ -44,12 +44,12 @@ class ResponseOutput:
                 return self.end()
 
     def cut(self, status: str) -> list[Event]:
-        """End the output as `end` does, but an open call is incomplete."""
+        """End the open item as `end` does; mark an open call as incomplete."""
         is_call = self._open is not None and self._open["type"] == "function_call"
         return self.end("incomplete" if is_call else status)
 
     def end(self, status: str = "completed") -> list[Event]:
-        """End the open item, if any, and return its events."""
+        """End the open item if there is one; return its events."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -72,7 +72,7 @@ class ResponseOutput:
         ]
 
     def message(self) -> ChatMessage:
-        """Return the output as a chat message."""
+        """Return the output items as one chat message."""
         message: ChatMessage = {"role": "assistant", "content": self._text("message")}
         if reasoning := self._text("reasoning"):
             message["reasoning_content"] = reasoning
@@ -85,11 +85,11 @@ class ResponseOutput:
         return message
 
     def _text(self, kind: str) -> str:
-        """Return the text of all items of a kind, joined as `messages_of` does."""
+        """Return the text of all items of a kind, joined in the same way as in `messages_of`."""
         return "\n".join(part["text"] for item in self.items if item["type"] == kind for part in item["content"])
 
     def _ensure(self, kind: str) -> list[Event]:
-        """Begin an item of text unless one of this kind is open."""
+        """Begin a text item of this kind unless one is open."""
         if self._open is not None and self._open["type"] == kind:
             return []
         return [*self.end(), *self._begin(_message() if kind == "message" else _reasoning())]

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's responses API."""
+"""Routes of OpenAI's responses API, and the format of its responses."""
 
 import time
 import uuid
@@ -25,7 +25,7 @@ _STATUS = {"length": "incomplete"}
 
 
 def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, stored: StoredResponses) -> APIRouter:
-    """Return the routes below `/v1/responses`."""
+    """Return the routes of the responses API below `/v1/responses`."""
     router = APIRouter(prefix="/v1/responses")
 
     @router.post("", response_model=None)
@@ -57,12 +57,12 @@ def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, st
 
 
 class ResponsesFormat:
-    """`Format` of `/v1/responses`, for jobs with one choice.
+    """`Format` for `/v1/responses`, for jobs with one choice.
 
     Args:
-        settings: Fields of the request that the response repeats.
-        keep: Called with the reply as a message and the body of a complete response.
-        summarizes: True if reasoning is a summary too.
+        settings: Request fields that the response repeats.
+        keep: Called when a response is complete, with the reply as a message and with the response's body.
+        summarizes: True to repeat the reasoning as its summary.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ResponsesFormat:
         return self._complete(job)
 
     def _complete(self, job: Job) -> dict[str, Any]:
-        """Return and store the body of a finished response."""
+        """Return the body of a complete response, and store it."""
         response = self._response(_status(job), usage=_usage(job))
         self._keep(self._output.message(), response)
         return response

@@ -1,4 +1,4 @@
-"""Schema of a request of the responses API."""
+"""Schemas for requests to the responses API."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -31,7 +31,7 @@ _NEVER_INCLUDED = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-"""Requested parts that replies never have: this server encrypts nothing and runs no tools."""
+"""Values of `include` that have no effect: this server runs no tools and encrypts nothing."""
 _UNSUPPORTED: Table = {
     "background": Unsupported((False,)),
     "background_options": Unsupported(({},)),
@@ -43,13 +43,13 @@ _UNSUPPORTED: Table = {
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
     "access_programs": Unsupported(({},)),
     "top_logprobs": Unsupported((0,), "leave it out; /v1/chat/completions has it"),
-    "truncation": Unsupported(("disabled", "auto")),  # a longer input is refused, which "auto" allows too
+    "truncation": Unsupported(("disabled", "auto")),  # input that is too long is refused; "auto" allows this too
     "include": Unsupported(([],), "leave it out", _NEVER_INCLUDED),
 }
 
 
 class ResponsesTool(BaseModel):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """Function that the model may call; `parameters` is a JSON schema."""
 
     type: FunctionKind
     name: FunctionName
@@ -59,15 +59,15 @@ class ResponsesTool(BaseModel):
     cache_control: CacheControl | None = Field(default=None, exclude=True)
 
     def as_function(self) -> dict[str, Any]:
-        """Return the tool of chat completions."""
+        """Return the tool in the format of chat completions."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function, "cache_control": self.cache_control}
 
 
 class ReasoningSettings(BaseModel):
-    """Settings of reasoning; templates read `reasoning_effort`.
+    """Settings for reasoning; templates read `effort` as `reasoning_effort`.
 
-    With a `summary`, of any length, all of the reasoning is the summary too.
+    If `summary` is set, to any length, the whole reasoning is repeated as the summary.
     """
 
     effort: Name | None = None
@@ -75,23 +75,23 @@ class ReasoningSettings(BaseModel):
 
     @property
     def summarizes(self) -> bool:
-        """True if reasoning items get a summary."""
+        """True if reasoning items have a summary."""
         return self.summary not in (None, "none")
 
 
 class TextFormat(NamedSchema):
-    """OpenAI's `response_format`, flat."""
+    """Format of the answer: a flat form of `response_format` in chat completions."""
 
     type: Literal["text", "json_object", "json_schema"]
 
     def as_response_format(self) -> dict[str, Any]:
-        """Return the format of chat completions."""
+        """Return the format as a chat completion's `response_format`."""
         schema = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
         return {"type": self.type, **({"json_schema": schema} if self.type == "json_schema" else {})}
 
 
 class TextSettings(BaseModel):
-    """Format of the text, and the `verbosity` that templates read."""
+    """Format of the answer, and the variable `verbosity` for chat templates."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -100,7 +100,7 @@ class TextSettings(BaseModel):
 
 
 def _flat(tool: Any) -> Any:
-    """Return a function without the nesting of chat completions."""
+    """Convert a function nested as in chat completions to the flat form."""
     inner = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(inner, Mapping):
         return tool
@@ -115,11 +115,11 @@ ResponsesTools = Annotated[
 
 
 class ResponsesRequest(PartlySupported):
-    """A request of `/v1/responses`."""
+    """Request to `/v1/responses`."""
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
     unsupported = _UNSUPPORTED
-    labels = LABELS - {"metadata", "store"}  # which responses show and obey
+    labels = LABELS - {"metadata", "store"}  # this API uses both fields
 
     model: Name | None = None
     input: Text | InputItems
@@ -136,7 +136,7 @@ class ResponsesRequest(PartlySupported):
     stream: Flag | None = None
     store: Flag | None = None
     metadata: Metadata | None = None
-    # Accepted, without effect.
+    # The following fields are accepted but have no effect.
     stream_options: JsonObject | None = None
     max_tool_calls: Int | None = None
     user: Name | None = None
@@ -146,7 +146,7 @@ class ResponsesRequest(PartlySupported):
     safety_identifier: Name | None = None
 
     def messages(self, find: Callable[[str], Item]) -> list[ChatMessage]:
-        """Return the input as messages; `find` returns a stored item by id, or raises `ApiError` 400."""
+        """Return the input as chat messages; `find` returns a stored item by id or raises `ApiError` 400."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return messages_of(
@@ -154,7 +154,7 @@ class ResponsesRequest(PartlySupported):
         )
 
     def as_chat(self, messages: Sequence[ChatMessage]) -> ChatRequest:
-        """Return the request as a chat completion; `messages` are those of earlier responses and of this input."""
+        """Return the request as a chat completion; `messages` come from earlier responses and this input."""
         text = self.text or TextSettings()
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatRequest.model_validate(
@@ -174,7 +174,7 @@ class ResponsesRequest(PartlySupported):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields that a response repeats."""
+        """Return the request fields that the response repeats."""
         text = {} if self.text is None else self.text.model_dump(exclude_none=True, by_alias=True)
         return {
             "instructions": self.instructions,

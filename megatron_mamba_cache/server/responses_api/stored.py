@@ -1,4 +1,4 @@
-"""Stored responses, which later requests continue or read: bounded per API key."""
+"""Stored responses that later requests can continue or read, with a memory limit for each API key."""
 
 import json
 import threading
@@ -13,56 +13,56 @@ from .items import ChatMessage
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response."""
+    """Stored response with its input and reply as messages."""
 
-    messages: tuple[ChatMessage, ...]  # its input and its reply, without those of the response before it
-    body: dict[str, Any]  # as it was sent to its client
+    messages: tuple[ChatMessage, ...]  # its input and reply, excluding messages of the previous response
+    body: dict[str, Any]  # body as sent to the client
 
 
 class StoredResponses:
-    """Thread-safe LRU store of each API key's responses, at most `max_bytes` a key as JSON; 0 keeps none."""
+    """Thread-safe LRU store of responses, with at most `max_bytes` of JSON per API key; 0 stores nothing."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._stored: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._sizes: dict[str, int] = {}
-        self._response_of: dict[tuple[str, str], str] = {}  # of an owner's item, by its id
+        self._response_of: dict[tuple[str, str], str] = {}  # ids of responses by (owner, id of an output item)
         self._lock = threading.Lock()
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
-        """Return a response of an owner; raise `ApiError` 404 if it is not kept."""
+        """Return one of the owner's responses; raise `ApiError` 404 if it is not stored."""
         found = self._used(owner, response_id)
         if found is None:
-            raise ApiError(404, f"the response {response_id!r:.300} is not stored here", "response_not_found")
+            raise ApiError(404, f"the response {response_id!r:.300} is not stored in this server", "response_not_found")
         return found
 
     def messages_up_to(self, owner: str, response_id: str) -> list[ChatMessage]:
-        """Return the messages of a response and of all that it continues, oldest first.
+        """Return the messages of a response and of all responses that it continues, oldest first.
 
-        If one is not kept, raise `ApiError` 400 with the code of OpenAI's API.
+        Raise `ApiError` 400, with the code that OpenAI's API uses, if one of the responses is not stored.
         """
         found: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
             stored = self._used(owner, wanted)
             if stored is None:
-                sentence = f"previous response with id {wanted!r} not found: it is not stored here"
+                sentence = f"previous response with id {wanted!r} not found: it is not stored in this server"
                 raise bad_request(sentence, "previous_response_id", "previous_response_not_found")
             found.append(stored)
             wanted = stored.body["previous_response_id"]
         return [message for stored in reversed(found) for message in stored.messages]
 
     def item(self, owner: str, item_id: str) -> dict[str, Any]:
-        """Return an item of an owner's responses; raise `ApiError` 400 if its response is not kept."""
+        """Return an output item of one of the owner's responses; raise `ApiError` 400 if it is not stored."""
         response = self._used(owner, self._response_of.get((owner, item_id), ""))
         for item in () if response is None else response.body["output"]:
             if item["id"] == item_id:
                 return dict(item)
-        sentence = f"item with id {item_id!r:.300} not found: it is not stored here; send the item itself"
+        sentence = f"item with id {item_id!r:.300} not found: it is not stored in this server; send the item itself"
         raise bad_request(sentence, "input", "item_not_found")
 
     def keep(self, owner: str, messages: Sequence[ChatMessage], body: dict[str, Any]) -> None:
-        """Store a response under its body's id unless it exceeds the whole limit."""
+        """Store a response under the id in its body, unless the response alone exceeds `max_bytes`."""
         stored = StoredResponse(tuple(messages), body)
         size = _size(stored)
         if size > self._max_bytes:
@@ -76,17 +76,17 @@ class StoredResponses:
                 self._forget(owner, next(iter(entries)))
 
     def forget(self, owner: str, response_id: str) -> None:
-        """Forget a response of an owner; raise `ApiError` 404 if it is not kept."""
+        """Delete one of the owner's responses; raise `ApiError` 404 if it is not stored."""
         self.find(owner, response_id)
         with self._lock:
             self._forget(owner, response_id)
 
     def num_bytes(self, owner: str) -> int:
-        """Return the bytes of an owner's responses that count against the limit."""
+        """Return the total size of an owner's responses, as counted against `max_bytes`."""
         return self._sizes.get(owner, 0)
 
     def _used(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return a response and mark it most recently used; None if it is not stored."""
+        """Return a response and mark it as most recently used; return None if it is not stored."""
         with self._lock:
             entries = self._stored.get(owner)
             if entries is None or response_id not in entries:

@@ -1,4 +1,4 @@
-"""Tools and formats of the agent scripts, and a loop of five rounds of calls."""
+"""Tools and formats for the agent scripts, and a loop of five rounds of tool calls."""
 
 import json
 from collections.abc import Callable
@@ -38,11 +38,11 @@ SETTINGS: dict[str, Any] = {"max_tokens": 300, "seed": 5}
 
 
 def run_rounds(ask: Callable[[list[Any]], tuple[Any, str, str]], result: Callable[[str, str], Any]) -> None:
-    """Have a model call a tool in each of five rounds and check its arguments.
+    """Run five rounds in which the model must call a tool; check the arguments.
 
     Args:
-        ask: Sends the messages; returns the reply as the history wants it, the id of its one call and the arguments.
-        result: Returns the message with a call's result.
+        ask: Sends the messages; returns the reply as a message, the id of its only call, and the arguments.
+        result: Returns the message with the result of a call.
     """
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     for number in range(ROUNDS):

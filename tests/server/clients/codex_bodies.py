@@ -1,4 +1,4 @@
-"""A first and a later turn of Codex: its fields and kinds of items, with texts of our own."""
+"""Requests like the first and a later turn of Codex: same fields and item types, different texts."""
 
 from typing import Any
 

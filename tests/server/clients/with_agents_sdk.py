@@ -1,4 +1,4 @@
-"""openai-agents: runs of several tool rounds over chats and responses, streamed, with sessions, handoffs and forms."""
+"""openai-agents: several tool rounds over chats and responses, with streaming, sessions, handoffs and formats."""
 
 import asyncio
 from typing import Literal
@@ -27,11 +27,11 @@ seen = []
 
 @function_tool
 def weather(city: Literal["Bodø", "Oslo", "Rome"], days: int = 1) -> dict:
-    """The weather of a city.
+    """Return the weather in a city.
 
     Args:
-        city: Its name.
-        days: Days of the forecast.
+        city: Name of the city.
+        days: Number of days in the forecast.
     """
     seen.append((city, days))
     return {"city": city, "degrees": len(city)}
@@ -39,7 +39,7 @@ def weather(city: Literal["Bodø", "Oslo", "Rome"], days: int = 1) -> dict:
 
 @function_tool
 async def broken(reason: str) -> str:
-    """Fails."""
+    """Raise an error."""
     raise ValueError(reason)
 
 

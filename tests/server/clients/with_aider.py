@@ -1,4 +1,4 @@
-"""aider's one-shot --message: edits of a file in two formats, streamed and not, and an error that it reports."""
+"""aider with --message: edits to a file in two formats, streamed and not, and an error that aider reports."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ FLAGS = "--yes-always --no-git --no-check-update --no-show-model-warnings --no-p
 def aider(
     folder: str, message: str, *flags: str, model: str = f"openai/{served.model}"
 ) -> "subprocess.CompletedProcess[str]":
-    """Let aider do what a message asks for; return how it ended."""
+    """Run aider with one message; return the completed process."""
     keys = {"OPENAI_API_KEY": served.key, "OPENAI_API_BASE": f"{served.url}/v1", "HOME": folder}
     words = [sys.executable, "-m", "aider", "--model", model, *FLAGS.split(), *flags, "--message", message, "area.py"]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""anthropic: messages, streaming, tools that have to be called, an answer of a form, and five rounds of calls."""
+"""anthropic: messages, streaming, required tool calls, a formatted answer, and five rounds of calls."""
 
 import json
 

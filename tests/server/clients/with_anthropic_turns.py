@@ -1,4 +1,4 @@
-"""anthropic over several scripted turns: instructions in blocks, thinking, tools and results, events, usage, errors."""
+"""anthropic in several scripted turns: instructions in blocks, thinking, tools, results, events, usage, errors."""
 
 import anthropic
 from checking import Served, call, check, replies, thought

@@ -1,4 +1,4 @@
-"""Codex's requests over plain HTTP: a first turn with its results, a later one, and one that sums up a long history."""
+"""Codex's requests over plain HTTP: a first turn with results, a later turn, and a summary of a long history."""
 
 import json
 import urllib.error
@@ -26,7 +26,7 @@ def events_of(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def turn(history: list[dict[str, Any]], **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the items that a turn adds, as Codex takes them from the events, and the usage."""
+    """Return the items that Codex would keep from the events of a turn, and the usage."""
     events = events_of(CODEX | {"model": served.model, "input": history} | fields)
     check(
         "a turn begins and is completed",
@@ -51,7 +51,7 @@ def message(role: str, text: str) -> dict[str, Any]:
 
 
 def results(items: list[dict[str, Any]], output: str) -> list[dict[str, Any]]:
-    """Return results of the calls among items."""
+    """Return a result item for each call among the items."""
     calls = [item for item in items if item["type"] == "function_call"]
     return [{"type": "function_call_output", "call_id": one["call_id"], "output": output} for one in calls]
 

@@ -1,4 +1,4 @@
-"""guidellm: 8 concurrent streams of synthetic prompts, chats and completions; no request fails, no token is missing."""
+"""guidellm: 8 concurrent streams of synthetic chats and completions; no request fails and no token is missing."""
 
 import json
 import os
@@ -14,7 +14,7 @@ served = Served.of_arguments()
 
 
 def benchmark(folder: str, form: str) -> dict:
-    """Return guidellm's report on the one benchmark that it has run."""
+    """Run one benchmark; return guidellm's report."""
     report = Path(folder, "report.json")
     flags = {
         "--backend": f"kind=openai_http,target={served.url},request_format={form},api_key={served.key}",

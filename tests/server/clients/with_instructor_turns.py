@@ -1,4 +1,4 @@
-"""instructor asks again after a wrong answer, over chats and Anthropic's messages; lists; responses."""
+"""instructor: retries after a wrong answer, over chats and Anthropic's messages; lists; responses."""
 
 import json
 
@@ -13,7 +13,7 @@ served = Served.of_arguments()
 
 
 class City(BaseModel):
-    """A city."""
+    """City in an answer."""
 
     name: str
     size: str
@@ -22,7 +22,7 @@ class City(BaseModel):
     @field_validator("name")
     @classmethod
     def is_oslo(cls, value: str) -> str:
-        """Refuse what no schema can say."""
+        """Check a condition that a JSON schema cannot express."""
         if value != "Oslo":
             raise ValueError("it has to be the capital of Norway")
         return value
@@ -72,7 +72,7 @@ client = instructor.from_openai(openai_client, mode=instructor.Mode.TOOLS, model
 script = replies(call("IterableCity", tasks=[RIGHT, RIGHT]))
 cities = client.create_iterable(response_model=City, messages=[{"role": "user", "content": script}], max_tokens=400)
 check("a list that is streamed", [city.model_dump() for city in cities], [RIGHT, RIGHT])
-for side, mode, write, limit in (  # these modes leave the wrong answer out when they ask again
+for side, mode, write, limit in (  # these modes omit the wrong answer from the retry
     ("OpenAI", "RESPONSES_TOOLS", as_call, {"max_output_tokens": 400}),
     ("Anthropic", "ANTHROPIC_JSON", as_text, {"max_tokens": 400}),
 ):

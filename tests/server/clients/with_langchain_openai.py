@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI and OpenAI: invoke, stream, batch, and the asynchronous ones."""
+"""LangChain's ChatOpenAI and OpenAI: invoke, stream and batch, and their asynchronous variants."""
 
 import asyncio
 

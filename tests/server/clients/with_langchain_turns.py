@@ -1,4 +1,4 @@
-"""LangChain's agents over ChatOpenAI, by chats and by responses, and ChatAnthropic: rounds, streams, forms, errors."""
+"""LangChain's agents over ChatOpenAI (chats, responses) and ChatAnthropic: rounds, streams, formats, errors."""
 
 from typing import Literal
 
@@ -31,7 +31,7 @@ seen = []
 
 @tool
 def weather(city: Literal["Bodø", "Kyiv", "Oslo", "Rome"], days: int) -> dict:
-    """The weather of a city."""
+    """Return the weather in a city."""
     seen.append((city, days))
     return {"city": city, "degrees": len(city)}
 

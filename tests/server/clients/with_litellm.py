@@ -1,4 +1,4 @@
-"""litellm with the providers that its users take for such a server: chats and texts, streamed or not."""
+"""litellm with the providers for OpenAI-compatible servers: chats and completions, streamed or not."""
 
 import asyncio
 import logging

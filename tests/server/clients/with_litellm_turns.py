@@ -1,4 +1,4 @@
-"""litellm over several scripted turns, with the providers openai, hosted_vllm and anthropic, and its responses."""
+"""litellm in several scripted turns, with providers openai, hosted_vllm and anthropic, and over responses."""
 
 import asyncio
 import json

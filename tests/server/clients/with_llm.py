@@ -1,4 +1,4 @@
-"""The command `llm` with the server in its extra-openai-models.yaml: prompts, streams, a conversation that goes on."""
+"""Command `llm` with the server in extra-openai-models.yaml: prompts, streams, a continued conversation."""
 
 import json
 import os
@@ -18,7 +18,7 @@ OPTIONS = [word for name, value in GREEDY.items() for word in ("-o", name, str(v
 
 
 def llm(*words: str) -> str:
-    """Return the command's output."""
+    """Run the command; return its output."""
     command = [sys.executable, "-m", "llm", *words]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
     if done.returncode:

@@ -1,6 +1,6 @@
-"""lm_eval on tasks made here: generated text by both of its models for such a server, and log-likelihoods of choices.
+"""lm_eval on local tasks: generated text with both of its models for OpenAI-compatible servers, and log-likelihoods.
 
-The last line is JSON: of each question its document, and [log-likelihood, is it greedy] of each of its choices.
+The last line of the output is JSON: for each question, its document and [log-likelihood, is_greedy] for each choice.
 """
 
 import json
@@ -37,7 +37,7 @@ CHOICE = {
 
 
 def write_task(folder: Path, name: str, documents: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Write a task and its documents; JSON is YAML too."""
+    """Write the files of a task and its documents; JSON is valid YAML."""
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in documents))
     source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
@@ -46,7 +46,7 @@ def write_task(folder: Path, name: str, documents: list[dict[str, Any]], setting
 
 
 def run(folder: Path, tasks: list[str], model: str, *flags: str, path: str, **settings: Any) -> list[list[Any]]:
-    """Return of each task what lm_eval notes of its documents."""
+    """Run the tasks; return lm_eval's samples for each task."""
     arguments_of_model = {"base_url": served.url + path, "model": served.model, **settings}
     command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--include_path", str(folder)]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments_of_model.items()), *flags]

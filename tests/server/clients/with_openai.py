@@ -1,4 +1,4 @@
-"""OpenAI's Python client: completions, chats, streams, models, errors, time limits; synchronous and not."""
+"""OpenAI's Python client: completions, chats, streams, models, errors and timeouts; synchronous and asynchronous."""
 
 import asyncio
 

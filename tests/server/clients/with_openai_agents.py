@@ -1,4 +1,4 @@
-"""openai as agents use it: tools whole and streamed, parse, responses, and five rounds of calls."""
+"""openai as agents use it: tools (streamed or not), parse, responses, and five rounds of calls."""
 
 import openai
 from agent_tools import QUESTION, SETTINGS, TOOL, City, Weather, run_rounds

@@ -1,4 +1,4 @@
-"""openai over several scripted turns, by chats and by responses: reasoning, tools, the fields that agents send."""
+"""openai in several scripted turns, over chats and responses: reasoning, tools, fields that agents send."""
 
 import json
 
@@ -86,7 +86,7 @@ for ask in (created, streamed):
     check(f"later turns are cached ({name})", cached[1] >= 64 and cached[2] >= cached[1])
     check(f"usage adds up ({name})", {u.total_tokens - u.prompt_tokens - u.completion_tokens for u in usages}, {0})
 
-# What the next user message asks for; the earlier turns stay in the history, instructions come in the middle too.
+# The next user message. Earlier turns stay in the history, and instructions also occur between turns.
 messages += [{"role": "system", "content": "In capitals."}, {"role": "user", "content": replies("AND NOW?")}]
 check("a further question", created(messages).choices[0].message.content, "AND NOW?")
 
@@ -123,7 +123,7 @@ def outputs(response):
 
 for ask in (answered, answered_streamed):
     name = ask.__name__
-    kept = [ask(input=SCRIPT, store=True)]  # by the ids of responses
+    kept = [ask(input=SCRIPT, store=True)]  # turns linked by response ids
     while outputs(kept[-1]):
         kept.append(ask(input=outputs(kept[-1]), previous_response_id=kept[-1].id, store=True))
     kinds = [[item.type for item in response.output] for response in kept]
@@ -132,7 +132,7 @@ for ask in (answered, answered_streamed):
     check(f"the last text ({name})", kept[-1].output_text, "Rome is the warmest.")
     check(f"cached tokens ({name})", kept[-1].usage.input_tokens_details.cached_tokens >= 64)
     history = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": SCRIPT}]}]
-    texts = []  # by the items themselves, nothing kept
+    texts = []  # turns that send all items; no response is stored
     for _ in range(3):
         response = ask(input=history, store=False)
         history += [*response.output, *outputs(response)]

@@ -1,4 +1,4 @@
-"""pydantic-ai over OpenAI's chats and responses and Anthropic's messages: tools, forms, thinking, streams, retries."""
+"""pydantic-ai over OpenAI's chats and responses and Anthropic's messages: tools, formats, thinking, retries."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ seen = []
 
 
 def weather(city: str, days: int) -> dict:
-    """The weather of a city."""
+    """Return the weather in a city."""
     if city == "nowhere":
         raise ModelRetry("There is no such city.")
     seen.append((city, days))
@@ -47,7 +47,7 @@ async def run(kind, model):
     agent = Agent(model, instructions="Be brief.", tools=[weather], model_settings=SETTINGS, retries=2)
     seen.clear()
     result = await agent.run(SCRIPT)
-    found = result.output, sorted(seen)  # calls of one turn run together
+    found = result.output, sorted(seen)  # calls in one turn run concurrently
     check(f"turns with a retry ({kind})", found, ("Rome is the warmest.", [("Bodø", 2), ("Rome", 1)]))
     check(f"their thoughts ({kind})", thoughts(result.all_messages()), ["Two.", "Done."])
     check(f"their usage ({kind})", (result.usage.requests, result.usage.cache_read_tokens >= 64), (3, True))
@@ -65,7 +65,7 @@ async def run(kind, model):
     for form, reply in ((ToolOutput(City), call("final_result", **json.loads(OSLO))), (NativeOutput(City), OSLO)):
         name = type(form).__name__
         if (kind, name) == ("messages", "NativeOutput"):
-            continue  # which the client offers for names of Anthropic's models alone
+            continue  # the client offers this only for names of Anthropic's models
         former, script = Agent(model, output_type=form, model_settings=SETTINGS), replies(thought("A city.") + reply)
         check(f"an answer by {name} ({kind})", (await former.run(script)).output, City.model_validate_json(OSLO))
         async with former.run_stream(script) as stream:

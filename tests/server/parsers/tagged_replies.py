@@ -1,4 +1,4 @@
-"""Replies whose tags are special tokens, added tokens or plain text of the same tokenizer."""
+"""Replies with tags that are special tokens, added tokens or plain text in the same tokenizer."""
 
 import json
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ VOCAB_SIZE = 2048 + len(TAGS)
 
 
 class Tag(str):
-    """A tag as the model means it; other text that spells one is a mention."""
+    """Tag that the model uses as a tag; the same characters in other text are a mention."""
 
     __slots__ = ()
 
 
 def tagged_tokenizer(folder: Path, kind: str, template: str = "", others: Sequence[str] = ()) -> HuggingFaceTokenizer:
-    """Return the shipped tokenizer with tags of a kind, and other special tokens."""
+    """Return the example tokenizer with tags of this kind and with other special tokens."""
     folder.mkdir(exist_ok=True)
     described = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     settings = {name: False for name in ("single_word", "lstrip", "rstrip", "normalized")}
@@ -44,7 +44,7 @@ def tagged_tokenizer(folder: Path, kind: str, template: str = "", others: Sequen
 
 
 def tokens_of(tokenizer: HuggingFaceTokenizer, pieces: Sequence[str]) -> list[int]:
-    """Return the tokens of a reply: a tag's own token if it has one, and otherwise tokens of single characters."""
+    """Return the tokens of a reply: the token of a tag if it has one, otherwise one token per character."""
     found: list[int] = []
     for piece in pieces:
         number = tokenizer.id_of(piece) if isinstance(piece, Tag) else None
@@ -60,7 +60,7 @@ def reply_of(
     pieces: Sequence[str],
     **settings: Any,
 ) -> Reply:
-    """Return a complete reply of some pieces; see `reply_of_tokens`."""
+    """Return a complete reply made of pieces; see `reply_of_tokens`."""
     return reply_of_tokens(tokenizer, syntax, parameters, tokens_of(tokenizer, pieces), **settings)
 
 
@@ -75,7 +75,7 @@ def reply_of_tokens(
     num_at_once: int = 1,
     is_held: bool = False,
 ) -> Reply:
-    """Return a complete reply whose tokens arrived in groups of a size."""
+    """Return a complete reply; its tokens arrive in groups of `num_at_once`."""
     ids = syntax.tag_ids(tokenizer)
     reading = ReplyReading(
         ids.keys(),

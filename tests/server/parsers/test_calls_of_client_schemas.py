@@ -1,4 +1,4 @@
-"""Tools with parameters as clients write them: calls have arguments of the schema, or the tool is refused."""
+"""Calls to tools with client-written schemas satisfy the schema, or the tool is refused."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def error_and_grammar(family: str, tool: CallableTool, grammars: Grammars) -> tu
 
 
 def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
-    """Check that 3 calls have arguments of a schema, or that it is refused by name; return True if it is enforced."""
+    """Check that 3 calls satisfy a schema, or that its refusal names a keyword; return True if it is enforced."""
     refusal, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
     if refusal is not None:
         assert any(reason in refusal for reason in REASONS) and not any(word in refusal for word in LIBRARY_WORDS), (
@@ -85,13 +85,13 @@ WHOLE_OBJECTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("word", WHOLE_OBJECTS)
-def test_constraints_on_all_parameters_are_refused_if_each_is_written_alone(word: str, grammars: Grammars) -> None:
+def test_xml_calls_refuse_constraints_on_the_whole_parameter_object(word: str, grammars: Grammars) -> None:
     schema = {"type": "object", "properties": AB, **WHOLE_OBJECTS[word]}
     refusal, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
     assert refusal == f"the parameters of save_all: {word} cannot be enforced; leave it out"
 
 
-def test_empty_constraints_on_all_parameters_are_accepted(grammars: Grammars) -> None:
+def test_xml_calls_accept_empty_constraints_on_the_parameter_object(grammars: Grammars) -> None:
     words = {"if": {}, "dependencies": {}, "unevaluatedProperties": False, "minProperties": 1, "maxProperties": 2}
     schema = {"type": "object", "properties": AB, "required": ["b"], "patternProperties": {"^x-": {}}, **words}
     assert check_calls("qwen3_coder", schema, grammars, 0)
@@ -114,7 +114,9 @@ HELD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", HELD)
-def test_parameters_are_constrained_wherever_their_schemas_are(family: str, name: str, grammars: Grammars) -> None:
+def test_parameters_are_constrained_when_their_schemas_are_in_references_or_branches(
+    family: str, name: str, grammars: Grammars
+) -> None:
     for seed in range(4):
         assert check_calls(family, {"type": "object", "required": ["a"], **HELD[name]}, grammars, seed)
 
@@ -123,7 +125,10 @@ DEAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"$ref": "#/$defs/x"}, "which is not in the schema"),
     "no text": ({**TEXT, "pattern": "^a{5}$", "maxLength": 3}, "no string matches the pattern"),
     "no length": ({**TEXT, "minLength": 5, "maxLength": 3}, "no value is allowed: minLength (5) is greater"),
-    "no value": ({**TEXT, "enum": ["a", "b"], "pattern": "^c"}, "no value is allowed: no enum value is left"),
+    "no value": (
+        {**TEXT, "enum": ["a", "b"], "pattern": "^c"},
+        "no value is allowed: no enum value satisfies all constraints",
+    ),
     "end of a value": ({**TEXT, "const": "a\n</parameter>\n<parameter=b>\nc"}, "no value is allowed"),
     "no type": ({"type": {"a": 1}, "enum": ["a"]}, "is not a type of JSON Schema"),
     "word for a length": ({**TEXT, "minLength": "3"}, "minLength must be an integer of 0 or more"),
@@ -140,15 +145,15 @@ def test_unsatisfiable_parameters_are_refused_before_the_call(name: str, grammar
 
 
 @pytest.mark.parametrize("words", [{"unevaluatedProperties": False}, {"propertyNames": {"pattern": "^[b-z]$"}}])
-def test_illegal_names_are_refused(words: dict[str, Any], grammars: Grammars) -> None:
+def test_schema_that_forbids_a_required_parameters_name_is_refused(words: dict[str, Any], grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"b": TEXT}, "required": ["a"], **words}
     refusal, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
     assert refusal is not None and refusal.startswith("the parameters of save_all: "), refusal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_numbers_beyond_float64_stay_numbers(family: str, grammars: Grammars) -> None:
-    """A number may have any number of digits in a grammar."""
+def test_constrained_number_beyond_float64_is_parsed_as_a_number(family: str, grammars: Grammars) -> None:
+    """A grammar allows numbers with any number of digits."""
     number, texts = {"type": "number"}, ["1e999", "-1E+400", "9" * 400, "1e2", "9" * 5000]
     schema = {"type": "object", "properties": {"x": {"type": "array", "items": number}}, "required": ["x"]}
     refusal, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
@@ -166,12 +171,12 @@ def test_numbers_beyond_float64_stay_numbers(family: str, grammars: Grammars) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_calls_match_client_schemas(family: str, kind: str, grammars: Grammars) -> None:
+def test_constrained_calls_satisfy_client_schemas(family: str, kind: str, grammars: Grammars) -> None:
     check_many(family, kind, 10, grammars)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_calls_match_300_client_schemas(family: str, kind: str, grammars: Grammars) -> None:
+def test_constrained_calls_satisfy_300_client_schemas(family: str, kind: str, grammars: Grammars) -> None:
     check_many(family, kind, 1, grammars)

@@ -1,4 +1,4 @@
-"""Parsers of replies: independent of how text arrives, and without errors for any text."""
+"""Reply parsers: results do not depend on how the text is split, and no text raises an error."""
 
 import json
 import random
@@ -89,7 +89,7 @@ def cut(text: str, rng: random.Random) -> list[str]:
 
 
 def check_readable(reply: ParsedReply) -> None:
-    """Check that arguments that Python reads as JSON are JSON for every client."""
+    """Check that arguments that Python parses as JSON are strict JSON."""
     for call in reply.calls:
         try:
             value = json.loads(call.arguments)
@@ -161,7 +161,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_calls_are_parsed_back(form: str) -> None:
+def test_calls_in_every_format_are_parsed_to_names_and_arguments(form: str) -> None:
     syntax = ReplySyntax(form.partition(",")[0], REASONING_PARSERS["think"])
     rng = random.Random(form)
     for _ in range(400):
@@ -183,7 +183,7 @@ def test_calls_are_parsed_back(form: str) -> None:
         assert [{"name": call.name, "arguments": json.loads(call.arguments)} for call in found.calls] == calls
 
 
-def test_arguments_are_streamed() -> None:
+def test_call_arguments_are_yielded_before_the_call_is_complete() -> None:
     for form, begun, rest in (
         ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os', 'lo"}}'),
         ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nOs", "lo\n</parameter></function>"),
@@ -236,11 +236,11 @@ CUT_OFF = ParsedReply("", "", (ToolCall("f", '{"a": "b'),))
         ),
     ],
 )  # fmt: skip
-def test_cut_off_or_malformed_calls_are_kept_as_written(form: str, reply: str, found: ParsedReply | None) -> None:
+def test_text_of_incomplete_or_malformed_calls_is_unchanged(form: str, reply: str, found: ParsedReply | None) -> None:
     assert assembled(parsed(ReplySyntax(form), [reply])) == (found or ParsedReply(reply, "", ()))
 
 
-def test_parameters_have_the_type_of_the_schema() -> None:
+def test_parameter_text_is_parsed_as_the_type_in_the_schema() -> None:
     for key, text, value in (
         ("days", "12", 12),
         ("days", "a dozen", "a dozen"),
@@ -307,7 +307,7 @@ def test_parameters_have_the_type_of_the_schema() -> None:
         ("qwen3_coder", '["\\ud800\\ud83d\\ude00"]', '{"anything": ["\ufffd\U0001f600"]}'),
     ],
 )
-def test_values_that_are_not_json_become_text(form: str, written: str, expected: str) -> None:
+def test_parameter_values_that_are_not_json_become_strings(form: str, written: str, expected: str) -> None:
     reply = f'<tool_call>{{"name": "\\udc00", "arguments": {written}}}</tool_call>'
     if form == "qwen3_coder":
         reply = f"<function=get_weather><parameter=anything>{written}</parameter></function>"
@@ -333,7 +333,7 @@ REFERRING = {"anyOf": [{"$ref": "#/properties/x"}] * 99}
         ({"type": {"a": 1}}, 1),
     ],
 )
-def test_any_schema_is_read_in_bounded_time(schema: Any, value: Any) -> None:
+def test_parameter_types_are_found_in_bounded_time_for_any_schema(schema: Any, value: Any) -> None:
     syntax = ReplySyntax("qwen3_coder")
     reply = "<function=f><parameter=x>1</parameter></function>" * 20
     begun = time.monotonic()
@@ -367,7 +367,7 @@ def test_any_schema_is_read_in_bounded_time(schema: Any, value: Any) -> None:
         (None, "<think>", "a</think>c", [Content("a</think>c")]),
     ],
 )  # fmt: skip
-def test_reasoning_is_split_off(reasoning: str | None, prompt: str, reply: str, parts: list[Part]) -> None:
+def test_reasoning_is_separated_from_content(reasoning: str | None, prompt: str, reply: str, parts: list[Part]) -> None:
     syntax = ReplySyntax("hermes", REASONING_PARSERS.get(reasoning or ""))
     assert parsed(syntax, [reply], prompt) == parts
 
@@ -385,7 +385,7 @@ def test_reasoning_is_split_off(reasoning: str | None, prompt: str, reply: str, 
         ("", None, None),
     ],
 )
-def test_template_selects_the_parsers(template: str, tool_calls: str | None, reasoning: str | None) -> None:
+def test_chat_template_selects_the_parsers(template: str, tool_calls: str | None, reasoning: str | None) -> None:
     assert reply_syntax(template) == ReplySyntax(tool_calls, REASONING_PARSERS.get(reasoning or ""))
     assert reply_syntax(template, "json", "none") == ReplySyntax("json", None)
     assert reply_syntax(template, "none", "deepseek_r1") == ReplySyntax(None, REASONING_PARSERS["deepseek_r1"])
@@ -398,8 +398,8 @@ def test_every_call_format_has_a_grammar() -> None:
 
 
 @pytest.mark.parametrize(("unit", "is_allowed"), [("C", True), ("X", False), ('"C"', False)])
-def test_referenced_text_parameter_is_written_as_parsed(unit: str, is_allowed: bool) -> None:
-    """As pydantic's enums are declared."""
+def test_text_parameter_with_a_schema_reference_round_trips(unit: str, is_allowed: bool) -> None:
+    """The schema is declared in the same way as pydantic's enums."""
     units = {"type": "string", "enum": ["C", "F"]}
     parameters = {"type": "object", "properties": {"unit": {"$ref": "#/$defs/Unit"}}, "required": ["unit"]}
     tool = CallableTool("f", {**parameters, "$defs": {"Unit": units}})
@@ -408,7 +408,7 @@ def test_referenced_text_parameter_is_written_as_parsed(unit: str, is_allowed: b
 
 
 def matcher_of(grammar: Grammar) -> Any:
-    """Return a matcher at a grammar's start."""
+    """Return a matcher at the start of a grammar."""
     grammars = Grammars(TOKENIZER.vocab_size)
     grammars.read(TOKENIZER)
     return grammars.matcher(grammar.text)
@@ -455,7 +455,7 @@ TEXT_PARAMETERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TEXT_PARAMETERS)
-def test_text_parameter_is_constrained_among_others(name: str) -> None:
+def test_text_parameter_is_constrained_when_the_tool_has_other_parameters(name: str) -> None:
     schema, good, bad = TEXT_PARAMETERS[name]
     text: dict[str, Any] = {"type": "string", **schema}
     others = {key: {"type": "string", "maxLength": 45} for key in ("b", "c", "d")}
@@ -507,7 +507,7 @@ PUT_TOGETHER: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", PUT_TOGETHER)
-def test_xml_calls_have_the_parameters_of_combined_schemas(name: str) -> None:
+def test_xml_calls_have_the_parameters_that_combined_schemas_require(name: str) -> None:
     parameters, good, bad = PUT_TOGETHER[name]
     grammar = calls_grammar("qwen3_coder", [CallableTool("f", parameters)], TOKENIZER.id_of, only_one=True)
     for arguments in (*good, *bad):
@@ -539,7 +539,7 @@ def xml_of(name: str, arguments: str) -> str:
 
 
 @pytest.mark.parametrize("form", MARKED_CALLS)
-def test_strict_tools_are_constrained_if_calls_are_optional(form: str) -> None:
+def test_calls_to_strict_tools_are_constrained_when_calls_are_optional(form: str) -> None:
     grammar = text_and_calls_grammar(form, TOOLS, TOKENIZER.id_of)
     assert grammar is not None
 
@@ -564,8 +564,8 @@ def test_strict_tools_are_constrained_if_calls_are_optional(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", MARKED_CALLS)
-def test_random_replies_call_strict_tools_by_their_schema(form: str) -> None:
-    """Tokens are sampled from the allowed ones, at times after a marker."""
+def test_random_calls_to_strict_tools_satisfy_their_schemas(form: str) -> None:
+    """Tokens are sampled from the allowed tokens; a marker is sometimes inserted first."""
     grammar = text_and_calls_grammar(form, TOOLS[:1], TOKENIZER.id_of)
     assert grammar is not None
     rng, num_calls = random.Random(form), 0

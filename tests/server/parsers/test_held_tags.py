@@ -1,4 +1,4 @@
-"""Replies that a grammar allows parse into reasoning, then calls or an answer."""
+"""Replies that follow a grammar are parsed into reasoning, then calls or an answer."""
 
 import json
 import random
@@ -42,7 +42,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HuggingFac
 def random_tokens(
     grammars: Grammars, grammar: str, tokenizer: HuggingFaceTokenizer, rng: random.Random, words: list[list[int]]
 ) -> list[int]:
-    """Return tokens that a grammar allows, and the end token if they are complete."""
+    """Return random tokens that a grammar allows, with the end token if the text is complete."""
     matcher, tokens = grammars.matcher(grammar), list[int]()
     while len(tokens) < 300 and tokens[-1:] != [tokenizer.eod]:
         if rng.random() < 0.6:
@@ -55,7 +55,7 @@ def random_tokens(
 
 
 def words_of(tokenizer: HuggingFaceTokenizer, markers: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of words that random replies are made of, with markers as tags and as mentions."""
+    """Return the tokens of the words in random replies, including markers as tags and as mentions."""
     tags = [Tag(marker) for marker in markers]
     words = [tokens_of(tokenizer, [word]) for word in (*WORDS, *tags, *tags, *map(str, tags))]
     return words + [tokens_of(tokenizer, ["\n", tag]) for tag in tags]
@@ -67,7 +67,7 @@ def words_of(tokenizer: HuggingFaceTokenizer, markers: Sequence[str]) -> list[li
     [("hermes", "think"), ("qwen3_coder", "think"), ("nemotron_nano_v2", "deepseek_r1"), ("granite", "granite")],
 )
 @pytest.mark.parametrize("asks", ["required", "answer", "strict"])
-def test_constrained_replies_are_parsed_as_meant(
+def test_constrained_replies_are_parsed_into_the_parts_of_their_grammar(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
 ) -> None:
     tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
@@ -109,7 +109,7 @@ def test_constrained_replies_are_parsed_as_meant(
 @pytest.mark.parametrize("calls", TOOL_CALL_PARSERS)
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS)
 @pytest.mark.parametrize("asks", ["required", "answer"])
-def test_no_reasoning_is_allowed_after_a_prompt_that_closes_it(
+def test_grammar_allows_no_reasoning_when_the_prompt_closes_it(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
 ) -> None:
     tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
@@ -134,7 +134,7 @@ def test_no_reasoning_is_allowed_after_a_prompt_that_closes_it(
 @pytest.mark.parametrize("kind", ["added", "plain"])
 @pytest.mark.parametrize("calls", ["qwen3_coder", "hermes"])
 @pytest.mark.parametrize("choice", ["required", None])
-def test_call_within_reasoning_ends_it(
+def test_tool_call_within_reasoning_ends_the_reasoning(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, choice: Any
 ) -> None:
     """Of 200 random replies, many call a tool before they close their reasoning, or never close it."""

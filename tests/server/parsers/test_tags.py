@@ -1,4 +1,4 @@
-"""A tag of a reply counts where the model means it, and text that mentions one is text."""
+"""A tag in a reply counts where the model uses it as a tag; a mention of a tag is text."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HuggingFac
 
 
 def written_call(form: str, name: str, arguments: dict[str, Any]) -> Sample:
-    """Return a call in a family's format."""
+    """Return a call in the format of a model family."""
     described = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     match form:
         case "hermes":
@@ -66,7 +66,7 @@ def calls_of(reply: ParsedReply) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reasoning", REASONING_FORMS)
 @pytest.mark.parametrize("calls", CALL_FORMS)
-def test_mentioned_tags_stay_text(
+def test_tags_that_are_only_mentioned_are_parsed_as_text(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, reasoning: str, calls: str
 ) -> None:
     syntax, (opening, closing) = ReplySyntax(calls, REASONING_PARSERS[reasoning]), markers(reasoning)
@@ -75,7 +75,7 @@ def test_mentioned_tags_stay_text(
         for tag in rng.sample(MENTIONED, 2):
             mention = sentence.replace("{}", tag)
             if reasoning == "granite" and tag == closing and sentence == SENTENCES[0]:
-                continue  # it is a sentence, and ends reasoning within a line
+                continue  # this marker is a sentence, so it ends reasoning within a line
             arguments = {"text": f"x {mention} y", "count": 3}
             is_open = reasoning == "deepseek_r1"
             pieces = [
@@ -90,7 +90,7 @@ def test_mentioned_tags_stay_text(
 
 
 def samples(calls: str, reasoning: str) -> st.SearchStrategy[Sample]:
-    """Return replies of mentions, tags that may be anywhere, and calls and pieces of them."""
+    """Return random replies made of mentions, tags at any position, calls and pieces of calls."""
     opening, closing = markers(reasoning)
     tags = st.sampled_from([*map(Tag, TAGS), opening, closing]).map(lambda tag: [tag])
     words = st.sampled_from([*MENTIONED, "a", "é\U0001f600", "\n", " ", "```", "\n```\n", '"', "`", ". ", "\n\n", "{"])
@@ -103,7 +103,7 @@ def samples(calls: str, reasoning: str) -> st.SearchStrategy[Sample]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("calls", "reasoning"), [*((form, "think") for form in CALL_FORMS), ("granite", "granite")])
-def test_parsing_does_not_depend_on_how_tokens_arrive(
+def test_parsing_does_not_depend_on_how_tokens_are_grouped(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str
 ) -> None:
     syntax, tokenizer = ReplySyntax(calls, REASONING_PARSERS[reasoning]), tokenizers[kind]
@@ -127,7 +127,7 @@ def test_parsing_does_not_depend_on_how_tokens_arrive(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("calls", CALL_FORMS)
-def test_random_content_and_calls_are_parsed_back(
+def test_random_content_and_calls_round_trip_through_the_parser(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str
 ) -> None:
     syntax, rng = ReplySyntax(calls, REASONING_PARSERS["think"]), random.Random(f"{calls} {kind} round trip")
