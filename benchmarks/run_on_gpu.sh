@@ -48,6 +48,10 @@ section state_kernel_tilings "State and convolution kernels with other tile size
     python3 benchmarks/state_kernels.py --sweep
 section experts "Layers of experts against the card's limits" \
     python3 benchmarks/experts.py --json "$results/experts.json"
+section quantized_products "Products of few tokens with FP8 weights against the bytes' floor" \
+    python3 benchmarks/quantized_products.py --json "$results/quantized_products.json"
+section quantized_experts "Products of experts with FP8 and NVFP4 weights against the bytes' floor" \
+    python3 benchmarks/quantized_experts.py --json "$results/quantized_experts.json"
 section slot_copies "Whole-slot copies against a memcpy of the same bytes" \
     python3 benchmarks/slot_copies.py --json "$results/slot_copies.json"
 section attention "Attention backends, KV append and gated norm" \

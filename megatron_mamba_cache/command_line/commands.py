@@ -174,6 +174,8 @@ def _add_machine_arguments(parser: ArgumentParser) -> None:
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     dtype = "precision of the weights (default: the checkpoint's on a GPU; fp32 on a CPU and for built-in models)"
     machine.add_argument("--dtype", choices=("fp32", "bf16"), help=dtype)
+    small = "compute with bf16 weights instead of the checkpoint's FP8 or FP4 ones, which take less memory"
+    machine.add_argument("--dequantize-weights", action="store_true", help=small)
 
 
 COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], object]]] = {

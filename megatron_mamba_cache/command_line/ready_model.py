@@ -28,10 +28,6 @@ from .flag_sources import UsageError
 from .model_choice import ModelDirectory, ModelFormat, draft_directory
 from .sizing import DRAFTER_SHARE
 
-_LOADERS: dict[ModelFormat, Callable[..., LoadedModel]] = {
-    ModelFormat.HUGGING_FACE: load_hugging_face,
-    ModelFormat.MEGATRON: load_megatron_checkpoint,
-}
 _DRAFT_FLAG = "--draft-hf-model"
 _SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}
 
@@ -51,12 +47,15 @@ class ReadyModel:
         return isinstance(self.tokenizer, HuggingFaceTokenizer)
 
 
-def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str) -> ReadyModel:
-    """Load a model onto the current device, or build the random model if `directory` is None. Disables TF32.
+def ready_model(
+    directory: ModelDirectory | None, dtype: str | None, device: str, *, dequantizes: bool = False
+) -> ReadyModel:
+    """Load a model onto the current device, or build the random model if `directory` is None; disable TF32.
 
     Args:
         dtype: "fp32" or "bf16"; None for the dtype that `dtype_of_weights` returns.
         device: "cpu" or "cuda".
+        dequantizes: True to dequantize all weights; else those of bf16 models stay quantized where they can.
 
     Raises:
         UsageError: If the directory or its tokenizer cannot be loaded.
@@ -67,7 +66,7 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
         # A model this small does not benefit from more threads; on a busy machine, they can make it 100 times slower.
         torch.set_num_threads(1)
     stored = dtype_of_weights(directory, dtype, device)
-    return _random(stored or "fp32") if directory is None else _loaded(directory, stored)
+    return _random(stored or "fp32") if directory is None else _loaded(directory, stored, dequantizes)
 
 
 def engine_for(
@@ -88,13 +87,16 @@ def engine_for(
         )
 
 
-def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> LoadedModel:
-    """Load a model directory onto the current device; on failure, raise `UsageError` that starts with `flag`.
+def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str, dequantizes: bool = False) -> LoadedModel:
+    """Load a model directory onto the current device; raise `UsageError` that begins with `flag` if that fails.
 
-    `dtype` is "fp32" or "bf16"; None keeps the dtype of the checkpoint.
+    `dtype` is "fp32" or "bf16"; None keeps the dtype of the checkpoint. `dequantizes`: True for no quantized weights.
     """
     try:
-        return _LOADERS[directory.format](directory.path, None if dtype is None else DTYPES[dtype])
+        read_as = None if dtype is None else DTYPES[dtype]
+        if directory.format is ModelFormat.MEGATRON:
+            return load_megatron_checkpoint(directory.path, read_as)
+        return load_hugging_face(directory.path, read_as, dequantizes=dequantizes)
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {error}") from error
     except (RuntimeError, MemoryError) as error:
@@ -145,8 +147,8 @@ def _random(dtype: str) -> ReadyModel:
     return ReadyModel(model, ByteTokenizer(shape.vocab_size), description, dtype)
 
 
-def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:
-    loaded = load_weights(directory, dtype, flag=directory.format.value)
+def _loaded(directory: ModelDirectory, dtype: str | None, dequantizes: bool) -> ReadyModel:
+    loaded = load_weights(directory, dtype, flag=directory.format.value, dequantizes=dequantizes)
     dtype = next(name for name, value in DTYPES.items() if value == loaded.model.config.params_dtype)
     try:
         tokenizer = load_tokenizer(loaded.directory, loaded.architecture.vocab_size)
@@ -164,7 +166,8 @@ def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:
 def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> str:
     name = "the small model of Python source that ships" if directory.is_shipped else str(directory.path)
     count = sum(math.prod(whole.shape) for whole in parameters_of(loaded.architecture).values())
-    quantized = f" from {loaded.quantized}" if loaded.quantized else ""
+    kept = f", {loaded.num_kept:,} of which stay quantized" if loaded.num_kept else ""
+    quantized = f" from {loaded.quantized}{kept}" if loaded.quantized else ""
     layers = _layers(loaded.architecture.pattern, loaded.architecture.recurrent.label)
     return (
         f"{name}, {layers}, {count:,} parameters, "

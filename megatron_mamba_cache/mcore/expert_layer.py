@@ -22,7 +22,8 @@ from ..kernels.experts.routing_rule import RoutingRule, SharedGate
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
 from .expert_settings import check_megatrons_experts, checked_routing
-from .feed_forward import fused_activation, product
+from .feed_forward import fused_activation
+from .linear import product
 from .model_ranks import num_expert_ranks
 from .stacked_experts import StackedExperts
 

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
@@ -14,37 +12,7 @@ from ..kernels.activations import Activation, gated_silu
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.kernel_launches import wants_gradient
 from ..kernels.one_token import can_multiply_one_token, multiply_one_token
-
-
-class OneTokenColumnLinear(ColumnParallelLinear):
-    """Megatron's column-parallel linear with a single-token kernel."""
-
-    @override
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if args or not _is_plain(input, weight, settings):
-            return super()._forward_impl(input, weight, *args, **settings)
-        return product(input, weight)
-
-
-class OneTokenRowLinear(RowParallelLinear):
-    """Megatron's row-parallel linear with a single-token kernel; the result is then summed over ranks."""
-
-    @override
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if args or not _is_plain(input, weight, settings):
-            return super()._forward_impl(input, weight, *args, **settings)
-        return product(input, weight)
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [..., inputs] @ weight [outputs, inputs].T; a single token uses its own kernel."""
-    return multiply_one_token(x, weight) if can_multiply_one_token(x, weight) else F.linear(x, weight)
-
-
-def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
-    """Return whether the layer is a plain GEMM, without bias, gradient or sequence parallelism."""
-    has_others = settings.get("bias") is not None or settings.get("sequence_parallel")
-    return not has_others and not wants_gradient(x, weight)
+from .linear import OneTokenColumnLinear
 
 
 class FeedForward(MLP):
@@ -97,7 +65,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
     def weights(self) -> SharedExpert | None:
         """Return the expert's weights if `ungated` consists only of GEMMs and an activation; None otherwise."""
         first, second = self.linear_fc1, self.linear_fc2
-        is_plain = first.bias is None and second.bias is None
+        is_plain = first.bias is None and second.bias is None and first.form is None and second.form is None
         if not is_plain or self.config.sequence_parallel or fused_activation(self.config) == "none":
             return None
         return SharedExpert(first.weight, second.weight)

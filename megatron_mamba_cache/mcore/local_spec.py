@@ -24,7 +24,8 @@ from ..kernels.experts.routing_rule import RoutingRule
 from .between_layers import LayerNorm, ResidualAdd, link_layers
 from .expert_layer import ExpertLayer, MixtureOfExperts
 from .expert_settings import checked_routing
-from .feed_forward import DenseLayer, OneTokenColumnLinear, OneTokenRowLinear, SharedFeedForward
+from .feed_forward import DenseLayer, SharedFeedForward
+from .linear import OneTokenColumnLinear, OneTokenRowLinear
 from .megatron_settings import check_settings
 from .mixers.gated_delta import GatedDeltaMixer
 from .specs import with_mamba_cache

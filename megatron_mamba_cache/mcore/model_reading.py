@@ -18,10 +18,11 @@ from ..recurrences.interface import Recurrence
 from ..recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
 from ..speculation.step_time import CPU, GPU, StepReads, StepTime
 from .expert_layer import waits_for_experts
+from .linear import QuantizableLinear
 from .model_ranks import num_expert_ranks
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
-from .stacked_experts import StackedExperts
+from .stacked_experts import EXPERT_WEIGHTS, StackedExperts
 
 _PACKAGE = __name__.partition(".")[0]
 _NO_FACTS = ("training", "max_sequence_length", "first_expert", "_copy", "exchange")
@@ -108,16 +109,35 @@ def _part_of(model: Any) -> _Part:
 
 
 def weights_of_token(model: Any) -> int:
-    """Return the number of weights in this rank's layers that one token uses, with only its routed experts."""
-    others, of_expert = _weights_of(model)
-    return others + (of_expert * model.config.moe_router_topk if of_expert else 0)
+    """Return the number of weights in this rank's layers that one token uses, counting only its chosen experts."""
+    found = _weights_of(model)
+    return found.shared + (found.of_expert * model.config.moe_router_topk if found.of_expert else 0)
 
 
-def _weights_of(model: Any) -> tuple[int, int]:
-    """Return the numbers of weights that all tokens use, and of one expert per layer, on this rank."""
-    stacked = [module for module in model.decoder.modules() if isinstance(module, StackedExperts)]
-    of_expert = sum(weight[0].numel() for module in stacked for weight in module.parameters())
-    return sum(weight.numel() for weight in model.decoder.parameters() if weight.dim() == 2), of_expert
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Numbers and bytes of the weights that all tokens use, and of one expert per layer, on this rank."""
+
+    shared: int
+    of_expert: int
+    shared_bytes: int
+    expert_bytes: int
+
+
+def _weights_of(model: Any) -> _Weights:
+    shared = of_expert = shared_bytes = expert_bytes = 0
+    for module in model.decoder.modules():
+        if isinstance(module, StackedExperts):
+            of_expert += sum(prod(module.weight(name).shape[1:]) for name in EXPERT_WEIGHTS)
+            expert_bytes += sum(parameter.nbytes for parameter in module.parameters()) // module.num_experts
+            continue
+        matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 2]
+        shared_bytes += sum(matrix.nbytes for matrix in matrices)
+        if isinstance(module, QuantizableLinear) and module.form is not None:
+            shared += module.num_weights
+        else:
+            shared += sum(matrix.numel() for matrix in matrices)
+    return _Weights(shared, of_expert, shared_bytes, expert_bytes)
 
 
 def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
@@ -130,18 +150,21 @@ def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks
 
 def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepReads:
     num_tensor_ranks, settings = ranks.num_ranks // ranks.num_stages, model.config
-    stages = ranks.gather((*_weights_of(model), "".join(shape.layer_types), _matrix_bytes(shape, config)))
+    stages = ranks.gather((_weights_of(model), "".join(shape.layer_types), _matrix_bytes(shape, config)))
     stages = stages[::num_tensor_ranks]
-    layers, expert = sum(weights for weights, _, _, _ in stages), sum(weights for _, weights, _, _ in stages)
-    pattern, state = "".join(symbols for _, _, symbols, _ in stages), sum(count for _, _, _, count in stages)
+    layers, expert = (
+        sum(weights.shared for weights, _, _ in stages),
+        sum(weights.of_expert for weights, _, _ in stages),
+    )
+    pattern, state = "".join(symbols for _, symbols, _ in stages), sum(count for _, _, count in stages)
     output = shape.vocab_size * settings.hidden_size // num_tensor_ranks
     num_experts = settings.num_moe_experts if expert else 0
     top_k = settings.moe_router_topk if expert else 0
     itemsize = shape.params_dtype.itemsize
     return StepReads(
         num_layers=len(pattern),
-        weights=(layers + output) * itemsize,
-        expert=expert * itemsize,
+        weights=sum(weights.shared_bytes for weights, _, _ in stages) + output * itemsize,
+        expert=sum(weights.expert_bytes for weights, _, _ in stages),
         num_experts=num_experts // num_expert_ranks(),
         chosen=top_k / num_experts if num_experts else 0.0,
         num_expert_ranks=num_expert_ranks(),

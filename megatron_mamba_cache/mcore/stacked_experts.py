@@ -11,9 +11,15 @@ from typing_extensions import override
 
 from ..kernels.activations import Activation
 from ..kernels.experts.overlapped_expert import OverlappedExpert
+from ..kernels.experts.quantized_experts import can_multiply_quantized, routed_quantized_experts
 from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
+from ..kernels.quantized.dequantize import dequantize
+from ..kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
 from .feed_forward import fused_activation
+from .linear import check_not_quantized, frozen, matrix_of
 
+EXPERT_WEIGHTS = ("linear_fc1", "linear_fc2")
+"""Names of the parameters of `StackedExperts`."""
 STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")
 """Suffixes of the names of parameters that hold several experts' weights."""
 
@@ -28,6 +34,8 @@ class StackedExperts(MegatronModule):
     Attributes:
         linear_fc1: [experts, inner, inputs]; [experts, 2 * inner, inputs] if gated, with the gates first.
         linear_fc2: [experts, inputs, inner].
+        forms: Of those that are quantized, by name; they are the words of a `QuantizedMatrix`, with scales and factors
+            as further parameters.
     """
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
@@ -41,15 +49,36 @@ class StackedExperts(MegatronModule):
         width = config.moe_latent_size or config.hidden_size
         self.linear_fc1 = self._parameter(self._num_halves * inner, width)
         self.linear_fc2 = self._parameter(width, inner)
+        self.forms: dict[str, QuantizedForm] = {}
+        for name in EXPERT_WEIGHTS:
+            for part in ("scales", "factors"):
+                self.register_parameter(f"{name}_{part}", None)
         self._activation, self._apart = _activation(config)
 
     def _parameter(self, *sizes: int) -> nn.Parameter:
         device, dtype = torch.cuda.current_device(), self.config.params_dtype
         return nn.Parameter(torch.empty(self.num_experts, *sizes, device=device, dtype=dtype), requires_grad=False)
 
+    def keep_quantized(self, name: str, form: QuantizedForm, device: torch.device) -> None:
+        """Replace `linear_fc1` or `linear_fc2` by an undefined quantized weight."""
+        weight = getattr(self, name)
+        matrix = form.empty(tuple(weight.shape), device)
+        setattr(self, name, frozen(matrix.words, like=weight))
+        setattr(self, f"{name}_scales", None if matrix.scales is None else frozen(matrix.scales))
+        setattr(self, f"{name}_factors", None if matrix.factors is None else frozen(matrix.factors))
+        self.forms[name] = form
+
+    def weight(self, name: str) -> Tensor | QuantizedMatrix:
+        """Return `linear_fc1` or `linear_fc2`."""
+        weight: Tensor = getattr(self, name)
+        if name not in self.forms:
+            return weight
+        return matrix_of(self.forms[name], weight, getattr(self, f"{name}_scales"), getattr(self, f"{name}_factors"))
+
     def takes(self, shared: SharedExpert, x: Tensor) -> bool:
         """Return whether `forward` can also compute the shared expert for these tokens."""
-        return self._apart is None and shared.first.shape[1:] == x.shape[1:] and takes_shared_expert(x)
+        is_alike = shared.first.shape[1:] == x.shape[1:] and not self.forms
+        return is_alike and self._apart is None and takes_shared_expert(x)
 
     def forward(
         self,
@@ -61,25 +90,25 @@ class StackedExperts(MegatronModule):
         overlapped: OverlappedExpert | None = None,
     ) -> Tensor:
         """Return the weighted sum over each token's experts on this rank; see `routed_experts`."""
-        return routed_experts(
-            x,
-            ids,
-            weights,
-            self.linear_fc1,
-            self.linear_fc2,
-            self._activation,
-            apart=self._apart,
-            first_expert=self.first_expert,
-            addend=addend,
-            shared=shared,
-            overlapped=overlapped,
+        first, second = self.weight("linear_fc1"), self.weight("linear_fc2")
+        settings: dict[str, Any] = {
+            "apart": self._apart,
+            "first_expert": self.first_expert,
+            "addend": addend,
+            "overlapped": overlapped,
+        }
+        if self.forms and can_multiply_quantized(x, ids.numel(), first, second):
+            return routed_quantized_experts(x, ids, weights, first, second, self._activation, **settings)  # type: ignore[arg-type]
+        first, second = (
+            weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype) for weight in (first, second)
         )
+        return routed_experts(x, ids, weights, first, second, self._activation, shared=shared, **settings)
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield views of each expert's weights, under their names in Megatron's layer."""
+        """Yield views of each expert's plain weights, under their names in Megatron's layer."""
         for expert in range(self.num_experts):
-            for name, stacked in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
-                yield f"local_experts.{expert}.{name}.weight", stacked.data[expert]
+            for name in (name for name in EXPERT_WEIGHTS if name not in self.forms):
+                yield f"local_experts.{expert}.{name}.weight", getattr(self, name).data[expert]
 
     @override
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -88,6 +117,8 @@ class StackedExperts(MegatronModule):
         Args:
             metadata: With `singleton_local_shards`, each expert has a separate key.
         """
+        for form in self.forms.values():
+            check_not_quantized(form)
         has_own_keys = (metadata or {}).get("singleton_local_shards", False)
         rank, num_ranks = self._tensor_rank, self._num_tensor_ranks
         parts = {}

@@ -1,7 +1,7 @@
 """Build this rank's shard of the Megatron model that an architecture describes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..mcore.linear import frozen
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.model_ranks import initialize_single_process
 from .architecture import ACTIVATIONS, ExpertsSizes, GatedDeltaSizes, HybridArchitecture, MambaSizes, check_architecture
@@ -46,6 +47,38 @@ class _OnMeta(TorchFunctionMode):
         return func(*args, **named)
 
 
+class _MatricesOnMeta(TorchFunctionMode):
+    """Creates undefined tensors of two and more dimensions on the meta device."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.empty and (len(args) > 1 or (args and not isinstance(args[0], int) and len(args[0]) > 1)):
+            named["device"] = "meta"
+        return func(*args, **named)
+
+
+def _give_memory(model: torch.nn.Module, device: torch.device) -> None:
+    """Replace parameters and buffers on the meta device by undefined ones on another."""
+    replaced: dict[int, Tensor] = {}
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers):
+            for name, tensor in owned.items():
+                if tensor is None or tensor.device.type != "meta":
+                    continue
+                if id(tensor) not in replaced:
+                    values = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        values = frozen(values, like=tensor).requires_grad_(tensor.requires_grad)
+                    replaced[id(tensor)] = values
+                owned[name] = replaced[id(tensor)]  # type: ignore[assignment]
+
+
 _SIZES_SHOWN = 4
 
 
@@ -74,11 +107,19 @@ def _sizes(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             yield f"{prefix}{name}", value
 
 
-def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> MambaModel:
+def build_hybrid_model(
+    architecture: HybridArchitecture,
+    dtype: torch.dtype,
+    replace_weights: Callable[[MambaModel, torch.device], None] | None = None,
+) -> MambaModel:
     """Build this rank's shard of the model, in eval mode, with uninitialized parameters.
 
-    The model is split over Megatron's tensor-, pipeline- and expert-parallel ranks. If `parallel_state` is not
-    initialized, the whole model is built.
+    Long because of Megatron's arguments. The model is split over Megatron's tensor-, pipeline- and expert-parallel
+    ranks. If `parallel_state` is not initialized, the model is built for a single process.
+
+    Args:
+        replace_weights: Called with the model, whose matrices have no memory yet, and its device: what it replaces
+            never takes memory in this dtype. None to replace nothing.
 
     Raises:
         ValueError: If the layer pattern has an unknown symbol or lacks recurrent or attention layers, or if a
@@ -99,19 +140,24 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         output_multiplier=architecture.output_multiplier,
     )
     with largest_sizes_named(asdict(architecture)):
-        model = MambaModel(
-            transformer_config(architecture, dtype),
-            local_hybrid_spec(options),
-            vocab_size=architecture.vocab_size,
-            pre_process=part.is_first_stage,
-            post_process=part.is_last_stage,
-            max_sequence_length=architecture.max_sequence_length,
-            hybrid_override_pattern=architecture.pattern,
-            share_embeddings_and_output_weights=part.is_tied and part.is_first_stage and part.is_last_stage,
-            position_embedding_type="none" if rotary_base is None else "rope",
-            rotary_base=rotary_base or 10_000,
-            rotary_percent=architecture.attention.rotary_percent,
-        )
+        with nullcontext() if replace_weights is None else _MatricesOnMeta():
+            model = MambaModel(
+                transformer_config(architecture, dtype),
+                local_hybrid_spec(options),
+                vocab_size=architecture.vocab_size,
+                pre_process=part.is_first_stage,
+                post_process=part.is_last_stage,
+                max_sequence_length=architecture.max_sequence_length,
+                hybrid_override_pattern=architecture.pattern,
+                share_embeddings_and_output_weights=part.is_tied and part.is_first_stage and part.is_last_stage,
+                position_embedding_type="none" if rotary_base is None else "rope",
+                rotary_base=rotary_base or 10_000,
+                rotary_percent=architecture.attention.rotary_percent,
+            )
+        if replace_weights is not None:
+            device = torch.empty(0, device=torch.cuda.current_device()).device
+            replace_weights(model, device)
+            _give_memory(model, device)
         if rotary_base is not None:
             _set_rotary_frequencies(model, rotary_base)
         return model.to(torch.cuda.current_device()).eval()

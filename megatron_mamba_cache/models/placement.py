@@ -7,6 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from ..mcore.linear import QuantizableLinear
 from ..mcore.stacked_experts import StackedExperts
 
 
@@ -207,13 +208,16 @@ class ModelFiller:
 
 
 def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's parameters by name; a parameter that stacks experts is replaced by one view per expert."""
-    stacks = {name: module for name, module in model.named_modules() if isinstance(module, StackedExperts)}
+    """Return the model's plain parameters by name, with stacks of experts replaced by the views of each expert."""
+    modules = dict(model.named_modules())
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         prefix = name.rpartition(".")[0]
-        views = stacks[prefix].named_views() if prefix in stacks else ()
-        found |= {f"{prefix}.{part}": view for part, view in views} or {name: parameter}
+        owner = modules[prefix]
+        if isinstance(owner, StackedExperts):
+            found |= {f"{prefix}.{part}": view for part, view in owner.named_views()}
+        elif not isinstance(owner, QuantizableLinear) or owner.form is None:
+            found[name] = parameter
     return found
 
 

@@ -18,6 +18,7 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
 from megatron_mamba_cache.models.shard_shape import rank_shape
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import EngineRun
+from tests.models.kept_weights import assert_means
 from tests.models.quantized_kinds import KINDS
 from tests.models.quantized_writer import quantize, write_plain
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
@@ -59,7 +60,9 @@ def compare_quantized_weights(name: str, kinds: list[str], layouts: list[Layout]
         dist.barrier()
         for layout in layouts:
             with parallel(layout):
-                assert_same_weights(load_hugging_face(quantized), load_hugging_face(plain))
+                dequantized = load_hugging_face(quantized, dequantizes=True)
+                assert_same_weights(dequantized, load_hugging_face(plain))
+                assert_means(load_hugging_face(quantized), dequantized)
 
 
 def assert_known_before(loaded: LoadedModel) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from megatron_mamba_cache.kernels import one_token
 from megatron_mamba_cache.kernels.activations import gated_silu_ref, squared_relu
 from megatron_mamba_cache.kernels.experts import overlapped_expert
-from megatron_mamba_cache.mcore import expert_layer, feed_forward
+from megatron_mamba_cache.mcore import expert_layer, feed_forward, linear
 from megatron_mamba_cache.mcore.feed_forward import FeedForward, SharedFeedForward, fused_activation
 from megatron_mamba_cache.models.architecture import FeedForwardSizes
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
@@ -63,7 +63,7 @@ def test_single_token_step_uses_the_fused_gemm(
         expected = layer(x)
         monkeypatch.setattr(one_token, "launches_kernel", lambda x: True)
         monkeypatch.setattr(feed_forward, "multiply_one_token", multiply)
-        monkeypatch.setattr(feed_forward, "multiply_one_token", multiply)
+        monkeypatch.setattr(linear, "multiply_one_token", multiply)
         found = layer(x)
     assert calls == ([fused_activation(layer.config), "none"] if num_tokens == 1 else [])
     pair = [(out[0] if isinstance(out, tuple) else out).float() for out in (found, expected)]

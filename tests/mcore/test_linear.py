@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_mamba_cache.mcore.feed_forward import OneTokenColumnLinear, OneTokenRowLinear
+from megatron_mamba_cache.mcore.linear import OneTokenColumnLinear, OneTokenRowLinear
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_mamba_cache.mcore import feed_forward
+from megatron_mamba_cache.mcore import linear
 from megatron_mamba_cache.policy.draft_states import ReplayStates
 from megatron_mamba_cache.speculation.drafter import Drafter
 
@@ -82,7 +82,7 @@ def served(
 @pytest.mark.parametrize("ring_len", [4, 8, 16])
 def test_drafts_change_no_token_or_state_with_bf16_states(ring_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "torch", TokenByToken(torch))
-    monkeypatch.setattr(feed_forward, "F", TokenByToken(F))
+    monkeypatch.setattr(linear, "F", TokenByToken(F))
     subject, rng = tiny_hybrid(pattern=MAMBA_LAYERS, ssm_chunk_size=8), random.Random(ring_len)
     vocab = subject.sizes.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(length)] for length in (5, 23)]

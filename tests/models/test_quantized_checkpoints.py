@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_mamba_cache.mcore.linear import QuantizableLinear
+from megatron_mamba_cache.mcore.stacked_experts import StackedExperts
 from megatron_mamba_cache.models.checkpoints import checkpoint_tensors
 from megatron_mamba_cache.models.checkpoints.checkpoint_tensors import SafetensorsFiles
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face, read_sizes
 from tests.models.checkpoint_edits import copy_of, tensors_of, write_tensors
 from tests.models.counting_file import CountingFile
+from tests.models.kept_weights import assert_means
 from tests.models.quantized_kinds import KEPT, KINDS
 from tests.models.quantized_writer import Kind, fp8, quantize, read_stored, write_files, write_plain
 from tests.models.tensor_parallel_worker import assert_same_weights
@@ -37,10 +40,37 @@ STORED = {torch.bfloat16: "BF16", torch.float32: "F32"}
 def assert_loads_exactly(directory: Path, kind: str, keep: str = "$^", dtype: torch.dtype = torch.bfloat16) -> str:
     """Quantize a checkpoint, load it, compare it with the dequantized weights, and return its log line."""
     means = quantize(directory, KINDS[kind], keep)
-    loaded = load_hugging_face(directory, dtype)
+    loaded = load_hugging_face(directory, dtype, dequantizes=True)
+    assert_means(load_hugging_face(directory, dtype), loaded)
     write_plain(directory, means, STORED[dtype])
     assert_same_weights(loaded, load_hugging_face(directory, dtype))
     return loaded.quantized
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [
+        ("transformers F32", 0.56),
+        ("modelopt FP8", 0.56),
+        ("compressed-tensors FP8 a row", 0.56),
+        ("modelopt NVFP4", 0.85),
+        ("modelopt MXFP4", 0.85),
+        ("modelopt mixed", 0.85),
+        ("modelopt MXFP8", 1.0),
+        ("transformers, edge blocks", 1.0),
+    ],
+)
+def test_quantized_layers_stay_small(kind: str, share: float, wide: Path, tmp_path: Path) -> None:
+    directory = copy_of(wide, tmp_path)
+    quantize(directory, KINDS[kind])
+    kept, dequantized = load_hugging_face(directory).model, load_hugging_face(directory, dequantizes=True).model
+    layers = [module for module in kept.modules() if isinstance(module, QuantizableLinear | StackedExperts)]
+    found = sum(parameter.nbytes for layer in layers for parameter in layer.parameters(recurse=False))
+    names = {name for name, module in kept.named_modules() if module in layers}
+    whole = sum(
+        parameter.nbytes for name, parameter in dequantized.named_parameters() if name.rpartition(".")[0] in names
+    )
+    assert found <= share * whole
 
 
 def number_quantized(directory: Path, ending: str) -> int:
@@ -93,7 +123,8 @@ def test_quantized_embeddings_of_a_tied_checkpoint_are_used(tmp_path: Path) -> N
         stored |= read_stored(file)
     stored |= {f"lm_head.weight{ending}": part for ending, part in encoded.parts.items()}
     write_files(tmp_path, stored, num_shards=2)
-    loaded = load_hugging_face(tmp_path)
+    loaded = load_hugging_face(tmp_path, dequantizes=True)
+    assert_means(load_hugging_face(tmp_path), loaded)
     assert not loaded.architecture.tie_embeddings
     write_plain(tmp_path, means | {"lm_head.weight": encoded.values}, "BF16")
     assert_same_weights(loaded, load_hugging_face(tmp_path))
@@ -111,7 +142,8 @@ def test_quantized_language_model_of_a_multimodal_checkpoint_loads(wide: Path, t
     (directory / "config.json").write_text(json.dumps({"model_type": "larger", "text_config": text}))
     means = quantize(directory, KINDS["modelopt NVFP4"])
     assert number_quantized(directory, "vision.layers.0.fc.weight_scale_2") == 1
-    loaded = load_hugging_face(directory)
+    loaded = load_hugging_face(directory, dequantizes=True)
+    assert_means(load_hugging_face(directory), loaded)
     write_plain(directory, means, "BF16")
     assert_same_weights(loaded, load_hugging_face(directory))
 

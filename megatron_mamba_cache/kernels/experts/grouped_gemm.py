@@ -28,7 +28,7 @@ _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _tile_of(starts, number, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr):
+def tile_of(starts, number, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr):
     """Return a tile's expert, its first row and the expert's end row; all 0 for numbers after the last tile."""
     expert = tl.arange(0, EXPERTS)
     exists = expert < NUM_EXPERTS
@@ -127,7 +127,7 @@ def _grouped_gemm_kernel(
     DEPTH: tl.constexpr, SWAPS: tl.constexpr, BOXES: tl.constexpr, HAS_HALVES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     await_inputs(OVERLAPS)
-    expert, first, last = _tile_of(starts, tl.program_id(1), NUM_EXPERTS, EXPERTS, TILE)
+    expert, first, last = tile_of(starts, tl.program_id(1), NUM_EXPERTS, EXPERTS, TILE)
     if first >= last:
         return
     if HAS_HALVES and last - first <= TILE // 2:

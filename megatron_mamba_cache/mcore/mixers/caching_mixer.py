@@ -84,6 +84,11 @@ class CachingMixer:
     layer_number: int
     pp_layer_offset: int
 
+    @property
+    def num_mixed_channels(self) -> int:
+        """Channels that `out_proj` reads on this rank."""
+        raise NotImplementedError
+
     def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
         """Return the input of `out_proj`, [tokens, channels], for packed prompt tokens [tokens, projected]."""
         raise NotImplementedError
@@ -117,7 +122,7 @@ class CachingMixer:
         if step.prefill is not None:
             mixed.append(self.mix_prefill(projected[first_prefilled:], states, step.prefill))
         if not mixed:
-            return projected.new_zeros(len(projected), self.out_proj.weight.shape[1])
+            return projected.new_zeros(len(projected), self.num_mixed_channels)
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _no_states(self, projected: Tensor) -> LayerStates:

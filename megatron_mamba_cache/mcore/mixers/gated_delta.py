@@ -116,6 +116,10 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
             return self.mix_sequences(hidden_states)
         return self.mix_step(hidden_states, inference_context)
 
+    @property
+    def num_mixed_channels(self) -> int:
+        return self._widths[1]
+
     def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
         qkv, z, b, a = self._split(projected)
         return self.norm(self.recurrence.prefill(qkv, b, a, self._weights, states, rows).flatten(1), z)

@@ -99,6 +99,10 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
     def _dynamic_inference(self, hidden_states: Tensor, context: Any) -> Any:
         return self.mix_step(hidden_states, context)
 
+    @property
+    def num_mixed_channels(self) -> int:
+        return int(self.d_inner_local_tp)
+
     def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
         z, xbc, dt = self._split(projected)
         return self._gate(self.recurrence.prefill(xbc, dt, self._weights, states, rows).flatten(1), z)

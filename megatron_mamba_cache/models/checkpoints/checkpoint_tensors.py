@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .checkpoint_config import read_json_object
 from .quantization_config import QuantizationConfig
-from .quantized_weights import QuantizedWeight, Shape, WeightFormat
+from .quantized_weights import CodedTensor, QuantizedWeight, Shape, WeightFormat
 
 _INDEX = "model.safetensors.index.json"
 
@@ -127,7 +128,8 @@ class CheckpointTensors:
     Attributes:
         names: Tensor name → file that contains the tensor or its codes.
         shapes: Tensor name → its shape.
-        unused: Names of the scales for activations and the KV cache; they are ignored.
+        quantized: Names of quantized weights → their parts.
+        unused: Names of the scales for activations and the KV cache, which nothing reads.
 
     Raises:
         ValueError: For the same reasons as `SafetensorsFiles`, or if a weight is stored twice.
@@ -135,7 +137,7 @@ class CheckpointTensors:
 
     def __init__(self, directory: Path, quantization: QuantizationConfig | None) -> None:
         self._files = SafetensorsFiles(directory)
-        self._quantized: dict[str, QuantizedWeight] = {}
+        self.quantized: dict[str, QuantizedWeight] = {}
         self._stored: dict[str, tuple[str, ...]] = {}
         self.names: dict[str, Path] = {}
         self.shapes: dict[str, Shape] = {}
@@ -159,22 +161,32 @@ class CheckpointTensors:
             if name not in left_out:
                 raise error
 
-    def tensors(self, wanted: Container[str], like: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name in `wanted` with its tensor, without keeping a reference. Unquantized tensors are on the CPU.
+    def tensors(
+        self,
+        wanted: Container[str],
+        like: Callable[[str], Tensor],
+        coded_on: Callable[[str], torch.device | None] = lambda _: None,
+    ) -> Iterator[tuple[str, Tensor | CodedTensor]]:
+        """Yield each wanted name with its tensor. Unquantized tensors are on the CPU; no reference is kept here.
 
         Args:
-            like: Maps a name to a tensor whose dtype and device are used for the dequantized weight.
+            like: Maps a name to a tensor that has the dtype and device for the dequantized weight.
+            coded_on: Maps a name to the device for a weight that stays quantized; None for others.
         """
         by_first = {stored[0]: name for name, stored in self._stored.items() if name in wanted}
         for first, parts in self._files.tensors({first: self._stored[name] for first, name in by_first.items()}):
             name = by_first[first]
-            weight = self._quantized.get(name)
-            yield name, parts.pop(first) if weight is None else weight.values(parts, like(name))
-            del parts  # otherwise these tensors stay in memory while the next are read
+            weight = self.quantized.get(name)
+            device = coded_on(name)
+            if weight is None:
+                yield name, parts.pop(first)
+            else:
+                yield name, weight.values(parts, like(name)) if device is None else weight.coded(parts, device)
+            del parts  # otherwise they stay in memory while the next tensors are read
 
     def quantized_summary(self, used: Collection[str]) -> str:
-        """Return text with the number, formats and bytes of the quantized weights in `used`; "" if there are none."""
-        weights = [self._quantized[name] for name in used if name in self._quantized]
+        """Describe the number, formats and bytes of the quantized weights among these names; empty without any."""
+        weights = [self.quantized[name] for name in used if name in self.quantized]
         counts = Counter(weight.format.name for weight in weights)
         num_bytes = sum(self._bytes_of(part) for weight in weights for part in weight.parts)
         each = ", ".join(f"{count:,} of {name}" for name, count in sorted(counts.items()))
@@ -207,7 +219,7 @@ class CheckpointTensors:
             described = f"{quantization.source} describes {quantization}"
             raise self._error(codes, f"is of type {found}, which is not supported: {described}")
         name = codes.removesuffix(next(filter(codes.endswith, _OF_PAIRS), "")) if found == "U8" else codes
-        weight = self._quantized[name] = self._weight(name, codes, formats)
+        weight = self.quantized[name] = self._weight(name, codes, formats)
         return name, weight.parts, weight.shape
 
     def _add(self, name: str, stored: tuple[str, ...], shape: Shape) -> None:

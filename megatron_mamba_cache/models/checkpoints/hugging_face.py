@@ -1,25 +1,24 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 
 from ...installation import install_command
 from ..architecture import HybridArchitecture
 from ..families import bamba, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
-from ..hybrid_model import build_hybrid_model, check_buildable
+from ..hybrid_model import check_buildable
 from ..parameter_shapes import filled_of
-from ..placement import ModelFiller, Placements, stored_shape
-from ..rank_shard import EMBEDDINGS, RankShard
+from ..placement import Placements, stored_shape
+from ..rank_shard import EMBEDDINGS
 from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
 from .checkpoint_tensors import CheckpointTensors
-from .loading_progress import loading_progress
+from .model_filling import ModelFilling
 from .quantization_config import QuantizationConfig
 from .stored_names import OtherNames, StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
 
@@ -118,13 +117,15 @@ class LoadedModel:
     """A model with loaded weights, its architecture, and the directory of its files.
 
     Args:
-        quantized: Text about the quantized tensors in the files, printed at start-up; "" if there are none.
+        quantized: Summary of the quantized tensors in the files, printed at start-up; empty if there are none.
+        num_kept: Number of these tensors that stay quantized in memory.
     """
 
     model: MambaModel
     architecture: HybridArchitecture
     directory: Path
     quantized: str = ""
+    num_kept: int = 0
 
 
 def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
@@ -137,16 +138,20 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
     return family.architecture(), family.dtype
 
 
-def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
+def load_hugging_face(
+    source: str | Path, dtype: torch.dtype | None = torch.bfloat16, *, dequantizes: bool = False
+) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
-    Each tensor that this rank needs is read, dequantized if it is stored in FP8, NVFP4 or MXFP4, and reduced to the
-    rank's shard before the next is read. If `source` is not a directory, it is a model name on the Hugging Face hub;
-    huggingface_hub, which must be installed, finds the model in its cache or downloads it.
+    The tensors that this rank needs are read one at a time and cut to the shard of the rank. Linear layers and experts
+    that are stored in FP8, NVFP4 or MXFP4 stay quantized in memory if the dtype is bfloat16; other quantized tensors
+    are dequantized. If `source` is not a directory, it is the name of a model, which huggingface_hub, if installed,
+    finds in its local cache or downloads.
 
     Args:
-        dtype: Dtype of the weights. None selects bfloat16 if config.json says that the weights are bfloat16 or
-            quantized, and float32 otherwise.
+        dtype: Dtype of the weights; None: bfloat16 if config.json says that they are bfloat16 or quantized, else
+            float32.
+        dequantizes: True to dequantize all weights.
 
     Raises:
         ValueError: If a file or tensor is missing, damaged, unexpected, of the wrong shape or not supported; the
@@ -162,19 +167,14 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     placements = _placements(family, architecture, files, directory)
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     _check_shapes(directory, files, placements, shapes)
+    dtype = dtype or family.dtype
+    keeps = dtype is torch.bfloat16 and not dequantizes
     with naming_source(directory / "config.json"):
-        model = build_hybrid_model(architecture, dtype or family.dtype)
-    filler = ModelFiller(
-        model,
-        placements,
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        RankShard.of_process(architecture).local_name,
-    )
-    _fill(filler, files, placements)
-    if unfilled := filler.unfilled():
+        filling = ModelFilling(architecture, dtype, placements, files, keeps_quantized=keeps)
+    filling.fill()
+    if unfilled := filling.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
-    return LoadedModel(model, architecture, directory, files.quantized_summary(placements))
+    return LoadedModel(filling.model, architecture, directory, files.quantized_summary(placements), filling.num_kept)
 
 
 def _directory_of(source: str | Path) -> Path:
@@ -250,18 +250,6 @@ def naming_source(source: str | Path) -> Iterator[None]:
         raise ValueError(f"{source} describes a model that Megatron cannot build: {error}") from error
     except MemoryError as error:
         raise MemoryError(f"{source}: {error}") from error
-
-
-def _fill(filler: ModelFiller, files: CheckpointTensors, names: Iterable[str]) -> None:
-    wanted = {name for name in names if filler.wants(name)}
-    with loading_progress(len(wanted)) as advance:
-        for name, tensor in files.tensors(wanted, filler.target):
-            try:
-                filler.fill(name, tensor)
-            except ValueError as error:
-                raise ValueError(f"{files.names[name]}: {error}") from error
-            del tensor  # otherwise this tensor stays in memory while the next is read
-            advance()
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Formats of quantized weights, stored as codes and scales, and their dequantization."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -7,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from ...kernels.quantized.quantized_matrix import codes_of_pairs
 
 _SLABS = {"cpu": 2**18, "cuda": 2**22}
 """Device type → maximum number of weights to dequantize at a time; on a CPU, more would fragment memory."""
@@ -72,6 +75,26 @@ MXFP4 = WeightFormat("MXFP4", "U8", _POWERS_OF_2, 1, 32)
 
 
 @dataclass(frozen=True, slots=True)
+class CodedTensor:
+    """A quantized weight as rows, each with its own scales.
+
+    Args:
+        codes: [..., rows, columns] uint8, one code each.
+        code_bits: As in `QuantizedMatrix`.
+        scales: [..., rows, column blocks] float32, or as bytes of e4m3 or E8M0; None for none.
+        factors: [..., rows] float32; None for none.
+        block_rows, block_columns: Size of the blocks in the file that share a scale.
+    """
+
+    codes: Tensor
+    code_bits: int
+    scales: Tensor | None
+    factors: Tensor | None
+    block_rows: int = 1
+    block_columns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A quantized weight, which a checkpoint stores as a tensor of codes and tensors of scales.
 
@@ -91,6 +114,31 @@ class QuantizedWeight:
     def parts(self) -> tuple[str, ...]:
         """Names of all tensors needed to dequantize the weight."""
         return (self.codes, self.scale, *([] if self.global_scale is None else [self.global_scale]))
+
+    def coded(self, tensors: Mapping[str, Tensor], device: torch.device) -> CodedTensor:
+        """Return the codes and what multiplies them, by row; the inverse of an inverse scale is rounded to float32.
+
+        Args:
+            tensors: At least `parts`, by name.
+        """
+        *leading, rows, _ = self.shape
+        on_device = {name: tensors[name].to(device) for name in self.parts}
+        codes = on_device[self.codes].reshape(*leading, rows, -1).view(torch.uint8)
+        grid = self.format.grid(self.shape)
+        scales = on_device[self.scale]
+        scales = (scales if self.format.code_type == "U8" else _float32(scales)).reshape(-1, *grid[-2:])
+        scales = scales.expand(math.prod(leading), -1, -1).reshape(grid)  # a stack may have one scale
+        if self.format.columns is None:
+            return CodedTensor(codes, 8, None, scales.squeeze(-1).expand(*leading, rows))
+        height, width = self.format.rows or rows, self.format.columns
+        by_row = scales if height == 1 else scales.repeat_interleave(height, dim=-2)[..., :rows, :]
+        if self.format.code_type != "U8":
+            return CodedTensor(codes, 8, by_row, None, height, width)
+        factors = None
+        if self.global_scale is not None:
+            factor = on_device[self.global_scale].float().reshape(-1).expand(math.prod(leading))
+            factors = (1 / factor if self.divides else factor).reshape(*leading, 1).expand(*leading, rows)
+        return CodedTensor(codes_of_pairs(codes), 4, by_row, factors, height, width)
 
     def values(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Return the dequantized weight; it is computed in float32 and rounded once to the result's dtype.

@@ -57,8 +57,8 @@ def _attention_placements(architecture: HybridArchitecture, layer: int, prefix: 
     of_group = parts_of_a_head * attention.num_heads // attention.num_kv_heads + 2
 
     def by_group(qkv: Tensor) -> Tensor:
-        num_heads = min(len(qkv) // attention.head_dim, of_group)  # smaller if several ranks share a KV head
-        return qkv.view(-1, num_heads, attention.head_dim, architecture.hidden_size)
+        num_heads = min(len(qkv) // attention.head_dim, of_group)  # fewer if several ranks share a KV head
+        return qkv.view(-1, num_heads, attention.head_dim, qkv.shape[-1])
 
     def queries(qkv: Tensor) -> Tensor:
         return by_group(qkv)[:, :-2].unflatten(1, (parts_of_a_head, -1)).transpose(1, 2)

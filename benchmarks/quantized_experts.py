@@ -1,0 +1,190 @@
+"""How close do products of routed experts with quantized weights come to the bytes' floor?
+
+    PYTHONPATH=. python3 benchmarks/quantized_experts.py [--shapes NAME ...] [--tokens N ...] [--json FILE]
+
+Each time is the median of a product inside a CUDA graph of many, whose tokens differ, so that their experts are not in
+the L2 cache. Weights and tokens are random, and all experts are equally likely. The floor is the bytes of codes and
+scales of the experts that are hit, at the rate of a plain copy measured in the same run; fractions are floor / time.
+"layer" is from the choice of experts to the weighted sum. The peer is the same layer with bf16 weights.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from math import ceil
+from pathlib import Path
+
+import torch
+from experts import SHAPES, LayerShape
+from measuring.ceilings import copy_us
+from measuring.graph_timing import launch_us
+from measuring.machine import describe_machine
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
+from megatron_mamba_cache.kernels.experts.quantized_experts import (
+    can_multiply_quantized,
+    quantized_grouped_gemm,
+    routed_quantized_experts,
+)
+from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
+from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
+from megatron_mamba_cache.kernels.quantized.dequantize import dequantize
+from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, packed
+
+TOKENS = (1, 8, 64, 256)
+COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache
+MOST_BATCHES = 32
+BLOCK = 128
+FORMS = {"nano": ("row", "nvfp4"), "qwen36-35b": ("block", "row", "nvfp4")}
+"""How experts are published: FP8 with a scale per tensor or row, or per block of 128 x 128; NVFP4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Times of a layer's products in microseconds, with their floors, and the relative error of the layer."""
+
+    shape: str
+    form: str
+    tokens: int
+    experts_hit: float
+    first_floor_us: float
+    first_us: float
+    second_floor_us: float
+    second_us: float
+    layer_us: float
+    bf16_layer_us: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens, the experts that they choose, and the result of the first product."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    order: ExpertOrder
+    inner: Tensor
+
+
+class Bench:
+    """A layer of experts with random quantized weights."""
+
+    def __init__(self, name: str, form: str) -> None:
+        torch.manual_seed(0)
+        self.name, self.form, self.shape = name, form, SHAPES[name]
+        width = self.shape.inner * (2 if self.shape.activation == "gated_silu" else 1)
+        self.first = self._random(width, self.shape.hidden)
+        self.second = self._random(self.shape.hidden, self.shape.inner)
+        self.plain = [dequantize(weight) for weight in (self.first, self.second)]
+
+    def _random(self, rows: int, columns: int) -> QuantizedMatrix:
+        shape: LayerShape = self.shape
+        if self.form == "nvfp4":
+            codes = torch.randint(16, (shape.num_experts, rows, columns), dtype=torch.uint8, device="cuda")
+            scales = torch.rand(shape.num_experts, rows, columns // 16, device="cuda").mul_(400)
+            factors = torch.full((shape.num_experts, rows), 1 / (600 * columns**0.5), device="cuda")
+            return QuantizedMatrix(packed(codes, 4), 4, scales.to(torch.float8_e4m3fn), factors, 1, 16)
+        codes = torch.randn(shape.num_experts, rows, columns, device="cuda").mul_(64).to(torch.float8_e4m3fn)
+        words, size = packed(codes.view(torch.uint8), 8), 1 / (64 * columns**0.5)
+        if self.form == "row":
+            factors = torch.rand(shape.num_experts, rows, device="cuda").add_(0.5).mul_(size)
+            return QuantizedMatrix(words, 8, factors=factors)
+        grid = shape.num_experts, ceil(rows / BLOCK), ceil(columns / BLOCK)
+        scales = torch.rand(grid, device="cuda").add_(0.5).mul_(size)
+        return QuantizedMatrix(words, 8, scales, None, BLOCK, BLOCK)
+
+    def batch(self, count: int) -> Batch:
+        """Draw tokens and their experts."""
+        x = torch.randn(count, self.shape.hidden, device="cuda").bfloat16()
+        scores = torch.rand(count, self.shape.num_experts, device="cuda")
+        ids = scores.topk(self.shape.rule.top_k, dim=-1).indices.to(torch.int32)
+        weights = torch.rand(ids.shape, device="cuda")
+        order = order_by_expert(ids, self.shape.num_experts)
+        return Batch(x, ids, weights, order, self._first(x, ids, order))
+
+    def _first(self, x: Tensor, ids: Tensor, order: ExpertOrder) -> Tensor:
+        return quantized_grouped_gemm(x, self.first, order, top_k=ids.shape[1], activation=self.shape.activation)
+
+    def _layer(self, batch: Batch) -> Tensor:
+        return routed_quantized_experts(
+            batch.x, batch.ids, batch.weights, self.first, self.second, self.shape.activation
+        )
+
+    def _bf16_layer(self, batch: Batch) -> Tensor:
+        return routed_experts(batch.x, batch.ids, batch.weights, *self.plain, self.shape.activation)
+
+    def measure(self, count: int) -> Figure:
+        """Measure both products, the layer, and the layer with bf16 weights."""
+        batches = [self.batch(count)]
+        if not can_multiply_quantized(batches[0].x, batches[0].ids.numel(), self.first, self.second):
+            raise RuntimeError(f"{self.name}: {count} tokens take no kernel for codes")
+        hit = float(batches[0].ids.unique().numel())
+        of_expert = self.first[0].nbytes + self.second[0].nbytes
+        batches += [self.batch(count) for _ in range(min(MOST_BATCHES, ceil(COLD_BYTES / (hit * of_expert))))]
+        hit = sum(float(batch.ids.unique().numel()) for batch in batches) / len(batches)
+        floors = [copy_us(round(hit * weight[0].nbytes)) for weight in (self.first, self.second)]
+
+        def time(run: Callable[[Batch], object], expected: float) -> float:
+            return launch_us([lambda batch=batch: run(batch) for batch in batches], expected)  # type: ignore[misc]
+
+        found, expected = self._layer(batches[0]).float(), self._bf16_layer(batches[0]).float()
+        return Figure(
+            self.name,
+            self.form,
+            count,
+            hit,
+            floors[0],
+            time(lambda batch: self._first(batch.x, batch.ids, batch.order), floors[0]),
+            floors[1],
+            time(lambda batch: quantized_grouped_gemm(batch.inner, self.second, batch.order), floors[1]),
+            time(self._layer, sum(floors)),
+            time(self._bf16_layer, 2 * sum(floors)),
+            float((found - expected).abs().mean() / expected.abs().mean()),
+        )
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        "| shape | scales | tokens | experts hit | first, µs | of its floor | second, µs | of its floor | layer, µs | "
+        "of both floors | bf16 layer, µs | error |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in figures:
+        floor = one.first_floor_us + one.second_floor_us
+        cells = [one.shape, one.form, f"{one.tokens}", f"{one.experts_hit:.0f}"]
+        cells += [f"{one.first_us:.1f}", f"{one.first_floor_us / one.first_us:.2f}"]
+        cells += [f"{one.second_us:.1f}", f"{one.second_floor_us / one.second_us:.2f}"]
+        cells += [f"{one.layer_us:.1f}", f"{floor / one.layer_us:.2f}", f"{one.bf16_layer_us:.1f}", f"{one.error:.4f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, then print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=FORMS, default=list(FORMS), help="default: all")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    figures: list[Figure] = []
+    for name in arguments.shapes:
+        for form, count in product(FORMS[name], arguments.tokens):
+            bench = Bench(name, form)
+            figures.append(bench.measure(count))
+            del bench
+            torch.cuda.empty_cache()
+    print(table(figures))
+    if arguments.json:
+        document = {"machine": describe_machine(), "figures": [asdict(one) for one in figures]}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Products with quantized weights, which stay codes and scales in memory."""

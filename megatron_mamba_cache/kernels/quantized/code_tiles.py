@@ -1,0 +1,278 @@
+"""Tiles of FP8 codes that kernels dequantize in registers, and their products with tokens.
+
+Layout: weights are the left operand, which has at least 64 rows on tensor cores, and tokens the right one. A code is
+exact in bf16. So products are exact, and sums are in fp32; scales of blocks multiply the sum of a block's columns.
+"""
+
+import triton
+import triton.language as tl
+
+from ..kernel_language import appended
+from ..kernel_launches import INTERPRETED
+
+_IS_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def decoded_pairs(words):
+    """Return the values of the low and of the high e4m3 codes of words, in bf16; exact. NaN is decoded as 480.
+
+    The bits of a code, moved to those of a bf16 number, mean 2^-120 of its value.
+    """
+    if _IS_INTERPRETED:
+        bits = words.to(tl.int32)
+        low = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        high = (((bits & 0x8000) << 16) | ((bits & 0x7F00) << 12)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        # Two words at once: each code becomes the low byte of a half whose high byte repeats its sign; then it is
+        # moved up by four bits, and all but the sign and the code are cleared.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, factor;
+            prmt.b32 low, $2, 0, 0xA280; prmt.b32 high, $2, 0, 0xB391;
+            shl.b32 low, low, 4; shl.b32 high, high, 4;
+            and.b32 low, low, 0x87F087F0; and.b32 high, high, 0x87F087F0;
+            mov.b32 factor, 0x7B807B80;
+            mul.bf16x2 $0, low, factor; mul.bf16x2 $1, high, factor;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return low, high
+
+
+@triton.jit
+def nvfp4_scales(scales):
+    """Return the four scales of runs as pairs of equal bf16 numbers, times 2^110; exact.
+
+    Args:
+        scales: int32, each the four e4m3 scales of a run, none of which is negative.
+
+    Returns:
+        Four int32 tensors.
+    """
+    if _IS_INTERPRETED:
+        found = ()
+        for number in tl.static_range(4):
+            bits = ((scales >> (8 * number)) & 0x7F) << 20
+            value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * 1.2980742146337069e33
+            found = appended(found, value.to(tl.int32, bitcast=True))  # exact in bf16: the upper half is that number
+        pairs = found
+    else:
+        pairs = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 first, second, high, higher;
+            mov.b32 high, 0x7B807B80; mov.b32 higher, 0x76807680;
+            prmt.b32 first, $4, 0, 0x4040; shl.b32 first, first, 4;
+            mul.bf16x2 first, first, high; mul.bf16x2 $0, first, higher;
+            prmt.b32 second, $4, 0, 0x4141; shl.b32 second, second, 4;
+            mul.bf16x2 second, second, high; mul.bf16x2 $1, second, higher;
+            prmt.b32 first, $4, 0, 0x4242; shl.b32 first, first, 4;
+            mul.bf16x2 first, first, high; mul.bf16x2 $2, first, higher;
+            prmt.b32 second, $4, 0, 0x4343; shl.b32 second, second, 4;
+            mul.bf16x2 second, second, high; mul.bf16x2 $3, second, higher;
+            }""",
+            "=r,=r,=r,=r,r",
+            [scales],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    return pairs
+
+
+@triton.jit
+def _of_words(scales, RUN: tl.constexpr):
+    """Repeat what each run has, [rows, runs], for its words."""
+    ROWS: tl.constexpr = scales.shape[0]
+    RUNS: tl.constexpr = scales.shape[1]
+    return tl.reshape(tl.broadcast_to(scales[:, :, None], [ROWS, RUNS, RUN]), [ROWS, RUNS * RUN])
+
+
+@triton.jit
+def decoded_quads(words, first, second, third, fourth):
+    """Return the values of the four e2m1 codes of words, times a scale for each, in bf16; exact.
+
+    The bits of a code, moved to those of a bf16 number, mean 2^-126 of its value.
+
+    Args:
+        first, second, third, fourth: The scales of each; see `nvfp4_scales`.
+    """
+    if _IS_INTERPRETED:
+        bits = words.to(tl.int32)
+        values = ()
+        for number in tl.static_range(4):
+            code = bits >> (4 * number)
+            found = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
+            scale = first if number == 0 else second if number == 1 else third if number == 2 else fourth
+            values = appended(values, found * scale.to(tl.float32, bitcast=True))
+        result = values
+    else:
+        result = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 value, sign;
+            shl.b32 sign, $4, 12; shl.b32 value, $4, 6; and.b32 value, value, 0x01C001C0;
+            lop3.b32 value, value, sign, 0x80008000, 0xF8; mul.bf16x2 $0, value, $5;
+            shl.b32 sign, $4, 8; shl.b32 value, $4, 2; and.b32 value, value, 0x01C001C0;
+            lop3.b32 value, value, sign, 0x80008000, 0xF8; mul.bf16x2 $1, value, $7;
+            shl.b32 sign, $4, 4; shr.b32 value, $4, 2; and.b32 value, value, 0x01C001C0;
+            lop3.b32 value, value, sign, 0x80008000, 0xF8; mul.bf16x2 $2, value, $9;
+            shr.b32 value, $4, 6; and.b32 value, value, 0x01C001C0;
+            lop3.b32 value, value, $4, 0x80008000, 0xF8; mul.bf16x2 $3, value, $11;
+            }""",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            [words, first, second, third, fourth],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return result
+
+
+@triton.jit
+def multiply(weights, given, total):
+    """Return total + weights @ given; see `grouped_gemm` for why the interpreter gets sums."""
+    if _IS_INTERPRETED:
+        found = total + tl.sum(weights.to(tl.float32).T[:, :, None] * given.to(tl.float32)[:, None, :], axis=0)
+    else:
+        found = tl.dot(weights, given, total)
+    return found
+
+
+@triton.jit
+def load_words(words, row, begin, LENGTH: tl.constexpr, DEPTH: tl.constexpr, BOXES: tl.constexpr):
+    """Load words [WIDTH, DEPTH] of rows from word `begin` on; for BOXES, of the row and those that follow it."""
+    if BOXES:
+        found = words.load([row, begin])
+    else:
+        word = begin + tl.arange(0, DEPTH)
+        pointers = words + row.to(tl.int64)[:, None] * LENGTH + word[None, :]
+        is_whole: tl.constexpr = LENGTH % DEPTH == 0
+        found = tl.load(pointers) if is_whole else tl.load(pointers, mask=(word < LENGTH)[None, :], other=0)
+    return found
+
+
+@triton.jit
+def prefetch_words(words, row, begin, LENGTH: tl.constexpr, LINES: tl.constexpr):
+    """Begin to copy the first LINES times 128 bytes of rows, from word `begin` on, from memory to the L2 cache."""
+    line = begin + tl.arange(0, LINES) * 64
+    pointers = words + row.to(tl.int64)[:, None] * LENGTH + tl.minimum(line, LENGTH - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def load_inputs(inputs, begin, element, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
+    """Load the inputs [DEPTH, TILE] of the low, or of the high, codes of words."""
+    if LENGTH % DEPTH == 0:
+        found = tl.load(inputs + 2 * begin)
+    else:
+        found = tl.load(inputs + 2 * begin, mask=(begin + element < LENGTH)[:, None], other=0)
+    return found
+
+
+@triton.jit
+def block_scale(scales, row, word, GRID_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Return the scales of rows in the block of columns of a word."""
+    return tl.load(scales + row // BLOCK_ROWS * GRID_COLUMNS + tl.minimum(2 * word // BLOCK_COLUMNS, GRID_COLUMNS - 1))
+
+
+@triton.jit
+def sum_inputs(
+    x,
+    words,
+    scales,
+    row,
+    scaled_row,
+    token,
+    x_stride,
+    begin,
+    end,
+    LENGTH: tl.constexpr,
+    GRID_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BOXES: tl.constexpr,
+):
+    """Return the products [WIDTH, TILE] of the words from `begin` to `end`. Long because of its arguments.
+
+    Args:
+        row: [WIDTH] rows of weights; for BOXES, the first of consecutive ones.
+        scaled_row: [WIDTH] the same, for scales; a scalar if all have the scales of one row.
+        token: [TILE] rows of x.
+    """
+    HAS_SCALES: tl.constexpr = GRID_COLUMNS > 0
+    element = tl.arange(0, DEPTH)
+    column = element // RUN * (2 * RUN) + element % RUN
+    inputs = x + token.to(tl.int64)[None, :] * x_stride + column[:, None]
+    total = tl.zeros([WIDTH, TILE], tl.float32)
+    if HAS_SCALES:
+        scale = block_scale(scales, scaled_row, begin, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS)
+    for word in range(begin, end, DEPTH):
+        low, high = decoded_pairs(load_words(words, row, word, LENGTH, DEPTH, BOXES))
+        of_low = load_inputs(inputs, word, element, LENGTH, DEPTH)
+        of_high = load_inputs(inputs + RUN, word, element, LENGTH, DEPTH)
+        if HAS_SCALES:
+            following = block_scale(scales, scaled_row, word + DEPTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS)
+            products = multiply(low, of_low, tl.zeros([WIDTH, TILE], tl.float32))
+            products = multiply(high, of_high, products)
+            total += products * (scale[:, None] if scale.type.is_block() else scale)
+            scale = following
+        else:
+            total = multiply(high, of_high, multiply(low, of_low, total))
+    return total
+
+
+@triton.jit
+def sum_nvfp4_inputs(
+    x,
+    words,
+    scales,
+    row,
+    token,
+    x_stride,
+    begin,
+    end,
+    LENGTH: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Return the products [WIDTH, TILE] of the words from `begin` to `end`, NVFP4 weights without their factors.
+
+    Args:
+        scales: Pointers to int32, each the four scales of a run.
+        row, token: As in `sum_inputs`.
+    """
+    RUNS: tl.constexpr = LENGTH // RUN
+    element, run = tl.arange(0, DEPTH), tl.arange(0, DEPTH // RUN)
+    column = element // RUN * (4 * RUN) + element % RUN
+    inputs = x + token.to(tl.int64)[None, :] * x_stride + column[:, None]
+    of_rows = scales + row.to(tl.int64)[:, None] * RUNS + run[None, :]
+    total = tl.zeros([WIDTH, TILE], tl.float32)
+    for word in range(begin, end, DEPTH):
+        found = load_words(words, row, word, LENGTH, DEPTH, False)
+        is_inside = word // RUN + run < RUNS
+        fours = tl.load(of_rows + word // RUN, mask=is_inside[None, :], other=0)
+        first, second, third, fourth = nvfp4_scales(fours)
+        weights = decoded_quads(
+            found, _of_words(first, RUN), _of_words(second, RUN), _of_words(third, RUN), _of_words(fourth, RUN)
+        )
+        for number in tl.static_range(4):
+            given = tl.load(inputs + 4 * word + number * RUN, mask=(word + element < LENGTH)[:, None], other=0)
+            total = multiply(weights[number], given, total)
+    return total * 65536.0  # scales are times 2^110, and codes times 2^-126

@@ -1,0 +1,86 @@
+"""Build a model and fill it from checkpoint files, with weights that stay quantized where they can."""
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.mamba.mamba_model import MambaModel
+from torch import Tensor
+
+from ..architecture import HybridArchitecture
+from ..hybrid_model import build_hybrid_model
+from ..placement import ModelFiller, Placements
+from ..quantized_targets import QuantizedFiller, Ranks
+from ..rank_shard import RankShard
+from .checkpoint_tensors import CheckpointTensors
+from .loading_progress import loading_progress
+
+
+class ModelFilling:
+    """A model, this rank's shard of it, and what fills it.
+
+    Args:
+        placements: Destinations of the files' tensors.
+        keeps_quantized: False to dequantize all weights.
+
+    Attributes:
+        model: Undefined until `fill` has returned.
+        num_kept: Quantized tensors of the files that stay quantized.
+
+    Raises:
+        ValueError: As `build_hybrid_model`.
+        MemoryError: As `build_hybrid_model`.
+    """
+
+    def __init__(
+        self,
+        architecture: HybridArchitecture,
+        dtype: torch.dtype,
+        placements: Placements,
+        files: CheckpointTensors,
+        *,
+        keeps_quantized: bool,
+    ) -> None:
+        self._files = files
+        self._quantized: QuantizedFiller | None = None
+        local_name = RankShard.of_process(architecture).local_name
+        tensor_ranks = Ranks(
+            parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+        )
+        formats = {name: weight.format for name, weight in files.quantized.items()} if keeps_quantized else {}
+
+        def keep_quantized(model: MambaModel, device: torch.device) -> None:
+            self._quantized = QuantizedFiller(
+                model, placements, formats, files.shapes, tensor_ranks, local_name, device
+            )
+
+        self.model = build_hybrid_model(architecture, dtype, keep_quantized if formats else None)
+        kept = {name for name in placements if self._quantized is not None and self._quantized.takes(name)}
+        others = {name: placed for name, placed in placements.items() if name not in kept}
+        self._others = ModelFiller(self.model, others, tensor_ranks.rank, tensor_ranks.size, local_name)
+        self.num_kept = sum(name in formats for name in kept)
+        self._kept, self._wanted = kept, kept | {name for name in others if self._others.wants(name)}
+
+    def fill(self) -> None:
+        """Read the files, and copy each tensor to its destinations.
+
+        Raises:
+            ValueError: Naming file and tensor, if one does not fit.
+        """
+        with loading_progress(len(self._wanted)) as advance:
+            for name, tensor in self._files.tensors(self._wanted, self._others.target, self._coded_on):
+                try:
+                    if self._quantized is not None and name in self._kept:
+                        self._quantized.fill(name, tensor)
+                    else:
+                        assert isinstance(tensor, Tensor)
+                        self._others.fill(name, tensor)
+                except ValueError as error:
+                    raise ValueError(f"{self._files.names[name]}: {error}") from error
+                del tensor  # otherwise two are held while the next one is read
+                advance()
+
+    def unfilled(self) -> list[str]:
+        """Return the names of parameters and buffers that lack values."""
+        return [*self._others.unfilled(), *([] if self._quantized is None else self._quantized.unfilled())]
+
+    def _coded_on(self, name: str) -> torch.device | None:
+        return self._quantized.device if self._quantized is not None and name in self._kept else None

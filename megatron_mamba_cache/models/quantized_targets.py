@@ -1,0 +1,268 @@
+"""Weights of a model that stay quantized: which ones can, and how a checkpoint's tensors fill them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.quantized.quantized_matrix import RUN, QuantizedForm, QuantizedMatrix, packed
+from ..mcore.linear import QuantizableLinear
+from ..mcore.stacked_experts import StackedExperts
+from .checkpoints.quantized_weights import MXFP4, NVFP4, CodedTensor, WeightFormat
+from .placement import Placement, Placements, Split
+
+_SCALE_DTYPES = {NVFP4: torch.float8_e4m3fn, MXFP4: torch.float8_e8m0fnu}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This tensor-parallel rank, and how many there are."""
+
+    rank: int
+    size: int
+
+    def local(self, placement: Placement, tensor: Tensor) -> Tensor:
+        """Return the rank's share of what a placement takes of a checkpoint tensor."""
+        return placement.split.local(placement.select(tensor), self.rank, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint tensor that goes to a weight, and its format; None if it is not quantized."""
+
+    placement: Placement
+    format: WeightFormat | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptForm:
+    """The form of a weight that stays quantized, and how many of its last rows do not."""
+
+    form: QuantizedForm
+    num_plain: int = 0
+
+
+def kept_form(shape: tuple[int, ...], sources: Sequence[Source], ranks: Ranks) -> KeptForm | None:
+    """Return the form in which a weight can stay quantized; None if it must be dequantized.
+
+    Its parts have one format, but for plain ones in its last rows. A tensor-parallel cut through blocks makes them
+    smaller, and through runs of codes is not possible.
+
+    Args:
+        shape: Rows and columns of the weight on this rank.
+    """
+    rows, columns = shape
+    quantized = [source for source in sources if source.format is not None]
+    plain = [source for source in sources if source.format is None]
+    formats = {source.format for source in quantized}
+    if len(formats) != 1 or not (format := next(iter(formats))):
+        return None
+    num_plain = sum(len(_rows_of(source.placement, rows)) for source in plain)
+    if any(int(_rows_of(source.placement, rows).min()) < rows - num_plain for source in plain):
+        return None
+    code_bits = 4 if format.code_type == "U8" else 8
+    if columns % (16 // code_bits * RUN):
+        return None
+    if format.columns is None:
+        return KeptForm(QuantizedForm(8, has_factors=True), num_plain)
+    if format in _SCALE_DTYPES:
+        fits = columns % format.columns == 0
+        form = QuantizedForm(4, _SCALE_DTYPES[format], format.has_global, 1, format.columns)
+        return KeptForm(form, num_plain) if fits else None
+    is_cut = ranks.size > 1 and any(_is_cut_in_columns(source.placement) for source in quantized)
+    block_columns = gcd(format.columns, columns) if is_cut else format.columns
+    if format.rows is None or format.rows == 1 or block_columns % RUN:
+        return None
+    block_rows = _shared_rows(_owners(rows, format.rows, quantized, ranks)[: rows - num_plain], format.rows)
+    return KeptForm(QuantizedForm(8, torch.float32, False, block_rows, block_columns), num_plain)
+
+
+def _rows_of(placement: Placement, rows: int) -> Tensor:
+    """Return the rows of a weight that a placement fills."""
+    return placement.view(torch.arange(rows).unsqueeze(-1)).flatten()
+
+
+def _is_cut_in_columns(placement: Placement) -> bool:
+    return isinstance(placement.split, Split) and placement.split.dim == 1
+
+
+def _owners(rows: int, height: int, sources: list[Source], ranks: Ranks) -> Tensor:
+    """Return a number for each row of a weight that tells the blocks of the files apart, which have `height` rows."""
+    owners = torch.full((rows,), -1)
+    for number, source in enumerate(sources):
+        blocks = (torch.arange(source.shape[-2]) // height).unsqueeze(-1).expand(*source.shape[:-1], 1)
+        is_whole = _is_cut_in_columns(source.placement)
+        found = source.placement.select(blocks) if is_whole else ranks.local(source.placement, blocks)
+        owners[_rows_of(source.placement, rows)] = found.flatten() * len(sources) + number
+    return owners
+
+
+def _shared_rows(owners: Tensor, height: int) -> int:
+    """Return how many consecutive rows have one owner everywhere: `height`, or a divisor of it."""
+    for size in (divisor for divisor in range(height, 1, -1) if height % divisor == 0):
+        whole, rest = owners[: len(owners) // size * size].view(-1, size), owners[len(owners) // size * size :]
+        if bool((whole == whole[:, :1]).all()) and bool((rest == rest[:1]).all()):
+            return size
+    return 1
+
+
+class QuantizedTarget:
+    """A weight that stays quantized, as the destination of a checkpoint's tensors.
+
+    Args:
+        plain: Its last rows, which are not quantized; None for none.
+    """
+
+    def __init__(self, matrix: QuantizedMatrix, plain: Tensor | None = None) -> None:
+        self._matrix = matrix
+        self._plain = plain
+        self._num_quantized, self._columns = matrix.shape
+        self._rows = self._num_quantized + (0 if plain is None else len(plain))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self._matrix.words.device
+
+    def numel(self) -> int:
+        """Return how many weights it has."""
+        return self._rows * self._columns
+
+    def fill(self, placement: Placement, stored: Tensor | CodedTensor, ranks: Ranks) -> int:
+        """Copy this rank's share of a checkpoint tensor to its rows; return how many weights they have.
+
+        Raises:
+            ValueError: If the share has another shape than its rows.
+        """
+        rows = _rows_of(placement, self._rows).to(self.device)
+        codes = ranks.local(placement, stored.codes if isinstance(stored, CodedTensor) else stored)
+        if codes.shape != (len(rows), self._columns):
+            raise ValueError(f"a share of shape {tuple(codes.shape)} does not fill {(len(rows), self._columns)}")
+        if isinstance(stored, Tensor):
+            assert self._plain is not None
+            self._plain[rows - self._num_quantized] = codes.to(self._plain)
+            return codes.numel()
+        self._matrix.words[rows] = packed(codes, stored.code_bits)
+        is_cut = _is_cut_in_columns(placement)
+        if self._matrix.factors is not None and stored.factors is not None:
+            factors = stored.factors.unsqueeze(-1)
+            factors = placement.select(factors) if is_cut else ranks.local(placement, factors)
+            self._matrix.factors[rows] = factors.squeeze(-1)
+        if self._matrix.scales is not None and stored.scales is not None:
+            refined = stored.scales
+            if stored.block_columns != self._matrix.block_columns:
+                refined = refined.repeat_interleave(stored.block_columns // self._matrix.block_columns, dim=-1)
+                refined = refined[..., : -(-stored.codes.shape[-1] // self._matrix.block_columns)]
+            begins = rows % self._matrix.block_rows == 0
+            scales, blocks = ranks.local(placement, refined)[begins], rows[begins] // self._matrix.block_rows
+            if self._matrix.scales.dtype is torch.float32:
+                self._matrix.scales[blocks] = scales
+            else:
+                self._matrix.scales.view(torch.uint8)[blocks] = scales.view(torch.uint8)
+        return codes.numel()
+
+
+class QuantizedFiller:
+    """Lets the weights of a model that can stay quantized be so, and fills them from a checkpoint's tensors.
+
+    Args:
+        formats: Of the checkpoint's tensors, by name; those that are not quantized are absent.
+        shapes: Of the checkpoint's tensors, by name.
+        local_name: As in `ModelFiller`.
+        device: Where the quantized weights go.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placements: Placements,
+        formats: Mapping[str, WeightFormat],
+        shapes: Mapping[str, tuple[int, ...]],
+        ranks: Ranks,
+        local_name: Callable[[str], str | None],
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self._ranks = ranks
+        self._local: dict[str, list[tuple[Placement, str]]] = {}
+        sources: dict[str, list[Source]] = {}
+        for name, placed in placements.items():
+            for placement in placed:
+                target = local_name(placement.target)
+                if target is not None:
+                    self._local.setdefault(name, []).append((placement, target))
+                    sources.setdefault(target, []).append(Source(placement, formats.get(name), shapes[name]))
+        self._targets = _kept(model, sources, ranks, device)
+        self._empty = {name: target.numel() for name, target in self._targets.items()}
+
+    def takes(self, name: str) -> bool:
+        """Return True if a checkpoint tensor goes to weights that stay quantized."""
+        return any(target in self._targets for _, target in self._local.get(name, ()))
+
+    def fill(self, name: str, stored: Tensor | CodedTensor) -> None:
+        """Copy a checkpoint tensor to its destinations.
+
+        Raises:
+            ValueError: Naming it, if its shape is not the model's.
+        """
+        for placement, target in self._local[name]:
+            try:
+                self._empty[target] -= self._targets[target].fill(placement, stored, self._ranks)
+            except (ValueError, IndexError) as error:
+                raise ValueError(f"tensor {name}: {error}") from error
+
+    def unfilled(self) -> list[str]:
+        """Return the names of weights that lack values."""
+        return sorted(name for name, count in self._empty.items() if count)
+
+
+def _kept(
+    model: nn.Module, sources: Mapping[str, list[Source]], ranks: Ranks, device: torch.device
+) -> dict[str, QuantizedTarget]:
+    """Replace the weights of a model that can stay quantized; return them by the names of `sources`."""
+    found: dict[str, QuantizedTarget] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizableLinear):
+            found |= _kept_linear(module, f"{name}.weight", sources, ranks, device)
+        elif isinstance(module, StackedExperts):
+            for weight in ("linear_fc1", "linear_fc2"):
+                found |= _kept_experts(module, name, weight, sources, ranks, device)
+    return found
+
+
+def _kept_linear(
+    module: QuantizableLinear, name: str, sources: Mapping[str, list[Source]], ranks: Ranks, device: torch.device
+) -> dict[str, QuantizedTarget]:
+    kept = kept_form(tuple(module.weight.shape), sources.get(name, []), ranks)
+    if kept is None:
+        return {}
+    module.keep_quantized(kept.form, kept.num_plain, device)
+    matrix = module.quantized
+    assert matrix is not None
+    return {name: QuantizedTarget(matrix, module.plain_weight)}
+
+
+def _kept_experts(
+    module: StackedExperts,
+    prefix: str,
+    weight: str,
+    sources: Mapping[str, list[Source]],
+    ranks: Ranks,
+    device: torch.device,
+) -> dict[str, QuantizedTarget]:
+    """Keep a weight of all experts of a layer quantized if all of them have the same form."""
+    shape = tuple(getattr(module, weight).shape[1:])
+    names = [f"{prefix}.local_experts.{number}.{weight}.weight" for number in range(module.num_experts)]
+    of_experts = [sources.get(name, []) for name in names]
+    if len({tuple(source.format for source in of_expert) for of_expert in of_experts}) != 1:
+        return {}
+    kept = kept_form(shape, of_experts[0], ranks)
+    if kept is None or kept.num_plain:
+        return {}
+    module.keep_quantized(weight, kept.form, device)
+    stack = module.weight(weight)
+    assert isinstance(stack, QuantizedMatrix)
+    return {name: QuantizedTarget(stack[number]) for number, name in enumerate(names)}

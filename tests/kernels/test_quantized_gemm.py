@@ -1,0 +1,167 @@
+"""Products with quantized weights equal those of the weights that codes and scales mean."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.quantized import dequantize as dequantize_module
+from megatron_mamba_cache.kernels.quantized import few_token_gemm
+from megatron_mamba_cache.kernels.quantized import product as product_module
+from megatron_mamba_cache.kernels.quantized.dequantize import dequantize
+from megatron_mamba_cache.kernels.quantized.few_token_gemm import (
+    MOST_TOKENS,
+    FewTokenTiles,
+    choose_tiles,
+    multiply_few_tokens,
+    multiply_ref,
+    num_counters,
+)
+from megatron_mamba_cache.kernels.quantized.product import multiply_quantized
+from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, codes_of_pairs, packed, unpacked
+from tests.kernels.kernel_stand_ins import launches_expected
+
+ROUNDING = 2.0**-8
+
+
+def fp8_matrix(rows: int, columns: int, blocks: tuple[int, int] | None, device: str = "cpu") -> QuantizedMatrix:
+    """Return a random weight with a scale a block, or a factor a row."""
+    codes = torch.randn(rows, columns).mul_(64).to(torch.float8_e4m3fn)
+    words = packed(codes.view(torch.uint8), 8).to(device)
+    if blocks is None:
+        return QuantizedMatrix(words, 8, factors=torch.rand(rows, device=device).add_(0.5))
+    grid = -(-rows // blocks[0]), -(-columns // blocks[1])
+    return QuantizedMatrix(words, 8, torch.rand(grid, device=device).add_(0.5), None, *blocks)
+
+
+def tokens(count: int, columns: int, device: str = "cpu") -> Tensor:
+    return torch.randn(count, columns, device=device).bfloat16()
+
+
+def counters(weight: QuantizedMatrix) -> Tensor:
+    return torch.zeros(num_counters(weight), dtype=torch.int32, device=weight.words.device)
+
+
+@pytest.mark.parametrize("code_bits", [8, 4])
+def test_packed_codes_unpack(code_bits: int) -> None:
+    codes = torch.randint(2**code_bits, (3, 5, 192), dtype=torch.uint8)
+    words = packed(codes, code_bits)
+    assert words.shape == (3, 5, 192 * code_bits // 16)
+    assert torch.equal(unpacked(words, code_bits), codes)
+
+
+def test_pairs_of_a_checkpoint_have_the_first_code_in_the_low_bits() -> None:
+    assert codes_of_pairs(torch.tensor([[0x21, 0x43]], dtype=torch.uint8)).tolist() == [[1, 2, 3, 4]]
+
+
+def test_every_finite_e4m3_code_is_multiplied_exactly(device: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # NaN
+    weight = QuantizedMatrix(packed(codes.view(8, 32), 8).to(device), 8)
+    identity = torch.eye(32, device=device).bfloat16()
+    found = multiply_few_tokens(identity, weight, counters(weight))
+    assert torch.equal(found.T.cpu(), codes.view(8, 32).view(torch.float8_e4m3fn).bfloat16())
+
+
+@pytest.mark.parametrize("blocks", [None, (128, 128), (32, 64), (16, 32)])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 256), (200, 160), (1, 32)])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17])
+def test_product_equals_the_reference(
+    num_tokens: int, rows: int, columns: int, blocks: tuple[int, int] | None, device: str
+) -> None:
+    weight, x = fp8_matrix(rows, columns, blocks, device), tokens(num_tokens, columns, device)
+    with launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=True, device=device):
+        found = multiply_few_tokens(x, weight, counters(weight))
+    expected = multiply_ref(x.double(), weight)
+    magnitude = multiply_ref(x.double().abs(), QuantizedMatrix(weight.words & 0x7F7F, 8, *_rest(weight)))
+    assert ((found.double() - expected).abs() <= ROUNDING * expected.abs() + 1e-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_product_with_nvfp4_equals_the_reference(num_tokens: int, parts: int, device: str) -> None:
+    weight, x = fp4_matrix((), 100, 576, 16, device), tokens(num_tokens, 576, device)
+    tiles = FewTokenTiles(16 if num_tokens == 1 else 32, 64, 64, parts)
+    with launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=True, device=device):
+        found = multiply_few_tokens(x, weight, counters(weight), tiles=tiles)
+    expected = multiply_ref(x.double(), weight)
+    assert (found.double() - expected).abs().max() <= 2 * ROUNDING * expected.abs().max()
+
+
+def _rest(weight: QuantizedMatrix) -> tuple[Tensor | None, Tensor | None, int, int]:
+    return weight.scales, weight.factors, weight.block_rows, weight.block_columns
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_parts_of_the_inputs_sum_in_order_and_leave_counters_at_zero(parts: int, device: str) -> None:
+    weight, x = fp8_matrix(150, 1024, (128, 128), device), tokens(5, 1024, device)
+    used, tiles = counters(weight), FewTokenTiles(16, 64, 64, parts)
+    found = multiply_few_tokens(x, weight, used, tiles=tiles)
+    assert not used.any()
+    assert torch.equal(found, multiply_few_tokens(x, weight, used, tiles=tiles))
+    sums = torch.zeros(5, 150, dtype=torch.float64, device=device)
+    values = weight.dequantized(torch.float64)
+    for first in range(0, 1024, 1024 // parts):
+        part = slice(first, first + 1024 // parts)
+        sums += x[:, part].double() @ values[:, part].T
+    assert (found.double() - sums).abs().max() <= ROUNDING * sums.abs().max()
+
+
+@pytest.mark.parametrize("blocks", [None, (128, 128)])
+def test_a_token_does_not_depend_on_others_of_its_range(blocks: tuple[int, int] | None, device: str) -> None:
+    weight, x = fp8_matrix(96, 1024, blocks, device), tokens(MOST_TOKENS, 1024, device)
+    used = counters(weight)
+    for first, last in ((1, 16), (17, 32), (33, MOST_TOKENS)):
+        assert choose_tiles(weight, first) == choose_tiles(weight, last)
+        few, many = (multiply_few_tokens(x[:count], weight, used) for count in (first, last))
+        assert torch.equal(few, many[:first])
+
+
+def test_too_many_tokens_are_refused(device: str) -> None:
+    weight = fp8_matrix(64, 64, None, device)
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("the reference takes any number")
+    with pytest.raises(ValueError, match="need 1 to 64 bf16 tokens"):
+        multiply_few_tokens(tokens(MOST_TOKENS + 1, 64, device), weight, counters(weight))
+
+
+def fp4_matrix(leading: tuple[int, ...], rows: int, columns: int, group: int, device: str = "cpu") -> QuantizedMatrix:
+    """Return a random weight or stack in NVFP4 (groups of 16) or in MXFP4 (of 32)."""
+    words = packed(torch.randint(16, (*leading, rows, columns), dtype=torch.uint8), 4).to(device)
+    grid = (*leading, rows, columns // group)
+    if group == 32:
+        scales = torch.randint(120, 134, grid, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
+        return QuantizedMatrix(words, 4, scales, None, 1, 32)
+    scales = torch.rand(grid, device=device).mul_(400).to(torch.float8_e4m3fn)
+    return QuantizedMatrix(words, 4, scales, torch.rand(*leading, rows, device=device), 1, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("leading", [(), (3,)])
+@pytest.mark.parametrize("group", [16, 32])
+def test_fp4_is_dequantized_to_the_bit(group: int, leading: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    weight = fp4_matrix(leading, 9, 192, group, device)
+    with launches_expected(dequantize_module, "_dequantize_kernel", of_kernel=True, device=device):
+        assert torch.equal(dequantize(weight, dtype), weight.dequantized(dtype))
+
+
+@pytest.mark.parametrize("blocks", [None, (128, 128), (32, 64)])
+def test_fp8_is_dequantized_to_the_bit(blocks: tuple[int, int] | None, device: str) -> None:
+    weight = fp8_matrix(200, 160, blocks, device)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(dequantize(weight, dtype), weight.dequantized(dtype))
+
+
+@pytest.mark.parametrize("num_tokens", [3, MOST_TOKENS + 3])
+@pytest.mark.parametrize("form", ["blocks", "rows", "nvfp4"])
+def test_any_number_of_tokens_is_multiplied(
+    form: str, num_tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_module, "_SLAB_BYTES", 64 * 192 * 2)  # several slabs
+    blocks = (32, 64) if form == "blocks" else None
+    weight = fp4_matrix((), 200, 192, 16, device) if form == "nvfp4" else fp8_matrix(200, 192, blocks, device)
+    x = tokens(num_tokens, 192, device).unsqueeze(1)
+    found = multiply_quantized(x, weight, counters(weight))
+    assert found.shape == (num_tokens, 1, 200) and found.dtype == torch.bfloat16
+    expected = multiply_ref(x.double(), weight)
+    assert (found.double() - expected).abs().max() <= 2 * ROUNDING * expected.abs().max()
