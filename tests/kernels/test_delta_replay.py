@@ -295,13 +295,13 @@ def test_views_of_a_wider_projection_and_a_strided_pool(op: Op, device: str) -> 
 
 
 BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
-    "k": (lambda t, p, r, w, n: (replace(t, k=t.k[:, :, :1]), p, r, w, n), "need k"),
-    "pool": (lambda t, p, r, w, n: (t, p[:, :, 1:], r, w, n), "need a pool"),
+    "k": (lambda t, p, r, w, n: (replace(t, k=t.k[:, :, :1]), p, r, w, n), "k must have"),
+    "pool": (lambda t, p, r, w, n: (t, p[:, :, 1:], r, w, n), "the pool must have"),
     "ring_len": (lambda t, p, r, w, n: (t, p, r, w, 6), "power of two"),
     "short ring": (lambda t, p, r, w, n: (t, p, r, w, 8), "at least 13 positions"),
     "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x.bfloat16()), w, n), "need x of the ring of"),
     "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "need B of the ring of"),
-    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "need int32 slots"),
+    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "slots must be int32"),
     "max_tokens": (lambda t, p, r, w, n: (t, p, r, replace(w, max_tokens=0), n), "max_tokens"),
 }
 

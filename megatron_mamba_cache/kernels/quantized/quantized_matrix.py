@@ -110,7 +110,7 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedForm:
-    """What a quantized weight consists of, by the arguments of `QuantizedMatrix`.
+    """Description of what a quantized weight consists of, by the arguments of `QuantizedMatrix`.
 
     Args:
         scale_dtype: None: no scales.
