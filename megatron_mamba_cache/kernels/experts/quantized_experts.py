@@ -69,17 +69,19 @@ def _quantized_experts_kernel(
     row, first_output = first + tl.arange(0, TILE), tl.program_id(0) * NUM_OUTPUTS
     is_row = row < last
     # Rows of x are tokens, or pairs in the order of experts.
-    source = tl.load(pairs + row, mask=is_row, other=0) // DIVISOR if DIVISOR > 0 else tl.where(is_row, row, first)
+    source = tl.load(pairs + row, mask=is_row, other=0) // DIVISOR if DIVISOR > 0 else row
     weight = tl.arange(0, WIDTH)
     weight = weight // NUM_OUTPUTS * OUTPUTS + tl.minimum(first_output + weight % NUM_OUTPUTS, OUTPUTS - 1)
     weight += expert * OF_EXPERT
     IS_UNIFORM: tl.constexpr = not IS_GATED and BLOCK_ROWS % WIDTH == 0
     if BITS == 4:
-        total = sum_nvfp4_inputs(x, words, scales, weight, source, x_stride, 0, LENGTH, LENGTH, RUN, TILE, WIDTH, DEPTH)
+        total = sum_nvfp4_inputs(
+            x, words, scales, weight, source, is_row, x_stride, 0, LENGTH, LENGTH, RUN, TILE, WIDTH, DEPTH
+        )
     else:
         total = sum_inputs(
-            x, words, scales, weight, expert * OF_EXPERT + first_output if IS_UNIFORM else weight, source, x_stride,
-            0, LENGTH, LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, RUN, TILE, WIDTH, DEPTH, False,
+            x, words, scales, weight, expert * OF_EXPERT + first_output if IS_UNIFORM else weight, source, is_row,
+            x_stride, 0, LENGTH, LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, RUN, TILE, WIDTH, DEPTH, False,
         )  # fmt: skip
     if HAS_FACTORS:
         total *= tl.load(factors + weight)[:, None]

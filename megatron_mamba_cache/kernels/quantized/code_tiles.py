@@ -171,12 +171,15 @@ def prefetch_words(words, row, begin, LENGTH: tl.constexpr, LINES: tl.constexpr)
 
 
 @triton.jit
-def load_inputs(inputs, begin, element, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
-    """Load the inputs [DEPTH, TILE] of the low, or of the high, codes of words."""
+def load_inputs(inputs, is_token, word, element, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
+    """Load the inputs [DEPTH, TILE] for one code of each word; 0 for missing tokens.
+
+    Loads of missing tokens are masked, not redirected: all programs would load from the same few cache lines.
+    """
     if LENGTH % DEPTH == 0:
-        found = tl.load(inputs + 2 * begin)
+        found = tl.load(inputs, mask=is_token[None, :], other=0)
     else:
-        found = tl.load(inputs + 2 * begin, mask=(begin + element < LENGTH)[:, None], other=0)
+        found = tl.load(inputs, mask=(word + element < LENGTH)[:, None] & is_token[None, :], other=0)
     return found
 
 
@@ -194,6 +197,7 @@ def sum_inputs(
     row,
     scaled_row,
     token,
+    is_token,
     x_stride,
     begin,
     end,
@@ -212,7 +216,7 @@ def sum_inputs(
     Args:
         row: [WIDTH] rows of weights; for BOXES, the first of consecutive ones.
         scaled_row: [WIDTH] the same, for scales; a scalar if all have the scales of one row.
-        token: [TILE] rows of x.
+        token, is_token: [TILE] rows of x, and whether each exists; results for missing ones are 0.
     """
     HAS_SCALES: tl.constexpr = GRID_COLUMNS > 0
     element = tl.arange(0, DEPTH)
@@ -223,8 +227,8 @@ def sum_inputs(
         scale = block_scale(scales, scaled_row, begin, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS)
     for word in range(begin, end, DEPTH):
         low, high = decoded_pairs(load_words(words, row, word, LENGTH, DEPTH, BOXES))
-        of_low = load_inputs(inputs, word, element, LENGTH, DEPTH)
-        of_high = load_inputs(inputs + RUN, word, element, LENGTH, DEPTH)
+        of_low = load_inputs(inputs + 2 * word, is_token, word, element, LENGTH, DEPTH)
+        of_high = load_inputs(inputs + 2 * word + RUN, is_token, word, element, LENGTH, DEPTH)
         if HAS_SCALES:
             following = block_scale(scales, scaled_row, word + DEPTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS)
             products = multiply(low, of_low, tl.zeros([WIDTH, TILE], tl.float32))
@@ -243,6 +247,7 @@ def sum_nvfp4_inputs(
     scales,
     row,
     token,
+    is_token,
     x_stride,
     begin,
     end,
@@ -256,7 +261,7 @@ def sum_nvfp4_inputs(
 
     Args:
         scales: Pointers to int32, each the four scales of a run.
-        row, token: As in `sum_inputs`.
+        row, token, is_token: As in `sum_inputs`.
     """
     RUNS: tl.constexpr = LENGTH // RUN
     element, run = tl.arange(0, DEPTH), tl.arange(0, DEPTH // RUN)
@@ -273,6 +278,6 @@ def sum_nvfp4_inputs(
             found, _of_words(first, RUN), _of_words(second, RUN), _of_words(third, RUN), _of_words(fourth, RUN)
         )
         for number in tl.static_range(4):
-            given = tl.load(inputs + 4 * word + number * RUN, mask=(word + element < LENGTH)[:, None], other=0)
+            given = load_inputs(inputs + 4 * word + number * RUN, is_token, word, element, LENGTH, DEPTH)
             total = multiply(weights[number], given, total)
     return total * 65536.0  # scales are times 2^110, and codes times 2^-126

@@ -62,19 +62,21 @@ def _few_tokens_kernel(
     first, column = tile * WIDTH, tile * WIDTH + tl.arange(0, WIDTH)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     begin, end = part * STEPS // PARTS * DEPTH, (part + 1) * STEPS // PARTS * DEPTH
-    row, source = tl.minimum(column, ROWS - 1), tl.minimum(token, num_tokens - 1)
+    row, is_token = tl.minimum(column, ROWS - 1), token < num_tokens
     if OVERLAPS and LINES_AHEAD > 0 and not BOXES:
         prefetch_words(words, row, begin, LENGTH, LINES_AHEAD)
     await_written(OVERLAPS)
     if BITS == 4:
-        total = sum_nvfp4_inputs(x, words, scales, row, source, x_stride, begin, end, LENGTH, RUN, TILE, WIDTH, DEPTH)
+        total = sum_nvfp4_inputs(
+            x, words, scales, row, token, is_token, x_stride, begin, end, LENGTH, RUN, TILE, WIDTH, DEPTH
+        )
     else:
         total = sum_inputs(
             x, words, scales, first if BOXES else row, first if BLOCK_ROWS % WIDTH == 0 else row,
-            source, x_stride, begin, end,
+            token, is_token, x_stride, begin, end,
             LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, RUN, TILE, WIDTH, DEPTH, BOXES,
     )  # fmt: skip
-    is_stored = (column < ROWS)[:, None] & (token < num_tokens)[None, :]
+    is_stored = (column < ROWS)[:, None] & is_token[None, :]
     pointers = out + token.to(tl.int64)[None, :] * out_stride + column[:, None]
     if HAS_FACTORS:
         factor = tl.load(factors + row)
