@@ -77,13 +77,11 @@ VERIFY_TILINGS = (
 )
 REPLAY_TILINGS = (
     ReplayTiling(width=32, num_warps=1, max_registers=255),
-    ReplayTiling(width=32, num_warps=1, max_registers=200),
+    ReplayTiling(width=32, num_warps=1, max_registers=255, tokens=2),
     ReplayTiling(width=16, num_warps=1, max_registers=168),
     ReplayTiling(width=16, num_warps=1, max_registers=128),
     ReplayTiling(width=32, num_warps=2, max_registers=168),
-    ReplayTiling(width=32, num_warps=4, max_registers=128),
     ReplayTiling(width=64, num_warps=2, max_registers=255),
-    ReplayTiling(width=64, num_warps=4, max_registers=168),
 )
 SWEPT_PROMPTS, SWEPT_DECODES = ("1 x 4k", "8 x 4k", "1 x 32k"), ((1, 0), (1, 3), (8, 0), (64, 0), (64, 3))
 SWEPT_REPLAYS = ((8, 0, 1), (64, 0, 1), (64, 3, 1), (64, 3, 4), (64, 7, 8))

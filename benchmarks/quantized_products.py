@@ -146,9 +146,9 @@ class Bench:
 def candidates(count: int) -> Iterator[FewTokenTiles]:
     """Yield tile sizes that are worth a measurement for a number of tokens."""
     tokens = 16 if count <= 16 else 32 if count <= 32 else 64
-    widths = ((64, 4), (128, 4), (128, 8)) if tokens == 16 else ((64, 4), (128, 4), (128, 8), (256, 8))
-    loads = ((False, 0), (False, 4), (True, 0))
-    for (outputs, warps), stages, parts, (boxes, lines) in product(widths, (3, 4, 6), (1, 2, 4, 8), loads):
+    widths = ((64, 4), (128, 8)) if tokens == 16 else ((128, 4), (128, 8), (256, 8))
+    loads = ((False, 0), (True, 0))
+    for (outputs, warps), stages, parts, (boxes, lines) in product(widths, (3, 4), (1, 2, 4, 8), loads):
         stage_bytes = 128 * (outputs + 2 * tokens)
         if stages * stage_bytes <= 200 * 1024:
             yield FewTokenTiles(tokens, outputs, 64, parts, warps, stages, boxes, lines)

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 
 import pytest
@@ -143,7 +142,7 @@ def test_outputs_bases_and_rings_depend_on_tokens_alone(
     targets = range(0, 2 * number, 2)
     for decoded in (one_by_one, requests):
         folds = decoded.folds(targets)
-        fold_boundaries(*layered(decoded.pool, decoded.ring), folds, ring_len, by_period=True)
+        fold_boundaries(*layered(decoded.pool, decoded.ring), folds, ring_len)
     for request in requests.requests:
         assert same_bits(one_by_one.pool[request.slot - 1], requests.pool[request.slot - 1])
 
@@ -156,7 +155,7 @@ def test_boundary_folds_write_the_base_of_a_later_step(dtype: torch.dtype, op: O
     requests = replayed(texts(2, 40, device, shape), ring_len, most, shape=shape, dtype=dtype, starts=[3, 8])
     decode(requests, op, random.Random(4), 21, most - 1)
     assert all(request.computed == 21 and request.folded == 16 for request in requests.requests)
-    fold = partial(fold_boundaries, by_period=True) if op is delta_replay else fold_boundaries_ref
+    fold = fold_boundaries if op is delta_replay else fold_boundaries_ref
     before = replayed([r.text for r in requests.requests], ring_len, most, shape=shape, dtype=dtype, starts=[3, 8])
     for request in before.requests:
         before.pool[request.slot] = requests.initial[request.slot]

@@ -126,10 +126,10 @@ class FewTokenTiles:
 def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> FewTokenTiles:
     """Return the tiles for a number of tokens; the same up to 16, up to 32 and up to 64 of them."""
     rows, columns = weight.shape
-    tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    words, outputs = words_of_tile(weight), 64 if tokens == 16 else 128
+    tokens, outputs = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64, 128
+    words = words_of_tile(weight)
     num_steps = -(-columns * weight.code_bits // (16 * words))
-    return FewTokenTiles(tokens, outputs, words, _parts(-(-rows // outputs), num_steps))
+    return FewTokenTiles(tokens, outputs, words, _parts(-(-rows // outputs), num_steps), num_warps=8, num_stages=3)
 
 
 def words_of_tile(weight: QuantizedMatrix) -> int:

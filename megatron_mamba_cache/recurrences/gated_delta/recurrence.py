@@ -110,7 +110,6 @@ class GatedDelta:
             conv_dim=self.conv_dim,
             conv_dtype=dtypes.window,
             num_drafts=num_drafts,
-            by_period=True,
         )
 
     def prefill(

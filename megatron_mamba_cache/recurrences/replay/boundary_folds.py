@@ -23,7 +23,7 @@ from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel, res
 from ..batches import PAD_SLOT, AlignBatch, ReplayBatch
 from ..quantized_states import QuantizedStates, quantized_pointers, store_quantized
 from ..slot_tiles import next_turn, numbered, of_number
-from .fold import fold
+from .fold import fold_entries
 from .reference import fold_boundaries_ref, plan_boundary_folds_ref
 from .ring import BoundaryFolds, ReplayRing, check_boundary_folds, check_ring_len, check_shapes, fold_arguments
 from .tiling import folds_by_mma
@@ -96,8 +96,6 @@ def fold_boundaries(
     rows: BoundaryFolds,
     ring_len: int,
     quantized: QuantizedStates | None = None,
-    *,
-    by_period: bool = False,
 ) -> None:
     """Write each request's state after its first `ends` tokens into its target, all layers, in place.
 
@@ -110,7 +108,6 @@ def fold_boundaries(
         rings: With the layers as first dimension.
         ring_len: As in `state_replay`.
         quantized: The states that the targets number; None: `ssm_pools`.
-        by_period: True if the replay folds a period's entries at once, as `delta_replay` does.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -126,12 +123,12 @@ def fold_boundaries(
     if not launches_kernel(ssm_pools) or not is_computed_in_fp32(rings.x, ssm_pools):
         fold_boundaries_ref(ssm_pools, rings, rows, ring_len, quantized)
         return
-    if quantized is None and not by_period and folds_by_mma(ssm_pools, rings.x.dtype):
+    if quantized is None and folds_by_mma(ssm_pools, rings.x.dtype):
         from .fold_mma import fold_by_mma  # Gluon is imported on demand
 
         fold_by_mma(ssm_pools, rings, rows, ring_len)
     else:
-        fold_portably(ssm_pools, rings, rows, ring_len, quantized, by_period=by_period)
+        fold_portably(ssm_pools, rings, rows, ring_len, quantized)
 
 
 def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
@@ -154,13 +151,13 @@ def _fold_boundaries_kernel(
     pool, slot_stride, quantized, ring, layers, rows, num_rows,
     ROWS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
-    TILE_WIDTH: tl.constexpr, BY_PERIOD: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     programs = tl.num_programs(0)
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
     A_LAYER: tl.constexpr = HEADS * PARTS
     ROWS_OF_STATE: tl.constexpr = triton.next_power_of_2(D_STATE)
-    n = tl.arange(0, 16 if BY_PERIOD and ROWS_OF_STATE < 16 else ROWS_OF_STATE)  # a matmul has at least 16
+    n = tl.arange(0, ROWS_OF_STATE)
     has_n = n < D_STATE
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
@@ -190,9 +187,9 @@ def _fold_boundaries_kernel(
                     x = ring.x + layer * layers.x + ring_number * ring.x_ring + head * HEAD_DIM + p
                     b = ring.B + layer * layers.B + ring_number * ring.B_ring + head // HEADS_A_GROUP * D_STATE + n
                     steps = ring.steps + layer * layers.steps + ring_number * ring.steps_ring + head
-                    state = fold(
+                    state = fold_entries(
                         state, pool, x, b, steps, ring, folded, end, has_n, has_p,
-                        HEADS, CAPACITY, X_CAPACITY, RING, BY_PERIOD,
+                        HEADS, CAPACITY, X_CAPACITY, RING,
                     )  # fmt: skip
                     if quantized is None:
                         tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
@@ -207,15 +204,12 @@ def fold_portably(
     rows: BoundaryFolds,
     ring_len: int,
     quantized: QuantizedStates | None,
-    *,
-    by_period: bool = False,
 ) -> None:
     """Write each request's state at its end into its target, all layers, in place; `fold_boundaries` checks."""
     _fold_boundaries_kernel[(resident_programs(ssm_pools.device, PROGRAMS_PER_SM),)](
         **fold_arguments(ssm_pools, rings, rows, ring_len),
         quantized=quantized_pointers(quantized),
-        TILE_WIDTH=16 if by_period else min(WIDTH, triton.next_power_of_2(ssm_pools.shape[4])),
-        BY_PERIOD=by_period,
-        num_warps=1 if by_period else NUM_WARPS,
+        TILE_WIDTH=min(WIDTH, triton.next_power_of_2(ssm_pools.shape[4])),
+        num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )

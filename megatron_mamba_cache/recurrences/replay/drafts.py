@@ -44,7 +44,6 @@ class ReplayStorage:
         rings: With the layers as first dimension.
         ring_len: Tokens after which a replayed state is written.
         draft_inputs: [layers, rings, drafts, conv_dim]; None without drafts.
-        by_period: As in `fold_boundaries`.
     """
 
     def __init__(
@@ -53,14 +52,11 @@ class ReplayStorage:
         rings: ReplayRing,
         ring_len: int,
         draft_inputs: Tensor | None,
-        *,
-        by_period: bool = False,
     ) -> None:
         self._live = live
         self._rings = rings
         self._ring_len = ring_len
         self._draft_inputs = draft_inputs
-        self._by_period = by_period
 
     def layer(self, index: int) -> ReplayedLayer:
         """Return the rings of a layer."""
@@ -76,9 +72,7 @@ class ReplayStorage:
         folds = plan_boundary_folds(replay, rows, self._ring_len, block_size)
         storage = stored.storage(_STATE)
         quantized = storage if isinstance(storage, QuantizedStates) else None
-        fold_boundaries(
-            self._live.parts[_STATE], self._rings, folds, self._ring_len, quantized, by_period=self._by_period
-        )
+        fold_boundaries(self._live.parts[_STATE], self._rings, folds, self._ring_len, quantized)
         stored.align_copy(rows, block_size, tails=self._tails(replay.buffers), only_windows=True)
 
     def resolve(self, states: Sequence[LiveState]) -> None:
@@ -89,7 +83,7 @@ class ReplayStorage:
             slots, rings, folded, ends = columns_of(lines).to(self._live.device)[:, : len(lines)]
             ssm = self._live.parts[_STATE]
             folds = BoundaryFolds(slots, rings, folded, ends, slots)
-            fold_boundaries(ssm, self._rings, folds, self._ring_len, by_period=self._by_period)
+            fold_boundaries(ssm, self._rings, folds, self._ring_len)
         shifted = [state for state in states if state.accepted > 1]
         if shifted:
             rows, buffers = accepted_columns(shifted, self._live.device)
@@ -110,7 +104,6 @@ class RingLayout:
         x_dtype, key_dtype: Of x, and of B.
         conv_dim, conv_dtype: Of the convolution's inputs.
         num_drafts: The most drafts of a step.
-        by_period: As in `fold_boundaries`.
     """
 
     num_layers: int
@@ -125,7 +118,6 @@ class RingLayout:
     conv_dim: int
     conv_dtype: torch.dtype
     num_drafts: int
-    by_period: bool = False
 
     @property
     def steps_dtype(self) -> torch.dtype:
@@ -159,4 +151,4 @@ class RingLayout:
         """Return draft states with rings for so many requests, all zero."""
         device = live.device
         rings, inputs = self.zeros(num_requests, device), self.draft_inputs(num_requests, device)
-        return ReplayStorage(live, rings, fold_len, inputs, by_period=self.by_period)
+        return ReplayStorage(live, rings, fold_len, inputs)

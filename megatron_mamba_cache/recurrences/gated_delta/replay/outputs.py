@@ -6,17 +6,14 @@ Everything that a token reads of the state S before it is a sum over the base an
 ring holds as its key k and its corrected value w: only the tokens of the step itself follow from one another.
 `factors` computes what the columns of a head share and appends keys and log decays; then one kernel does the rest.
 
-A period is the positions from one multiple of the ring's length to the next. The tokens of a step are computed a
-period at a time. Keys and queries, at their positions in the period, multiply the base on tensor cores: a float32 state
-is split into three bf16 tensors, once for all tokens, so that every product is exact. Then token after token sums what
-the ring and the tokens before it wrote. If kept tokens have passed the end of a period, they are folded first, as the
-boundary fold does, and the base is stored; if the step's own tokens pass one, they are folded in registers. So each
-token is computed from the base of its period by one compiled kernel, whatever is computed with it: the bits of y, of w
-and of every base depend on the request's tokens alone.
+A period is the positions from one multiple of the ring's length to the next. If kept tokens have passed the end of a
+period, they are folded first, as the boundary fold does, and the base is stored; if the step's own tokens pass one,
+they are folded in registers. So each token is computed from the base of its period: the bits of outputs, ring and bases
+depend on the request's tokens alone. The products of several tokens with the base are independent of one another and
+computed together, so that a step with drafts waits only once for each sum over key_dim.
 
 Layout: a program owns one request and `width` columns of value_dim of one head's state [key_dim, value_dim], all of
-key_dim, read in slices whose loads are all under way at once: no sum crosses programs. Graph safe: no host sync, two
-launches, grids fixed by the shapes of the arguments.
+key_dim: no sum crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -26,14 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....kernels.kernel_language import appended
+from ....kernels.kernel_language import appended, only_if
 from ....kernels.kernel_launches import INTERPRETED, is_computed_in_fp32, is_hopper, launches_kernel
 from ....kernels.overlap import await_launcher, overlapping, release
 from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
-from ...replay.fold import fold_periods, multiply
+from ...replay.fold import fold_entries
 from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows
-from ...request_tiles import LEAST_WIDTH
 from ..inputs import DeltaTokens, GateWeights, check_pool, check_tokens, kernel_tokens
 from .factors import NUM_SCALARS, ReplayFactors, append_and_weigh
 from .reference import delta_replay_ref
@@ -50,16 +46,16 @@ class ReplayTiling:
         width: columns of value_dim of a program, a power of two.
         num_warps: 1 outside of measurements: boundary folds have one, and sum decays in the same order.
         max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+        tokens: tokens whose products with the state are computed together.
     """
 
     width: int
     num_warps: int
     max_registers: int
+    tokens: int = 4
 
 
 TILING = ReplayTiling(width=32, num_warps=1, max_registers=255)
-_SLICE = 32
-"""Rows of a state that are multiplied at once."""
 _MOST_KEYS = 256
 """The largest key_dim whose columns fit in registers."""
 
@@ -120,38 +116,52 @@ def delta_replay(
 
 
 @triton.jit
-def _read(k, q, tile, held, asked):
-    """Add the matmuls of keys and of queries [tokens, slice] and a slice of a state, as it is stored, to two sums."""
-    if tile.dtype == tl.bfloat16 and k.dtype == tl.bfloat16:
-        return tl.dot(k, tile, held), tl.dot(q, tile, asked)
-    tile = tile.to(tl.float32)
-    return multiply(k, tile, held), multiply(q, tile, asked)
+def _compute_tokens(
+    state, written, y, tokens, xs, x_stride, scalars, inputs, start, computed, position, stop, keys, n, has_n, values,
+    has_p, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs and corrected values of up to COUNT tokens from `position` to `stop`, all of one period.
 
-
-@triton.jit
-def _load_slices(states, n, is_column, SLICES: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """Return the slices of a state's columns, as they are stored: all loads are under way at once."""
-    tiles = ()
-    for index in tl.static_range(SLICES):
-        key = index * n.shape[0] + n
-        is_state = (key < KEY_DIM)[:, None] & is_column
-        tiles = appended(tiles, tl.load(states + key[:, None] * VALUE_DIM, mask=is_state, other=0.0))
-    return tiles
-
-
-@triton.jit
-def _load_rows(rows, stride, token, is_own, n, index, KEY_DIM: tl.constexpr):
-    """Load a slice of the tokens' keys or queries, [tokens, slice]; zeros for tokens of other periods."""
-    key = index * n.shape[0] + n
-    return tl.load(rows + token * stride + key[None, :], mask=is_own & (key < KEY_DIM)[None, :], other=0.0)
+    Return `written` [RING, width], the period's corrected values, with theirs.
+    """
+    w = tl.arange(0, RING)
+    held, asked = (), ()
+    for index in tl.static_range(COUNT):  # no product depends on another: their sums overlap
+        mask = only_if(position + index < stop, has_n)
+        token = tl.cast(start + position + index - computed, tl.int64)
+        k = tl.load(tokens.k + token * tokens.k_stride + keys + n, mask=mask, other=0.0).to(tl.float32)
+        q = tl.load(tokens.q + token * tokens.q_stride + keys + n, mask=mask, other=0.0).to(tl.float32)
+        held = appended(held, tl.sum(state * k[:, None], axis=0))
+        asked = appended(asked, tl.sum(state * q[:, None], axis=0))
+    for index in tl.static_range(COUNT):
+        at = position + index
+        exists = at < stop
+        mask = only_if(exists, has_p)
+        number = at - computed
+        token = tl.cast(start + number, tl.int64)
+        of_token = scalars + number * (HEADS * _SCALARS)
+        of_inputs = inputs + number * (HEADS * 2 * RING) + w
+        v = tl.load(tokens.v + token * tokens.v_stride + values, mask=mask, other=0.0)
+        of_value = tl.load(of_token, mask=exists, other=0.0)
+        of_held = tl.load(of_token + 1, mask=exists, other=0.0)
+        of_asked = tl.load(of_token + 2, mask=exists, other=0.0)
+        of_keys = tl.load(of_inputs, mask=only_if(exists, w < RING), other=0.0)
+        of_queries = tl.load(of_inputs + RING, mask=only_if(exists, w < RING), other=0.0)
+        of_earlier = tl.sum(of_keys[:, None] * written, axis=0)
+        new = tl.fma(v.to(tl.float32), of_value, -tl.fma(held[index], of_held, of_earlier))
+        written = tl.where(only_if(exists, w == at % RING)[:, None], new[None, :], written)
+        out = tl.fma(asked[index], of_asked, tl.sum(of_queries[:, None] * written, axis=0))
+        tl.store(y + number * (HEADS * VALUE_DIM), out.to(y.dtype.element_ty), mask=mask)
+        tl.store(xs + at % X_CAPACITY * x_stride, new, mask=mask)
+    return written
 
 
 @triton.jit(do_not_specialize=["max_tokens"])
 def _delta_replay_kernel(
     y, tokens, pool, slot_stride, ring, rows, scalars, inputs, max_tokens,
     HEADS: tl.constexpr, TIMES: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
-    X_CAPACITY: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr,
-    WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+    X_CAPACITY: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Long because state and corrected values stay in registers."""
     release(OVERLAPS)
@@ -172,85 +182,55 @@ def _delta_replay_kernel(
     until += computed
     first = tl.maximum(folded, computed // RING * RING)
     keys = head // TIMES * KEY_DIM
-    n = tl.arange(0, SLICE)
+    n = tl.arange(0, triton.next_power_of_2(KEY_DIM))
     p = part * WIDTH + tl.arange(0, WIDTH)
-    w = tl.arange(0, TOKENS)
+    has_n = n < KEY_DIM
     has_p = p < VALUE_DIM
-    is_column = has_p[None, :]
-    states = pool + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + p[None, :]
-    xs = ring.x + number * ring.x_ring + head * VALUE_DIM + p
+    states = pool + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + n[:, None] * VALUE_DIM + p[None, :]
+    is_state = has_n[:, None] & has_p[None, :]
+    state = tl.load(states, mask=is_state, other=0.0).to(tl.float32)  # [key_dim, width]
+    values = head * VALUE_DIM + p
+    xs = ring.x + number * ring.x_ring + values
     bs = ring.B + number * ring.B_ring + keys + n
     steps = ring.steps + number * ring.steps_ring + head
+    positions = computed // RING * RING + tl.arange(0, RING)
+    written = tl.load(
+        xs[None, :] + (positions % X_CAPACITY)[:, None] * ring.x_stride,
+        mask=((positions >= first) & (positions < computed))[:, None] & has_p[None, :],
+        other=0.0,
+    )  # [RING, width]
+    if first > folded:
+        state = fold_entries(
+            state, pool, xs, bs, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
+        )
+        tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
+        tl.debug_barrier()  # what is appended may overwrite what another thread of this program folds
+
     line = tl.cast(row, tl.int64) * max_tokens * HEADS + head
     scalars += line * _SCALARS
     inputs += line * (2 * RING)
-    y += tl.cast(start, tl.int64) * (HEADS * VALUE_DIM) + head * VALUE_DIM + p
-    base = folded
+    y += tl.cast(start, tl.int64) * (HEADS * VALUE_DIM) + values
+    await_launcher(OVERLAPS)
     position = computed
-    for period in range(computed // RING, tl.maximum((until - 1) // RING, computed // RING) + 1):
-        begin = period * RING
-        tiles = _load_slices(states, n, is_column, SLICES, KEY_DIM, VALUE_DIM)
-        positions = begin + w
-        written = tl.load(
-            xs[None, :] + (positions % X_CAPACITY)[:, None] * ring.x_stride,
-            mask=((positions >= first) & (positions < computed))[:, None] & is_column,
-            other=0.0,
-        )  # [TOKENS, width]
-        end = tl.maximum(first, begin)
-        stop = tl.minimum(begin + RING, until)
-        is_own = ((positions >= position) & (positions < stop))[:, None]
-        token = (start + positions - computed).to(tl.int64)[:, None]
-        await_launcher(OVERLAPS)
-        of_values = token * tokens.v_stride + (head * VALUE_DIM + p)[None, :]
-        v = tl.load(tokens.v + of_values, mask=is_own & is_column, other=0.0)
-        of_token = scalars + (positions - computed)[:, None] * (HEADS * _SCALARS)
-        of_value = tl.load(of_token, mask=is_own, other=0.0)
-        of_held = tl.load(of_token + 1, mask=is_own, other=0.0)
-        of_asked = tl.load(of_token + 2, mask=is_own, other=0.0)
-        held = tl.zeros((TOKENS, WIDTH), tl.float32)
-        asked = tl.zeros((TOKENS, WIDTH), tl.float32)
-        if end > base:
-            for index in range(SLICES):
-                has_n = index * SLICE + n < KEY_DIM
-                of_slice = states + (index * SLICE + n)[:, None] * VALUE_DIM
-                is_state = has_n[:, None] & is_column
-                tile = tl.load(of_slice, mask=is_state, other=0.0).to(tl.float32)
-                tile = fold_periods(
-                    tile, pool, xs, bs + index * SLICE, steps, ring, base, end, has_n, has_p,
-                    HEADS, CAPACITY, X_CAPACITY, RING,
-                )  # fmt: skip
-                if begin <= computed:
-                    tl.store(of_slice, tile.to(pool.dtype.element_ty), mask=is_state)
-                k = _load_rows(tokens.k + keys, tokens.k_stride, token, is_own, n, index, KEY_DIM)
-                q = _load_rows(tokens.q + keys, tokens.q_stride, token, is_own, n, index, KEY_DIM)
-                held, asked = _read(k, q, tile.to(pool.dtype.element_ty), held, asked)
+    while position < until:
+        if (position > computed) & (position % RING == 0):
+            tl.debug_barrier()  # another thread of this program may have appended what this one folds
+            state = fold_entries(
+                state, pool, xs, bs, steps, ring, tl.maximum(first, position - RING), position, has_n, has_p,
+                HEADS, CAPACITY, X_CAPACITY, RING,
+            )  # fmt: skip
+            written = tl.zeros_like(written)
+        stop = tl.minimum(tl.minimum(position + GROUP, (position // RING + 1) * RING), until)
+        if stop - position == 1:
+            written = _compute_tokens(
+                state, written, y, tokens, xs, ring.x_stride, scalars, inputs, start, computed, position, stop, keys, n,
+                has_n, values, has_p, HEADS, VALUE_DIM, X_CAPACITY, RING, 1,
+            )  # fmt: skip
         else:
-            k = _load_rows(tokens.k + keys, tokens.k_stride, token, is_own, n, 0, KEY_DIM)
-            q = _load_rows(tokens.q + keys, tokens.q_stride, token, is_own, n, 0, KEY_DIM)
-            for index in tl.static_range(SLICES):
-                if index + 1 < SLICES:
-                    next_k = _load_rows(tokens.k + keys, tokens.k_stride, token, is_own, n, index + 1, KEY_DIM)
-                    next_q = _load_rows(tokens.q + keys, tokens.q_stride, token, is_own, n, index + 1, KEY_DIM)
-                held, asked = _read(k, q, tiles[index], held, asked)
-                if index + 1 < SLICES:
-                    k = next_k
-                    q = next_q
-        base = tl.where(begin <= computed, end, base)
-        tl.debug_barrier()  # what is appended may overwrite what another thread of this program folds
-        corrected = tl.fma(held, -of_held, of_value * v.to(tl.float32))
-        asked *= of_asked
-        for at in range(position, stop):
-            of_inputs = inputs + (at - computed) * (HEADS * 2 * RING) + w
-            of_keys = tl.load(of_inputs, mask=w < RING, other=0.0)[:, None]
-            of_queries = tl.load(of_inputs + RING, mask=w < RING, other=0.0)[:, None]
-            # A later token may hold NaN, which a factor of 0 would not keep out.
-            is_this = (positions == at)[:, None]
-            new = tl.sum(tl.where(is_this, corrected, -of_keys * written), axis=0)
-            written = tl.where(is_this, new[None, :], written)
-            out = tl.sum(tl.fma(of_queries, written, tl.where(is_this, asked, 0.0)), axis=0)
-            tl.store(y + (at - computed) * (HEADS * VALUE_DIM), out.to(y.dtype.element_ty), mask=has_p)
-            tl.store(xs + at % X_CAPACITY * ring.x_stride, new, mask=has_p)
-        tl.debug_barrier()  # the next period folds what other threads of this program have appended
+            written = _compute_tokens(
+                state, written, y, tokens, xs, ring.x_stride, scalars, inputs, start, computed, position, stop, keys, n,
+                has_n, values, has_p, HEADS, VALUE_DIM, X_CAPACITY, RING, GROUP,
+            )  # fmt: skip
         position = stop
 
 
@@ -265,9 +245,7 @@ def _launch(
 ) -> None:
     heads, value_dim = tokens.v.shape[1:]
     key_heads, key_dim = tokens.k.shape[1:]
-    ring_len, depth = factors.inputs.shape[-1], max(LEAST_WIDTH, triton.next_power_of_2(key_dim))
-    width = max(LEAST_WIDTH, min(tiling.width, triton.next_power_of_2(value_dim)))
-    length = min(_SLICE, depth)
+    width = min(tiling.width, triton.next_power_of_2(value_dim))
     _delta_replay_kernel[(rows.slots.shape[0] * heads * triton.cdiv(value_dim, width),)](
         y=y,
         tokens=kernel_tokens(tokens),
@@ -284,11 +262,9 @@ def _launch(
         VALUE_DIM=value_dim,
         CAPACITY=ring.capacity,
         X_CAPACITY=ring.x_capacity,
-        RING=ring_len,
-        TOKENS=max(LEAST_WIDTH, ring_len),
-        SLICE=length,
-        SLICES=depth // length,
+        RING=factors.inputs.shape[-1],
         WIDTH=width,
+        GROUP=tiling.tokens,
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
         enable_fp_fusion=True,
