@@ -90,15 +90,14 @@ class CacheConfig:
         align_prefill_chunks: True to end a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Maximum number of running requests, tokens per step, and tokens
             per request; the block tables for max_requests requests must have fewer than 2**28 entries.
-        max_prompt_tokens_beside_decode: Maximum number of prompt tokens in a step in which requests decode; None: no
-            limit other than max_tokens.
+        max_prompt_tokens_beside_decode: Maximum number of prompt tokens in a step in which requests decode; None:
+            max_tokens.
         ssm_state_dtype, conv_state_dtype: "model" (same dtype as the parameters), "fp32" or "bf16".
         cached_state_dtype: Format of cached states: same as live states ("live"), or quantized to 8 bits ("int8").
-        attention_backend: Library that computes attention; "auto" selects the first installed library that supports the
-            model.
+        kv_cache_dtype: Format of cached keys and values: the dtype of the parameters ("auto"), or FP8 e4m3 ("fp8").
+        attention_backend: Library that computes attention; "auto" selects the first that supports the model.
         num_cuda_graphs: Number of decode batch sizes, up to max_requests, that are captured as CUDA graphs.
-        cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096, or more for a small
-            model.
+        cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096 or more.
         run_ahead: True to launch a captured step before the preceding step's tokens are read by the host.
         resident_pools: True to keep the device memory and CUDA graphs of a suspended engine.
         rank_digest_steps: Number of steps between comparisons of the ranks' decisions, which raise if decisions differ;
@@ -132,6 +131,7 @@ class CacheConfig:
     ssm_state_dtype: str = "fp32"
     conv_state_dtype: str = "model"
     cached_state_dtype: Literal["live", "int8"] = "live"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
     cuda_graph_prefill_tokens: int | None = None
@@ -159,6 +159,7 @@ class CacheConfig:
         "draft_states": ("auto", "replay", "window"),
         **dict.fromkeys(("ssm_state_dtype", "conv_state_dtype"), ("model", "fp32", "bf16")),
         "cached_state_dtype": ("live", "int8"),
+        "kv_cache_dtype": ("auto", "fp8"),
         "attention_backend": ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference"),
         **dict.fromkeys(("prefix_caching", "adaptive_drafts", "align_prefill_chunks"), bool),
         **dict.fromkeys(("run_ahead", "resident_pools"), bool),
@@ -286,8 +287,8 @@ def _rule_of(rule: Any) -> _Rule:
     if isinstance(rule, _Rule):
         return rule
     if isinstance(rule, range):
-        most, least = rule.stop, "an int of at least 1 and below"
-        text = f"{least} {most}" if rule.start else f"an int from 0 to {most - 1}"
+        most = rule.stop
+        text = f"an int of at least 1 and below {most}" if rule.start else f"an int from 0 to {most - 1}"
         return _Rule(lambda value: type(value) is int and value in rule, text)
     if rule is bool:
         return _Rule(lambda value: type(value) is bool, "True or False")

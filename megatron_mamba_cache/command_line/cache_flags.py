@@ -27,6 +27,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_speculative_tokens": ("--num-speculative-tokens",),
         "draft_states": ("--draft-states",),
         "cached_state_dtype": ("--cached-state-dtype",),
+        "kv_cache_dtype": ("--kv-cache-dtype",),
         "attention_backend": ("--attention-backend",),
     }
 )
@@ -65,6 +66,8 @@ def add_cache_arguments(parser: Any) -> None:
     add("draft_states", kept_states, choices=rules["draft_states"])
     stored = "format of cached states: like live states, or quantized to 8 bits (default: live)"
     add("cached_state_dtype", stored, choices=rules["cached_state_dtype"])
+    keys = "format of cached keys and values: the dtype of the weights, or FP8 (default: auto)"
+    add("kv_cache_dtype", keys, choices=rules["kv_cache_dtype"])
     add("attention_backend", "library that computes attention (default: auto)", choices=rules["attention_backend"])
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action=BooleanOptionalAction, help=text)

@@ -121,6 +121,8 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("cache").add_argument
     stored = "with --model, format of cached states: float32 (live) or quantized to 8 bits (default: live)"
     add("--cached-state-dtype", choices=CacheConfig.RULES["cached_state_dtype"], default="live", help=stored)
+    keys = "with --model, format of cached keys and values: bf16 or float32 as in the model, or FP8 (default: auto)"
+    add("--kv-cache-dtype", choices=CacheConfig.RULES["kv_cache_dtype"], default="auto", help=keys)
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
     add("--cache-gb", type=float, nargs="+", metavar="G", help=f"cache sizes in GiB (default: {sizes})")
     host = "sizes of the host tier in GiB, each combined with each --cache-gb; 0: none (default: 0)"

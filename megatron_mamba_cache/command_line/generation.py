@@ -158,6 +158,8 @@ def _inexact_because(arguments: Namespace, dtype: str, sampling: SamplingFlags) 
         return "in bf16, where rounding depends on the batch"
     if getattr(arguments, argument_of("cached_state_dtype")) == "int8":
         return "after a cached state of 8 bits"
+    if getattr(arguments, argument_of("kv_cache_dtype")) == "fp8":
+        return "with an FP8 KV cache, where rounding depends on the batch"
     if arguments.drafter == "draft-model" and not sampling.is_greedy:
         return "with a draft model, which changes sampled tokens but not their distribution"
     return None

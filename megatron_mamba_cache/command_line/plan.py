@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Literal
 
 from ..config import CacheConfig
 from ..planning.caches import CacheSizes
@@ -79,11 +78,16 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     if arguments.model is not None:
         if len(missing) < len(given):
             raise UsageError(f"--model cannot be combined with {' or '.join(given)}; give a model or its sizes")
-        return _sizes_of(Path(arguments.model), arguments.block_size, arguments.cached_state_dtype, arguments.log_level)
+        formats = CacheConfig(
+            cached_state_dtype=arguments.cached_state_dtype, kv_cache_dtype=arguments.kv_cache_dtype
+        ).resolved()
+        return _sizes_of(Path(arguments.model), arguments.block_size, formats, arguments.log_level)
     if arguments.cached_state_dtype != "live":
         raise UsageError(
             "--cached-state-dtype needs --model; without it, give the bytes of a cached state as --state-bytes"
         )
+    if arguments.kv_cache_dtype != "auto":
+        raise UsageError("--kv-cache-dtype needs --model; without it, give the bytes as --kv-bytes-per-token")
     if missing:
         raise UsageError(f"{missing[0]} is missing; give --model DIR, or both {' and '.join(given)}")
     for flag, value in given.items():
@@ -92,14 +96,12 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     return CacheSizes(arguments.kv_bytes_per_token, arguments.state_bytes, arguments.block_size)
 
 
-def _sizes_of(
-    directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"], log_level: str
-) -> CacheSizes:
-    """Return the bytes of a model's KV blocks and states; all dtypes but `cached_state_dtype` are the defaults."""
+def _sizes_of(directory: Path, block_size: int, formats: CacheConfig, log_level: str) -> CacheSizes:
+    """Return the bytes of a model's KV and states, in the formats that the settings give them."""
     try:
         with quiet_libraries(log_level):
             _, shape = described_shape(directory)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {directory}: {error}") from error
-    state = shape.cached_layout(CacheConfig(cached_state_dtype=cached_state_dtype).resolved())
-    return CacheSizes(shape.block_bytes(1), state.slot_bytes, block_size)
+    kv_bytes = shape.block_bytes(1, formats.kv_cache_dtype)
+    return CacheSizes(kv_bytes, shape.cached_layout(formats).slot_bytes, block_size)

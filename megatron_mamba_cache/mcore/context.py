@@ -21,6 +21,7 @@ from ..config import CacheConfig
 from ..errors import CacheIntegrityError
 from ..grammars.compiler import Grammars
 from ..kernels.attention.kv_append import append_kv
+from ..kernels.attention.kv_values import UNSCALED, KVScales
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
 from ..policy.kept_tokens import KeptTokens, StepTokens
@@ -401,11 +402,16 @@ class MambaCacheContext(DynamicInferenceContext):
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
         batch = self.step.batch
         keys, values = (new.squeeze(1)[: batch.num_tokens] for new in (key, value))
-        append_kv(keys, values, key_cache, value_cache, batch.token_blocks, batch.token_offsets)
+        targets = key_cache, value_cache, batch.token_blocks, batch.token_offsets
+        append_kv(keys, values, *targets, scales=self.kv_scales(layer_number))
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED) -> Tensor:
         """Compute attention between the step's query tokens and a layer's KV blocks; see `paged_attention_ref`."""
-        return self.step.attend(q, k_cache, v_cache)
+        return self.step.attend(q, k_cache, v_cache, scales)
+
+    def kv_scales(self, layer_number: int) -> KVScales:
+        """Return the scales of an attention layer's FP8 keys and values; this rank's layers are numbered from 1."""
+        return self.shape.scales_of(self.layer_map[layer_number - 1])
 
     @override
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -85,6 +85,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         fingerprint=_agreed_fingerprint(parts),
         layer_weights=sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages),
         waits_for_experts=parts[ranks.index].waits_for_experts,
+        kv_scales=tuple(module.kv_scales for module in model.modules() if isinstance(module, CachingSelfAttention)),
     )
 
 
@@ -160,17 +161,17 @@ def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: R
     output = shape.vocab_size * settings.hidden_size // num_tensor_ranks
     num_experts = settings.num_moe_experts if expert else 0
     top_k = settings.moe_router_topk if expert else 0
-    itemsize = shape.params_dtype.itemsize
+    kv_itemsize = shape.kv_dtype(config.kv_cache_dtype).itemsize
     return StepReads(
         num_layers=len(pattern),
-        weights=sum(weights.shared_bytes for weights, _, _ in stages) + output * itemsize,
+        weights=sum(weights.shared_bytes for weights, _, _ in stages) + output * shape.params_dtype.itemsize,
         expert=sum(weights.expert_bytes for weights, _, _ in stages),
         num_experts=num_experts // num_expert_ranks(),
         chosen=top_k / num_experts if num_experts else 0.0,
         num_expert_ranks=num_expert_ranks(),
         state=state if config.replays else 2 * state,
         draft=0 if config.replays else state,
-        cached_token=2 * pattern.count(Symbols.ATTENTION) * shape.num_kv_heads * shape.kv_channels * itemsize,
+        cached_token=2 * pattern.count(Symbols.ATTENTION) * shape.num_kv_heads * shape.kv_channels * kv_itemsize,
         macs=layers + output + expert * top_k,
     )
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 from ..kernels.attention.attention_inputs import write_attention_inputs
 from ..kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from ..kernels.attention.kv_append import append_kv
+from ..kernels.attention.kv_values import UNSCALED
 from ..kernels.attention.output_gate import gate_output
 from .between_layers import LayerRMSNorm
 from .megatron_settings import check_settings
@@ -29,6 +30,9 @@ class CachingSelfAttention(SelfAttention):
     than KV heads, Megatron gathers the outputs of `linear_qkv` from all ranks. Here each rank has its query heads and a
     copy of their KV head; checkpoints contain one copy.
 
+    Attributes:
+        kv_scales: Scales of this layer's keys and values in an FP8 KV cache.
+
     Raises:
         ValueError: If a setting is not supported; see `check_settings`.
     """
@@ -41,6 +45,7 @@ class CachingSelfAttention(SelfAttention):
             config = copy.copy(config)
             config.num_query_groups = tensor_ranks.size()
         super().__init__(config, *args, pg_collection=pg_collection, **settings)
+        self.kv_scales = UNSCALED
         for name in ("qk_layernorm", "qk_l2_norm"):
             if getattr(config, name) and self.q_layernorm is None:
                 raise ValueError(f"{name} is True, but the spec has no norm for queries and keys; set it to False")
@@ -79,7 +84,8 @@ class CachingSelfAttention(SelfAttention):
                 query = inference_context.apply_rotary_emb_query(
                     query, rotary[0], self.config, None, self.pg_collection.cp
                 )
-            out = inference_context.attend(query.squeeze(1), key, value)
+            layer = self.layer_number - self._get_pp_layer_offset_for_inference()
+            out = inference_context.attend(query.squeeze(1), key, value, inference_context.kv_scales(layer))
             gate = gates[0] if gates else None
         if gate is not None:
             out = gate_output(out, gate)
@@ -109,12 +115,13 @@ class CachingSelfAttention(SelfAttention):
         batch = inference_context.step.batch
         keys, values = (new.squeeze(2)[: batch.num_tokens] for new in (key, value))
         targets = k_cache, v_cache, batch.token_blocks, batch.token_offsets
+        scales = inference_context.kv_scales(layer)
         changes = self._head_changes(batch.positions, None if angles is None else rotation_table(angles, query.dtype))
         if changes is None:
-            packed = append_kv(keys, values, *targets, query)
+            packed = append_kv(keys, values, *targets, query, scales)
         else:
-            packed = write_attention_inputs(query, keys, values, *targets, changes)
-        return inference_context.attend(packed, k_cache, v_cache), gates[0] if gates else None
+            packed = write_attention_inputs(query, keys, values, *targets, changes, scales)
+        return inference_context.attend(packed, k_cache, v_cache, scales), gates[0] if gates else None
 
     def _head_changes(self, positions: Tensor, table: Tensor | None) -> HeadChanges | None:
         """Return the norms and rotation for queries and keys; None if there are none."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import CacheConfig
+from ..kernels.attention.kv_values import FP8, UNSCALED, KVScales
 from .cached_form import CACHED_FORMS
 from .interface import BufferLayout, Recurrence, ReplayedRecurrence, StateDtypes, StateGroup
 from .layout import SlotLayout
@@ -44,6 +45,7 @@ class HybridModelShape:
         fingerprint: Hash of the architecture; equal on all ranks.
         layer_weights: Average number of weights per layer on this rank that each token uses; 0: unknown.
         waits_for_experts: True if the host waits for the routing result within a step.
+        kv_scales: Scales of FP8 keys and values, one entry per attention layer on this rank; empty: all are 1.0.
     """
 
     layer_types: tuple[str, ...]
@@ -57,6 +59,7 @@ class HybridModelShape:
     fingerprint: str
     layer_weights: int = 0
     waits_for_experts: bool = False
+    kv_scales: tuple[KVScales, ...] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -78,10 +81,22 @@ class HybridModelShape:
         """Number of attention layers on this rank."""
         return self.layer_types.count(ATTENTION)
 
-    def block_bytes(self, block_size: int) -> int:
+    def kv_dtype(self, kv_cache_dtype: str) -> torch.dtype:
+        """Return the dtype of cached keys and values for a value of `CacheConfig.kv_cache_dtype`."""
+        return FP8 if kv_cache_dtype == "fp8" else self.params_dtype
+
+    def scales_of(self, layer: int) -> KVScales:
+        """Return the scales of FP8 keys and values for an attention layer on this rank, numbered from 0."""
+        return self.kv_scales[layer] if self.kv_scales else UNSCALED
+
+    def cache_fingerprint(self, config: CacheConfig) -> str:
+        """Return the part of every cache key that identifies the model and the format of its keys and values."""
+        return self.fingerprint if config.kv_cache_dtype == "auto" else f"{self.fingerprint} {config.kv_cache_dtype}"
+
+    def block_bytes(self, block_size: int, kv_cache_dtype: str = "auto") -> int:
         """Return the size in bytes of one KV block over all attention layers on this rank."""
         per_token = 2 * self.num_attention_layers * self.num_kv_heads * self.kv_channels
-        return block_size * per_token * self.params_dtype.itemsize
+        return block_size * per_token * self.kv_dtype(kv_cache_dtype).itemsize
 
     def scan_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Return the maximum scratch memory in bytes for one layer's prefill scan; excludes memory needed per token.
@@ -154,12 +169,12 @@ class HybridModelShape:
 
     def unit_bytes(self, config: CacheConfig) -> UnitBytes:
         """Return the sizes in bytes of a cached state and of a KV block on this rank."""
-        token_row = (
-            self.num_kv_heads * self.kv_channels * self.params_dtype.itemsize if self.num_attention_layers else 0
-        )
+        itemsize = self.kv_dtype(config.kv_cache_dtype).itemsize
+        token_row = self.num_kv_heads * self.kv_channels * itemsize if self.num_attention_layers else 0
         state_row = 1 if config.quantizes_states else _row_bytes(self.state_groups(config))
         cached_bytes = self.cached_layout(config).aligned_bytes
-        return UnitBytes(cached_bytes, self.block_bytes(config.block_size_tokens), token_row, state_row)
+        block_bytes = self.block_bytes(config.block_size_tokens, config.kv_cache_dtype)
+        return UnitBytes(cached_bytes, block_bytes, token_row, state_row)
 
     def resolved(
         self, config: CacheConfig, gather: Callable[[UnitBytes], Sequence[UnitBytes]] = lambda unit: [unit]

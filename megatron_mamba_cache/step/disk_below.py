@@ -119,7 +119,8 @@ class DiskBelow:
         config, shape = self._config, self._shape
         unit, states = shape.unit_bytes(config), shape.cached_layout(config)
         mine = (self._ranks.index, unit, states, shape.layer_types, self._weights().hex())
-        settings = (_FORMAT, self._ranks.num_ranks, shape.fingerprint, config.block_size_tokens, shape.params_dtype)
+        model = shape.cache_fingerprint(config)
+        settings = (_FORMAT, self._ranks.num_ranks, model, config.block_size_tokens, shape.params_dtype)
         identity = hashlib.sha256(repr((settings, self._ranks.gather(mine))).encode()).digest()
         return EntryForm(identity, unit.state, unit.block)
 

@@ -92,7 +92,7 @@ class CacheMemory:
         self.prefix_cache = PrefixCache(
             pools,
             AdmissionRules(self.boundary_rule, config.align_prefill_chunks),
-            CacheIdentity(shape.fingerprint, weights_version),
+            CacheIdentity(shape.cache_fingerprint(config), weights_version),
             counters,
             draft_states=_draft_states(config, shape, self.slots),
             checkpoints=config.decode_checkpoints,
@@ -197,7 +197,7 @@ def _allocated(
     """Allocate the state pool and the KV blocks, [2, layers, blocks, block size, kv heads, head dim]."""
     live, states, unit = shape.state_layout(config), shape.cached_layout(config), shape.unit_bytes(config)
     block_shape = (config.block_size_tokens, shape.num_kv_heads, shape.kv_channels)
-    blocks = BlockLayout(shape.num_attention_layers, block_shape, shape.params_dtype)
+    blocks = BlockLayout(shape.num_attention_layers, block_shape, shape.kv_dtype(config.kv_cache_dtype))
     try:
         parts, kv_buffer = slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
         cached = None
@@ -227,6 +227,7 @@ def _attention_shape(
         device=torch.device("cuda", device) if isinstance(device, int) else device,
         num_blocks=capacity.num_blocks,
         block_bytes_apart=capacity.slab.slab_bytes(shape.unit_bytes(config)) // capacity.slab.blocks_per_slab,
+        has_fp8_kv=config.kv_cache_dtype == "fp8",
     )
 
 

@@ -14,7 +14,7 @@ from .logits import any_masked, any_scored
 from .overlapped_step import CapturedStep
 
 
-def no_attention(*_: Tensor) -> Tensor:
+def no_attention(*_: object) -> Tensor:
     """Raise an error. Used as `attend` where no layer may run: in a graph replay or after the forward pass."""
     raise CacheIntegrityError("a layer requested attention outside its step's forward")
 

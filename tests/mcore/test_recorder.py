@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention.interface import AttentionRows, attention_after
+from megatron_mamba_cache.kernels.attention.kv_values import UNSCALED, KVScales
 from megatron_mamba_cache.kernels.attention.reference import CapturedReference
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.decode_steps import DecodeStep, SentStep
@@ -37,7 +38,7 @@ def start_captured(
 def test_attention_is_prepared_once_before_its_first_layer() -> None:
     calls: list[str] = []
 
-    def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED, /) -> Tensor:
         calls.append("layer")
         return q + k_cache + v_cache
 

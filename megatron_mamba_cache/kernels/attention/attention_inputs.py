@@ -18,6 +18,7 @@ from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .head_changes import HeadChanges
 from .kv_append import check_append, check_query
+from .kv_values import UNSCALED, KVScales, addressed, stored_values
 from .reference import write_attention_inputs_ref
 
 _TILE_LEN = 1024
@@ -67,7 +68,7 @@ def _changed_head(
 def _inputs_kernel(
     query, key, value, packed, k_cache, v_cache, token_block, token_offset, query_norm, key_norm, norm_offset, eps,
     table, positions, num_tokens, query_stride, query_head_stride, key_stride, key_head_stride, value_stride,
-    value_head_stride, block_stride, offset_stride,
+    value_head_stride, block_stride, offset_stride, key_scale, value_scale,
     HAS_NORMS: tl.constexpr, ROTATES: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -102,8 +103,8 @@ def _inputs_kernel(
         element, HAS_NORMS, ROTATES, HEAD_DIM, PART,
     )  # fmt: skip
     index = block * block_stride + offset * offset_stride + head * HEAD_DIM + channel
-    tl.store(k_cache + index, changed.to(key.dtype.element_ty).to(k_cache.dtype.element_ty), mask=moves)
-    tl.store(v_cache + index, new_value.to(v_cache.dtype.element_ty), mask=moves)
+    tl.store(k_cache + index, stored_values(changed.to(key.dtype.element_ty), key_scale, k_cache), mask=moves)
+    tl.store(v_cache + index, stored_values(new_value, value_scale, v_cache), mask=moves)
 
 
 def write_attention_inputs(
@@ -115,6 +116,7 @@ def write_attention_inputs(
     token_block: Tensor,
     token_offset: Tensor,
     changes: HeadChanges,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Normalize and rotate queries and keys, append keys and values to the caches, and return the queries packed.
 
@@ -122,8 +124,8 @@ def write_attention_inputs(
 
     Args:
         query: [padded tokens, kv_heads, queries, dim]; the queries of one KV head are contiguous.
-        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches.
-        k_cache, v_cache, token_block, token_offset: As in `append_kv`.
+        key, value: [tokens, kv_heads, dim], channels contiguous; stored as by `append_kv`.
+        k_cache, v_cache, token_block, token_offset, scales: As in `append_kv`.
         changes: Norm and rotation to apply to each query head and key head.
 
     Returns:
@@ -138,7 +140,9 @@ def write_attention_inputs(
     check_query(query, key)
     changes.check(key)
     if key.numel() == 0 or not launches_kernel(key) or torch.float64 in (key.dtype, k_cache.dtype):
-        return write_attention_inputs_ref(query, key, value, k_cache, v_cache, token_block, token_offset, changes)
+        return write_attention_inputs_ref(
+            query, key, value, k_cache, v_cache, token_block, token_offset, changes, scales
+        )
     (num_tokens, num_heads, head_dim), queries = key.shape, query.shape[2]
     packed = query.new_empty(len(query), num_heads * queries, head_dim)
     norms, rotation = changes.norms, changes.rotation
@@ -150,8 +154,8 @@ def write_attention_inputs(
         key=key,
         value=value,
         packed=packed,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache=addressed(k_cache),
+        v_cache=addressed(v_cache),
         token_block=token_block,
         token_offset=token_offset,
         query_norm=key if norms is None else norms.query,
@@ -169,6 +173,8 @@ def write_attention_inputs(
         value_head_stride=value.stride(1),
         block_stride=k_cache.stride(0),
         offset_stride=k_cache.stride(1),
+        key_scale=scales.key,
+        value_scale=scales.value,
         HAS_NORMS=norms is not None,
         ROTATES=rotation is not None,
         KV_HEADS=num_heads,

@@ -17,11 +17,14 @@ from .interface import (
     DeviceLengths,
     PlannedAttention,
     attend_rows,
+    fp8_refusal,
     half_precision_refusal,
     is_installed,
 )
+from .kv_values import UNSCALED, KVScales
 
 _HEAD_DIMS = range(8, 257, 8)
+_Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 PAGE_MULTIPLE = 256
 """The page size of flash-attn 2 must be a multiple of this number of tokens."""
 
@@ -42,13 +45,17 @@ class _FlashAttention(ABC):
         """Import and return the library's attention function."""
 
     @abstractmethod
-    def _planned(self, rows: AttentionRows) -> PlannedAttention:
+    def _planned(self, rows: AttentionRows) -> _Attention:
         """Return the library's function, bound to the step's requests; its queries must not contain padding."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Return the attention function for the step; each layer calls it."""
         num_tokens, call = sum(rows.query_lens), self._planned(rows)
-        return lambda q, k_cache, v_cache: attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
+
+        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED, /) -> Tensor:
+            return attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
+
+        return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
         """Return the attention to capture in a CUDA graph; replayed requests are at most as long as in `rows`."""
@@ -65,7 +72,7 @@ class FlashAttention3(_FlashAttention):
         """Return the reason why the backend does not support the model; None if it does."""
         if not is_installed("flash_attn_interface"):
             return "flash_attn_interface is not installed"
-        reason = half_precision_refusal(shape, _HEAD_DIMS)
+        reason = fp8_refusal(shape) or half_precision_refusal(shape, _HEAD_DIMS)
         if reason is None and torch.cuda.get_device_capability(shape.device)[0] != 9:
             return "it needs a Hopper GPU"
         return reason
@@ -74,7 +81,7 @@ class FlashAttention3(_FlashAttention):
     def _function() -> Callable[..., Tensor]:
         return import_module("flash_attn_interface").flash_attn_with_kvcache
 
-    def _planned(self, rows: AttentionRows) -> PlannedAttention:
+    def _planned(self, rows: AttentionRows) -> _Attention:
         return partial(
             self._attention,
             cache_seqlens=rows.kv_lengths,
@@ -96,13 +103,13 @@ class FlashAttention2(_FlashAttention):
         """Return the reason why the backend does not support the model; None if it does."""
         if not is_installed("flash_attn"):
             return "flash_attn is not installed"
-        return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
+        return fp8_refusal(shape) or half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
 
     @staticmethod
     def _function() -> Callable[..., Tensor]:
         return import_module("flash_attn").flash_attn_varlen_func
 
-    def _planned(self, rows: AttentionRows) -> PlannedAttention:
+    def _planned(self, rows: AttentionRows) -> _Attention:
         return partial(
             self._attention,
             cu_seqlens_q=rows.cu_query,
@@ -125,7 +132,7 @@ class TorchVarlenAttention(_FlashAttention):
         """Return the reason why the backend does not support the model; None if it does."""
         if _varlen_attn() is None:
             return "the installed torch's varlen_attn has no block_table argument; torch 2.13 or newer has one"
-        return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
+        return fp8_refusal(shape) or half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
 
     @staticmethod
     def _function() -> Callable[..., Tensor]:
@@ -134,7 +141,7 @@ class TorchVarlenAttention(_FlashAttention):
             raise ImportError("varlen_attn has no block_table argument; install torch 2.13 or newer")
         return attention
 
-    def _planned(self, rows: AttentionRows) -> PlannedAttention:
+    def _planned(self, rows: AttentionRows) -> _Attention:
         shape, cu_kv = self._shape, cumulative_lengths(rows)
         longest_query, longest_kv = max(rows.query_lens, default=0), max(rows.kv_lens, default=0)
         return lambda q, k_cache, v_cache: self._attention(

@@ -8,6 +8,7 @@ head. If this gives fewer programs than multiprocessors, a CUDA graph splits the
 (`split_prompts`). Before FlashInfer 0.6, "fa3" uses 32-bit offsets in units of 16 bytes, so it silently reads wrong
 blocks beyond 64 GiB; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens use "fa2".
 Larger graphs use "fa3" and are skipped, if allowed, in steps whose prompts use such a block.
+Only "fa2" reads FP8 keys and values with 16-bit queries, so it then computes prompts too.
 
 FlashInfer compiles its kernels for a model's shape at first use and caches them on disk. The backend triggers this when
 it is built, and logs it. Graphs depend on undocumented behavior of FlashInfer, which the backend also tests when it is
@@ -37,7 +38,8 @@ from .flashinfer_calls import (
 )
 from .flashinfer_compiler import scripts_in_path
 from .interface import AttentionRows, AttentionShape, PlannedAttention, half_precision_refusal, is_installed
-from .split_prompts import SplitPart
+from .kv_values import UNSCALED, KVScales
+from .split_prompts import SplitPart, best_pieces
 
 OLDEST = Version("0.5.3")
 """Oldest FlashInfer release that is tested."""
@@ -48,8 +50,6 @@ _ALIGNMENT = 16
 _PLAN_GRAIN = 64 * 2**10
 _MOST_SHORT_QUERIES = 16  # maximum number of query tokens for a request in the decode call
 _FA3_TILE = 128  # number of query tokens per "fa3" program
-_MOST_PIECES = 8
-_CALL_COST, _PIECE_COST = 0.1, 0.0008  # costs per call and per program; 1: a wave over 8,192 tokens
 _LEAST_LEFT_OUT = 1025  # minimum prompt tokens to skip a graph; eager steps with fewer are much slower
 _FA3_BYTES = 2**32 * 16  # bytes addressable by "fa3" before 0.6; see FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 _FA3_READS_ALL = Version("0.6")
@@ -60,6 +60,9 @@ class FlashInferAttention:
 
     Args:
         kernel: "fa2" or "fa3" for all requests; None: "fa2" for decodes, and "fa3" for prompts where it is supported.
+
+    Raises:
+        ValueError: If "fa3" is given for an FP8 KV cache.
     """
 
     name = setting = "flashinfer"
@@ -75,15 +78,18 @@ class FlashInferAttention:
         return half_precision_refusal(shape, _HEAD_DIMS)
 
     def __init__(self, shape: AttentionShape, kernel: str | None = None) -> None:
+        if kernel == "fa3" and shape.has_fp8_kv:
+            raise ValueError("fa3 does not read an FP8 KV cache with 16-bit queries; use fa2")
         self._shape = shape
         self._kernel = kernel
+        self._has_fa3 = is_hopper(shape.device) and not shape.has_fp8_kv
         workspace_bytes = max(_WORKSPACE_BYTES, parts_bytes(shape, num_rows=1, num_tokens=_FA3_TILE))
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=shape.device)
         self._graph_workspace = self._workspace  # replaced when a graph needs a larger one
         self._last_of_fa3 = last_block_of_fa3(shape, _release())
         message = "FlashInfer compiles attention kernels for this model, once per machine"
         with progress(message), scripts_in_path():
-            prompt_kernel = kernel or ("fa3" if is_hopper(shape.device) else "fa2")
+            prompt_kernel = kernel or ("fa3" if self._has_fa3 else "fa2")
             self._decoding = PagedAttention(shape, _wrapper(self._workspace, kernel or "fa2"))
             self._prompts = PagedAttention(shape, _wrapper(self._workspace, prompt_kernel))
             self._far_prompts = self._prompts
@@ -110,10 +116,10 @@ class FlashInferAttention:
                 parts.append((attention, tokens))
         num_tokens = sum(rows.query_lens)
 
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED, /) -> Tensor:
             out = torch.empty_like(q)
             out[num_tokens:] = 0
-            return attend_parts(parts, q, k_cache, v_cache, out)
+            return attend_parts(parts, q, k_cache, v_cache, out, scales)
 
         return attend
 
@@ -141,7 +147,7 @@ class FlashInferAttention:
             torch.cat((one - 1, one)), one, table.to(shape.device), (1,), (1,), table.numpy(), last_block_lens=one
         )
         options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
-        cache = torch.zeros(1, shape.block_size, shape.num_kv_heads, shape.head_dim, **options)
+        cache = torch.zeros(1, shape.block_size, shape.num_kv_heads, shape.head_dim, **options).to(shape.kv_dtype)
         q = torch.zeros(1, shape.num_heads, shape.head_dim, **options)
         for attention in (self._decoding, self._prompts):
             attention.plan_pages(page_lists(rows, shape.block_size))
@@ -161,7 +167,7 @@ class FlashInferAttention:
         if self._kernel is not None:
             return int(self._kernel == "fa3")
         reaches = self._last_of_fa3 is None or (may_be_left_out and num_tokens >= _LEAST_LEFT_OUT)
-        if not reaches or not is_hopper(device) or num_tokens <= _FA3_TILE:
+        if not reaches or not self._has_fa3 or num_tokens <= _FA3_TILE:
             return 0
         return best_pieces(-(-num_tokens // _FA3_TILE) * self._shape.num_heads, num_multiprocessors(device))
 
@@ -218,20 +224,6 @@ class FlashInferAttention:
             self._prompts.lend_offsets(wrapper)
         attention = PagedAttention(self._shape, wrapper, is_causal=is_causal)
         return CapturedCall(attention, (sent_pages, buffers["paged_kv_indices_buf"]))
-
-
-def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
-    """Return the number of history pieces with the lowest estimated cost, given the "fa3" programs per piece.
-
-    The cost estimate counts waves of programs, plus the cost of a second call and of copies of queries and results.
-    On an H200, "fa2" takes 253 us and "fa3" 282 us for 362 query and 8,192 cached tokens, 16 heads, head_dim 256.
-    """
-
-    def waves(pieces: int) -> float:
-        costs = 0.0 if pieces == 1 else _CALL_COST + _PIECE_COST * num_programs * pieces
-        return -(-num_programs * pieces // num_multiprocessors) / pieces + costs
-
-    return min(range(1, _MOST_PIECES + 1), key=waves)
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:

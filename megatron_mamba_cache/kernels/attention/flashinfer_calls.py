@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .interface import AttentionRows, AttentionShape, PlannedAttention
+from .kv_values import UNSCALED, KVScales
 
 ALL_ROWS = slice(None)
 
@@ -85,13 +86,27 @@ class PagedAttention:
             causal=self._is_causal,
             sm_scale=shape.scale,
             q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
         )
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Compute attention for the planned tokens into `out`; write the log2 softmax sums to `lse`, if given."""
-        scores = {} if lse is None else {"lse": lse, "return_lse": True}
-        self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out, **scores)
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        scales: KVScales = UNSCALED,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Compute attention for the planned tokens into `out`; write the log2 softmax sums to `lse`, if given.
+
+        The key scale multiplies the softmax scale. FlashInfer multiplies the result by a value scale other than 1.0 in
+        another launch.
+        """
+        options: dict[str, Any] = {} if lse is None else {"lse": lse, "return_lse": True}
+        if self._shape.has_fp8_kv:
+            options |= {"k_scale": scales.key, "v_scale": scales.value}
+        self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out, **options)
 
     @property
     def offsets(self) -> Tensor | None:
@@ -181,7 +196,7 @@ class PlannedPart(Protocol):
 class PartAttention(Protocol):
     """Protocol for a planned attention call over some of the requests in a step."""
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scales: KVScales = UNSCALED) -> None:
         """Compute attention in one layer for the planned tokens; write the result to `out`."""
 
 
@@ -197,7 +212,11 @@ class CapturedFlashInfer:
     def begin(self) -> PlannedAttention:
         """Return the attention function for the step; each layer calls it."""
         calls = [(part.attention, part.tokens) for part in self.parts]
-        return lambda q, k_cache, v_cache: attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q))
+
+        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED, /) -> Tensor:
+            return attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q), scales)
+
+        return attend
 
     def plan_again(self, rows: AttentionRows) -> None:
         """Plan the next replay on the host; `rows` must have exact lengths and as many requests as captured."""
@@ -212,9 +231,14 @@ def tokens_of(rows: AttentionRows, part: slice) -> slice:
 
 
 def attend_parts(
-    parts: Sequence[tuple[PartAttention, slice]], q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
+    parts: Sequence[tuple[PartAttention, slice]],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Run each attention call on its slice of tokens, write the results to `out`, and return `out`."""
     for attention, tokens in parts:
-        attention.run(q[tokens], k_cache, v_cache, out[tokens])
+        attention.run(q[tokens], k_cache, v_cache, out[tokens], scales)
     return out

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .kv_values import FP8, UNSCALED, KVScales
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
@@ -37,21 +39,25 @@ class AttentionRows:
     last_block_lens: Tensor | None = None
 
 
-PlannedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of (q, k_cache, v_cache), shaped as in `paged_attention_ref`, that computes attention in one layer."""
+class PlannedAttention(Protocol):
+    """Protocol for the function that computes attention in each layer of a step."""
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED, /) -> Tensor:
+        """Compute attention in one layer; shapes and scales are as in `paged_attention_ref`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Dimensions and dtype shared by all attention layers of a model on this rank.
+    """Dimensions and dtypes shared by all attention layers of a model on this rank.
 
     Args:
         num_heads: Number of query heads; a multiple of num_kv_heads.
         block_size: Number of tokens per KV block.
         scale: Factor for the scores before softmax.
-        dtype: Dtype of queries, keys, values and results.
+        dtype: Dtype of queries, new keys and values, and results.
         num_blocks: Number of KV blocks in one layer's cache; 0: unknown.
         block_bytes_apart: Stride of these blocks in bytes, including other layers' data between them; 0: unknown.
+        has_fp8_kv: True if keys and values are cached as FP8 codes.
     """
 
     num_heads: int
@@ -63,6 +69,12 @@ class AttentionShape:
     device: torch.device
     num_blocks: int = 0
     block_bytes_apart: int = 0
+    has_fp8_kv: bool = False
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Dtype of cached keys and values."""
+        return FP8 if self.has_fp8_kv else self.dtype
 
 
 class CapturedAttention(Protocol):
@@ -136,12 +148,12 @@ def attention_after(first: Callable[[], None], attend: PlannedAttention) -> Plan
     """Return an attention function that calls `first` once, before the first layer's attention."""
     is_called = False
 
-    def attend_after(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def attend_after(q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED, /) -> Tensor:
         nonlocal is_called
         if not is_called:
             first()
             is_called = True
-        return attend(q, k_cache, v_cache)
+        return attend(q, k_cache, v_cache, scales)
 
     return attend_after
 
@@ -152,6 +164,13 @@ def is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except (ImportError, ValueError):
         return False
+
+
+def fp8_refusal(shape: AttentionShape) -> str | None:
+    """Return the reason why a backend that reads only the model's dtype does not support an FP8 KV cache, or None."""
+    if not shape.has_fp8_kv:
+        return None
+    return "it does not read an FP8 KV cache; install flashinfer, or set --kv-cache-dtype to auto"
 
 
 def half_precision_refusal(shape: AttentionShape, head_dims: tuple[int, ...] | range) -> str | None:

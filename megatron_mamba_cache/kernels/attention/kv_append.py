@@ -1,5 +1,7 @@
 """Write new keys and values to the blocks of a paged KV cache and pack the queries, in one launch.
 
+Keys and values are stored as `kv_values` describes.
+
 Layout: in the caches, the heads of a token are contiguous. In `key`, `value` and `query`, the KV heads may be strided.
 Grid: a program copies, for a few tokens and all KV heads, either keys and values or one query per head. Safe in CUDA
 graphs: no host sync, one launch.
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
+from .kv_values import UNSCALED, KVScales, addressed, stored_values
 from .reference import append_kv_ref
 
 _TILE_LEN = 1024
@@ -21,7 +24,8 @@ _TILE_LEN = 1024
 @triton.jit(do_not_specialize=["num_tokens"])
 def _append_kv_kernel(
     key, value, query, packed, k_cache, v_cache, token_block, token_offset, num_tokens, key_stride, key_head_stride,
-    value_stride, value_head_stride, query_stride, query_head_stride, block_stride, offset_stride,
+    value_stride, value_head_stride, query_stride, query_head_stride, block_stride, offset_stride, key_scale,
+    value_scale,
     QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -45,8 +49,8 @@ def _append_kv_kernel(
     index = block[:, None] * block_stride + offset[:, None] * offset_stride + element
     new_key = tl.load(key + line * key_stride + head * key_head_stride + channel, mask=moves)
     new_value = tl.load(value + line * value_stride + head * value_head_stride + channel, mask=moves)
-    tl.store(k_cache + index, new_key.to(k_cache.dtype.element_ty), mask=moves)
-    tl.store(v_cache + index, new_value.to(v_cache.dtype.element_ty), mask=moves)
+    tl.store(k_cache + index, stored_values(new_key, key_scale, k_cache), mask=moves)
+    tl.store(v_cache + index, stored_values(new_value, value_scale, v_cache), mask=moves)
 
 
 def append_kv(
@@ -57,18 +61,21 @@ def append_kv(
     token_block: Tensor,
     token_offset: Tensor,
     query: Tensor | None = None,
+    scales: KVScales = UNSCALED,
 ) -> Tensor | None:
     """Write the keys and values of new tokens to the paged caches in place; return the queries packed.
 
     Long because all arguments are documented.
 
     Args:
-        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches.
+        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches, or divided by the
+            scale and rounded if that is FP8.
         k_cache, v_cache: [blocks, block_size, kv_heads, dim] with equal strides; the heads of a token are contiguous.
         token_block: [tokens] int32 or int64 block ids; tokens with a negative id are skipped. No two tokens may have
             the same target, except in blocks that are never read.
         token_offset: [tokens] int32 or int64 positions within the block.
         query: [padded tokens, kv_heads, queries, dim], the queries of one KV head contiguous; None: do not pack.
+        scales: Scales of FP8 caches.
 
     Returns:
         [padded tokens, kv_heads * queries, dim], contiguous, rows after `tokens` undefined; None without `query`.
@@ -82,7 +89,7 @@ def append_kv(
     if query is not None:
         check_query(query, key)
     if key.numel() == 0 or not launches_kernel(key) or torch.float64 in (key.dtype, k_cache.dtype):
-        return append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset, query)
+        return append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset, query, scales)
     num_tokens, num_heads, head_dim = key.shape
     queries = 0 if query is None else query.shape[2]
     packed = None if query is None else query.new_empty(len(query), num_heads * queries, head_dim)
@@ -93,8 +100,8 @@ def append_kv(
         value=value,
         query=key if query is None else query,
         packed=key if packed is None else packed,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache=addressed(k_cache),
+        v_cache=addressed(v_cache),
         token_block=token_block,
         token_offset=token_offset,
         num_tokens=num_tokens,
@@ -106,6 +113,8 @@ def append_kv(
         query_head_stride=0 if query is None else query.stride(1),
         block_stride=k_cache.stride(0),
         offset_stride=k_cache.stride(1),
+        key_scale=scales.key,
+        value_scale=scales.value,
         QUERIES=queries,
         HEAD_DIM=head_dim,
         LENGTH=num_heads * head_dim,

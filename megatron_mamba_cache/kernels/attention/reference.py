@@ -10,13 +10,16 @@ from torch import Tensor
 from ..reference import compute_dtype, redirect_padding
 from .head_changes import HeadChanges, Rotation
 from .interface import AttentionRows, AttentionShape, DeviceLengths, PlannedAttention
+from .kv_values import UNSCALED, KVScales, loaded_values, stored_values_ref
 
 _QUERY_TILE = 256
 _MAX_GROUPED_QUERY = 16  # maximum number of query tokens for a request to be grouped with others
 _MAX_PADDED_TOKENS = 1 << 18  # maximum number of cached tokens, including padding, gathered for one group
 
 
-def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
+def paged_attention_ref(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float, scales: KVScales = UNSCALED
+) -> Tensor:
     """Compute causal attention from each query token to its request's cached tokens (bottom-right aligned mask).
 
     Neighboring short requests with the same number of query tokens are computed together. No host sync.
@@ -24,6 +27,7 @@ def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Atten
     Args:
         q: [tokens, heads, dim]; heads must be a multiple of kv_heads, and consecutive heads share a KV head.
         k_cache, v_cache: [blocks, block_size, kv_heads, dim]; contents after a request's length are ignored.
+        scales: Scales of FP8 caches.
 
     Returns:
         [tokens, heads, dim] in the dtype of `q`; zeros for padding.
@@ -38,8 +42,8 @@ def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Atten
         queries = q[group].unflatten(0, (last - first, query_len))  # [group, query_len, heads, dim]
         lengths = rows.kv_lengths[first:last]
         table = rows.block_table[first:last]
-        keys = _gather_cached(k_cache, table, lengths, kv_len, compute_dtype(q))
-        values = _gather_cached(v_cache, table, lengths, kv_len, compute_dtype(q))
+        keys = loaded_values(_gather_cached(k_cache, table, lengths, kv_len), scales.key, compute_dtype(q))
+        values = loaded_values(_gather_cached(v_cache, table, lengths, kv_len), scales.value, compute_dtype(q))
         out[group] = _attend(queries, keys, values, lengths, scale).flatten(0, 1).to(q.dtype)
     return out
 
@@ -52,6 +56,7 @@ def append_kv_ref(
     token_block: Tensor,
     token_offset: Tensor,
     query: Tensor | None = None,
+    scales: KVScales = UNSCALED,
 ) -> Tensor | None:
     """Torch reference for `append_kv`."""
     packed = None if query is None else query.flatten(1, 2).contiguous()
@@ -62,8 +67,8 @@ def append_kv_ref(
     blocks = torch.where(valid, token_block, 0).index_select(0, redirect).to(torch.int64)
     offsets = torch.where(valid, token_offset, 0).index_select(0, redirect).to(torch.int64)
     any_valid = valid.any()
-    for cache, new in ((k_cache, key), (v_cache, value)):
-        content = new.index_select(0, redirect).to(cache.dtype)
+    for cache, new, scale in ((k_cache, key, scales.key), (v_cache, value, scales.value)):
+        content = stored_values_ref(new.index_select(0, redirect), scale, cache.dtype)
         cache.index_put_((blocks, offsets), torch.where(any_valid, content, cache[0, 0]))
     return packed
 
@@ -77,6 +82,7 @@ def write_attention_inputs_ref(
     token_block: Tensor,
     token_offset: Tensor,
     changes: HeadChanges,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Torch reference for `write_attention_inputs`."""
     num_tokens, norms, rotation = len(key), changes.norms, changes.rotation
@@ -86,7 +92,7 @@ def write_attention_inputs_ref(
         key = _normed(key, norms.key, norms.offset, norms.eps)
     if rotation is not None:
         queries, key = _rotated(queries, rotation), _rotated(key, rotation)
-    append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset)
+    append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset, scales=scales)
     return torch.cat((queries, query[num_tokens:])).flatten(1, 2)
 
 
@@ -121,7 +127,7 @@ def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
+def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int) -> Tensor:
     """Return cached tokens [requests, kv_heads, kv_len, dim]; zeros after each request's length."""
     block_size = cache.shape[1]
     num_blocks = -(-kv_len // block_size)
@@ -130,7 +136,7 @@ def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int, d
     tokens = cache.index_select(0, blocks.flatten()).unflatten(0, blocks.shape)
     tokens = tokens.flatten(1, 2)[:, :kv_len]  # [rows, kv_len, kv_heads, dim]
     held = torch.arange(kv_len, device=table.device) < lengths[:, None]
-    return torch.where(held[:, :, None, None], tokens, 0).to(dtype).transpose(1, 2)
+    return torch.where(held[:, :, None, None], tokens, 0).transpose(1, 2)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -176,8 +182,10 @@ class ReferenceAttention:
         """Return the attention function for the step; each layer calls it."""
         return partial(self._attend, rows)
 
-    def _attend(self, rows: AttentionRows, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return paged_attention_ref(q, k_cache, v_cache, rows, self._scale)
+    def _attend(
+        self, rows: AttentionRows, q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED
+    ) -> Tensor:
+        return paged_attention_ref(q, k_cache, v_cache, rows, self._scale, scales)
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> "CapturedReference":
         """Return the attention to capture in a CUDA graph; replayed requests are at most as long as in `rows`."""

@@ -119,7 +119,7 @@ _OF_PAIRS = ("_packed", "_blocks")
 _SCALES = ("_scale_inv", "_scale", "_scales", "_weight_scale")
 _GLOBAL_SCALES = {"_scale_2": False, "_global_scale": True, "_weight_scale_2": False}
 """Suffix of a global scale's name → True if the tensor stores the inverse of the scale."""
-_UNUSED = re.compile(r"[._](input|output|activation|q|k|v|kv|prob)(_global)?_scale(_inv|_2)?$")
+_OTHER_SCALES = re.compile(r"[._](input|output|activation|q|k|v|kv|prob)(_global)?_scale(_inv|_2)?$")
 
 
 class CheckpointTensors:
@@ -129,7 +129,7 @@ class CheckpointTensors:
         names: Tensor name → file that contains the tensor or its codes.
         shapes: Tensor name → its shape.
         quantized: Names of quantized weights → their parts.
-        unused: Names of the scales for activations and the KV cache, which nothing reads.
+        other_scales: Names of the scales of activations and of the KV cache.
 
     Raises:
         ValueError: For the same reasons as `SafetensorsFiles`, or if a weight is stored twice.
@@ -141,12 +141,12 @@ class CheckpointTensors:
         self._stored: dict[str, tuple[str, ...]] = {}
         self.names: dict[str, Path] = {}
         self.shapes: dict[str, Shape] = {}
-        self.unused: list[str] = []
+        self.other_scales: list[str] = []
         self._errors: dict[str, ValueError] = {}
         scales = set() if quantization is None else {name for name in self._files.names if self._is_scale(name)}
         for name in self._files.names:
-            if quantization is not None and name not in scales and _UNUSED.search(name):
-                self.unused.append(name)
+            if quantization is not None and name not in scales and _OTHER_SCALES.search(name):
+                self.other_scales.append(name)
             elif name not in scales:
                 self._add(*self._stored_as(name, quantization))
 
@@ -183,6 +183,10 @@ class CheckpointTensors:
             else:
                 yield name, weight.values(parts, like(name)) if device is None else weight.coded(parts, device)
             del parts  # otherwise they stay in memory while the next tensors are read
+
+    def as_stored(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors of the files by name, on the CPU."""
+        return {name: found[name] for name, found in self._files.tensors({name: (name,) for name in names})}
 
     def quantized_summary(self, used: Collection[str]) -> str:
         """Describe the number, formats and bytes of the quantized weights among these names; empty without any."""

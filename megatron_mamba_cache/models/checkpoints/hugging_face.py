@@ -15,9 +15,10 @@ from ..families import bamba, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
 from ..hybrid_model import check_buildable
 from ..parameter_shapes import filled_of
 from ..placement import Placements, stored_shape
-from ..rank_shard import EMBEDDINGS
+from ..rank_shard import EMBEDDINGS, RankShard
 from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
 from .checkpoint_tensors import CheckpointTensors
+from .kv_cache_scales import read_kv_scales, set_kv_scales
 from .model_filling import ModelFilling
 from .quantization_config import QuantizationConfig
 from .stored_names import OtherNames, StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
@@ -165,6 +166,9 @@ def load_hugging_face(
     with naming_source(directory / "config.json"):
         check_buildable(architecture)
     placements = _placements(family, architecture, files, directory)
+    kv_scales = read_kv_scales(files, placements)
+    num_unused = len(files.other_scales) - len(kv_scales)
+    warn_of_left_out(directory, num_unused, "scales of activations or of the KV cache, which are not used")
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     _check_shapes(directory, files, placements, shapes)
     dtype = dtype or family.dtype
@@ -172,6 +176,7 @@ def load_hugging_face(
     with naming_source(directory / "config.json"):
         filling = ModelFilling(architecture, dtype, placements, files, keeps_quantized=keeps)
     filling.fill()
+    set_kv_scales(filling.model, kv_scales, RankShard.of_process(architecture).local_name)
     if unfilled := filling.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
     return LoadedModel(filling.model, architecture, directory, files.quantized_summary(placements), filling.num_kept)
@@ -213,7 +218,6 @@ def _placements(
     _check_names(directory, sorted(unknown.difference(mtp, other_parts)), stored.missing)
     warn_of_left_out(directory, len(mtp))
     warn_of_left_out(directory, len(other_parts), "parts other than the language model, which are not used")
-    warn_of_left_out(directory, len(files.unused), "scales of activations or of the KV cache, which are not used")
     return stored.placements
 
 
