@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention import flashinfer as flashinfer_backend
 from megatron_mamba_cache.kernels.attention.interface import AttentionRows
+from megatron_mamba_cache.kernels.attention.kv_values import FP8
 from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 
 IN_GRAPHS = False
@@ -190,7 +191,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         q_data_type="float16",
         kv_data_type=None,
     ) -> None:
-        assert q_data_type == kv_data_type
+        assert q_data_type == kv_data_type or (kv_data_type is FP8 and not self._reads_plan)  # fa3 needs equal dtypes
+        self._kv_dtype = kv_data_type
         self._is_causal = causal
         if self._buffers is not None:
             found = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
@@ -210,8 +212,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._last_page_lens = paged_kv_last_page_len if is_planned else self._buffers[3]
         self._heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
 
-    def run(self, q, paged_kv_cache, *, out, lse=None, return_lse=False) -> Tensor:
+    def run(self, q, paged_kv_cache, *, k_scale=None, v_scale=None, out, lse=None, return_lse=False) -> Tensor:
         k, v = paged_kv_cache
+        assert k.dtype == v.dtype == self._kv_dtype
+        if k.dtype is FP8:
+            k, v = k.float() * k_scale, v.float() * v_scale
         assert self._heads == (q.shape[1], k.shape[2], k.shape[3], k.shape[1]) and return_lse == (lse is not None)
         planned = self._cu_query, self._full_lens + self._last_page_lens, self._table, self._scale
         if lse is None and self._is_causal:

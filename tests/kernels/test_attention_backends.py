@@ -24,6 +24,7 @@ from megatron_mamba_cache.kernels.attention.interface import (
     AttentionShape,
     attend_rows,
 )
+from megatron_mamba_cache.kernels.attention.kv_values import FP8, KVScales
 from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention, paged_attention_ref
 from tests.kernels import attention_libraries
 from tests.kernels.packed_batches import same_bits
@@ -190,6 +191,49 @@ def test_attention_backend_passes_its_library_correct_arguments(mix: Mix, built:
         expected = step.reference(shape.scale)
         torch.testing.assert_close(attend(step.q, step.k, step.v), expected, rtol=1e-6, atol=1e-6)
         step.v.neg_()
+
+
+SCALES = KVScales(0.02, 0.006)
+
+
+def fp8_caches(step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a step's keys and values as FP8 codes for SCALES, and the reference's result over what they stand for."""
+    codes = [(cache / scale).to(FP8) for cache, scale in ((step.k, SCALES.key), (step.v, SCALES.value))]
+    exact = [code.float() * scale for code, scale in zip(codes, (SCALES.key, SCALES.value), strict=True)]
+    return codes[0], codes[1], paged_attention_ref(step.q.float(), exact[0], exact[1], step.rows, 0.11)
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+def test_reference_attends_to_fp8_codes_times_their_scales(mix: Mix, device: str) -> None:
+    torch.manual_seed(0)
+    shape = shape_of(device, num_heads=4, head_dim=8, has_fp8_kv=True)
+    step = Step(mix, shape, num_padding_tokens=1)
+    k, v, expected = fp8_caches(step)
+    assert same_bits(ReferenceAttention(shape).plan(step.rows)(step.q, k, v, SCALES), expected)
+    assert not torch.equal(expected, step.reference(shape.scale)) or not any(query for query, _ in mix)
+
+
+@pytest.mark.usefixtures("stand_in_libraries")
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+def test_flashinfer_reads_fp8_keys_and_values_with_fa2_only(mix: Mix) -> None:
+    torch.manual_seed(0)
+    shape = shape_of(num_heads=4, head_dim=8, has_fp8_kv=True)
+    step = Step(mix, shape, num_padding_tokens=1)
+    k, v, expected = fp8_caches(step)
+    backend = flashinfer.FlashInferAttention(shape)
+    torch.testing.assert_close(backend.plan(step.rows)(step.q, k, v, SCALES), expected, rtol=1e-6, atol=1e-6)
+    steps = CapturedSteps(Captured((1, 1, 512, 0), 2, []), shape)
+    parts = backend.capture(steps.rows).parts
+    assert len(parts) == 2 and not any(part.attention._wrapper._reads_plan for part in parts)
+    with pytest.raises(ValueError, match="fa3 does not read an FP8 KV cache"):
+        flashinfer.FlashInferAttention(shape, "fa3")
+
+
+@pytest.mark.usefixtures("stand_in_libraries")
+@pytest.mark.parametrize("setting", ["flash-attn", "torch-varlen"])
+def test_other_libraries_refuse_an_fp8_kv_cache_with_the_remedy(setting: str) -> None:
+    with pytest.raises(ValueError, match="does not read an FP8 KV cache; install flashinfer, or set --kv-cache-dtype"):
+        choose_attention(setting, shape_of(dtype=torch.bfloat16, has_fp8_kv=True))
 
 
 # Inside captured graphs.
@@ -693,3 +737,46 @@ def test_attention_reads_kv_blocks_beyond_64_gib(mix: Mix, built: BackendClass) 
     step.rows.block_table.copy_(torch.from_numpy(step.rows.host_block_table))
     out = built(shape).plan(step.rows)(step.q, k, v)
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=pytest.mark.slow)])
+def test_flashinfer_matches_the_reference_over_fp8_keys_and_values(mix: Mix, head_dim: int) -> None:
+    shape = shape_of("cuda", torch.bfloat16, head_dim=head_dim, has_fp8_kv=True)
+    if (reason := flashinfer.FlashInferAttention.refusal(shape)) is not None:
+        pytest.skip(reason)
+    torch.manual_seed(1)
+    step = Step(mix, shape, num_padding_tokens=3)
+    k, v, expected = fp8_caches(step)
+    out = flashinfer.FlashInferAttention(shape).plan(step.rows)(step.q, k, v, SCALES)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@by_captured
+def test_captured_flashinfer_reads_fp8_keys_and_values(captured_rows: Captured) -> None:
+    shape = shape_of("cuda", torch.bfloat16, has_fp8_kv=True)
+    if (reason := flashinfer.FlashInferAttention.refusal(shape)) is not None:
+        pytest.skip(reason)
+    backend, steps = flashinfer.FlashInferAttention(shape), CapturedSteps(captured_rows, shape)
+    codes = [torch.zeros(steps.k.shape, device=shape.device).to(FP8) for _ in range(2)]
+    captured = backend.capture(steps.rows)
+    captured.begin()(steps.q, *codes, SCALES)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured.begin()(steps.q, *codes, SCALES)
+    for seed, mix in enumerate(captured_mixes(captured_rows, shape.block_size)):
+        torch.manual_seed(seed // 2)
+        step, rows = steps.load(mix, shape)
+        captured.plan_again(rows)
+        if step is not None:
+            *found, expected = fp8_caches(step)
+            for mine, theirs in zip(codes, found, strict=True):
+                mine[: len(theirs)].copy_(theirs)
+        graph.replay()
+        if step is not None:
+            torch.testing.assert_close(out[: len(step.q)].float(), expected, rtol=2**-7, atol=2**-6)

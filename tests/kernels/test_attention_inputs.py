@@ -14,6 +14,8 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.attention import attention_inputs
 from megatron_mamba_cache.kernels.attention.attention_inputs import write_attention_inputs, write_attention_inputs_ref
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
+from megatron_mamba_cache.kernels.attention.kv_append import append_kv_ref
+from megatron_mamba_cache.kernels.attention.kv_values import FP8, KVScales
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import same_bits
@@ -230,3 +232,18 @@ def test_attention_inputs_use_the_reference_on_a_cpu() -> None:
     other = replace(inputs, caches=inputs.caches.clone())
     assert same_bits(inputs.run(write_attention_inputs), other.run(write_attention_inputs_ref))
     assert same_bits(inputs.caches, other.caches)
+
+
+@both_ops
+@every_case
+def test_fp8_keys_and_values_are_stored_as_by_a_separate_append(op: Op, case: Case, device: str) -> None:
+    plain, scales = inputs_of(case, device), KVScales(0.03, 0.7)
+    plain.run(op)
+    found, expected = (torch.zeros(plain.caches.shape, device=device).to(FP8) for _ in range(2))
+    inputs, slots = inputs_of(case, device), (plain.blocks, plain.offsets)
+    op(inputs.query, inputs.key, inputs.value, found[0], found[1], *slots, inputs.changes, scales)
+    used = [token for token, (block, _) in enumerate(SLOTS) if block >= 0]
+    places = slots[0][used].long(), slots[1][used].long()
+    keys, values = (plain.caches[kind][places] for kind in range(2))
+    append_kv_ref(keys, values, expected[0], expected[1], *places, scales=scales)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)) and expected.view(torch.uint8).any()

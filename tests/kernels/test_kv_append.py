@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention import kv_append
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv, append_kv_ref
+from megatron_mamba_cache.kernels.attention.kv_values import FP8, KVScales
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_batches import same_bits
@@ -111,6 +112,73 @@ def test_kv_append_handles_odd_sizes(
     device: str,
 ) -> None:
     check_op(op, [(3, 1), (-1, 0), (0, 3)], device, kv_heads, dim, new_dtype, cache_dtype, slot_dtype, queries)
+
+
+SPECIAL = (0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 448.0, 464.0, -480.0, 3e38, 2**-10)
+"""Values at the limits of e4m3: zeros, NaN, values that are limited to 448, and half of the smallest value."""
+
+
+def exact_codes(values: Tensor, scale: float) -> Tensor:
+    """Return the nearest e4m3 code of values / scale, found among all codes in fp64; of two, the even one."""
+    every = torch.arange(127, dtype=torch.uint8).view(FP8).double()  # 0 to 448
+    quotients = (values.float() / torch.tensor(scale)).double()
+    size = quotients.abs().nan_to_num(0.0, 448.0).clamp_max(448.0)
+    distances = (size[..., None] - every).abs()
+    nearest = distances == distances.amin(-1, keepdim=True)
+    preferred = nearest.int() * (2 - torch.arange(127) % 2)  # at most two are nearest, and one of them is even
+    codes = preferred.argmax(-1) + 128 * torch.signbit(quotients)
+    return torch.where(quotients.isnan(), 0x7F, codes).to(torch.uint8)
+
+
+@both_ops
+@settings(max_examples=25, deadline=None)
+@given(
+    values=st.lists(
+        st.one_of(st.sampled_from(SPECIAL), st.floats(-1000, 1000, width=16), st.floats(-0.0625, 0.0625, width=16)),
+        min_size=16,
+        max_size=16,
+    ),
+    scales=st.tuples(*[st.floats(2**-10, 2**10, width=32)] * 2),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+)
+def test_fp8_kv_append_writes_the_nearest_code_of_the_scaled_value(
+    op: Op, values: list[float], scales: tuple[float, float], dtype: torch.dtype
+) -> None:
+    key = torch.tensor(values).to(torch.bfloat16).to(dtype).view(1, 2, 8)
+    value = key.flip(-1)
+    caches = torch.full((2, NUM_BLOCKS, BLOCK, 2, 8), 1.0).to(FP8)
+    expected = caches.clone()
+    expected[:, 3, 1] = torch.stack([exact_codes(key[0], scales[0]), exact_codes(value[0], scales[1])]).view(FP8)
+    slot = torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    before = kv_append._append_kv_kernel.launches
+    op(key, value, caches[0], caches[1], *slot, scales=KVScales(*scales))
+    assert kv_append._append_kv_kernel.launches - before == (op is append_kv and launches_kernel(key))
+    assert torch.equal(caches.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_kv_append_equals_its_reference_for_every_code_and_the_values_between(
+    dtype: torch.dtype, device: str
+) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    finite = codes[~codes.isnan()].sort().values
+    middles = (finite[1:] + finite[:-1]) / 2
+    near = [middles.nextafter(torch.tensor(end)) for end in (-1e9, 1e9)]
+    values = torch.cat((codes, middles, *near, torch.tensor(SPECIAL), torch.randn(1024) * 100))
+    key = values[: len(values) // 8 * 8].view(-1, 1, 8).to(dtype).to(device)
+    blocks = torch.arange(len(key), dtype=torch.int32, device=device)
+    written = []
+    for op in (append_kv, append_kv_ref):
+        caches = torch.zeros(2, len(key), 1, 1, 8, device=device).to(FP8)
+        op(key, key.flip(-1), caches[0], caches[1], blocks, torch.zeros_like(blocks), scales=KVScales(0.37, 3.1))
+        written.append(caches.view(torch.uint8))
+    assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_kv_scales_must_be_positive_and_finite(scale: float) -> None:
+    with pytest.raises(ValueError, match="value scale of an FP8 KV cache must be positive and finite"):
+        KVScales(1.0, scale)
 
 
 def test_kv_append_accepts_zero_tokens(device: str) -> None:

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention import split_prompts
 from megatron_mamba_cache.kernels.attention.flashinfer_calls import PageLists
-from megatron_mamba_cache.kernels.attention.split_prompts import best_pieces, merge_parts, merge_parts_ref, split_history
+from megatron_mamba_cache.kernels.attention.split_prompts import (
+    best_pieces,
+    merge_parts,
+    merge_parts_ref,
+    split_history,
+)
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import same_bits
 

@@ -17,7 +17,6 @@ from .interface import (
     DeviceLengths,
     PlannedAttention,
     attend_rows,
-    fp8_refusal,
     half_precision_refusal,
     is_installed,
 )
@@ -25,6 +24,7 @@ from .kv_values import UNSCALED, KVScales
 
 _HEAD_DIMS = range(8, 257, 8)
 _Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+_NO_FP8 = "it does not read an FP8 KV cache; install flashinfer, or set --kv-cache-dtype to auto"
 PAGE_MULTIPLE = 256
 """The page size of flash-attn 2 must be a multiple of this number of tokens."""
 
@@ -70,9 +70,11 @@ class FlashAttention3(_FlashAttention):
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
         """Return the reason why the backend does not support the model; None if it does."""
+        if shape.has_fp8_kv:
+            return _NO_FP8
         if not is_installed("flash_attn_interface"):
             return "flash_attn_interface is not installed"
-        reason = fp8_refusal(shape) or half_precision_refusal(shape, _HEAD_DIMS)
+        reason = half_precision_refusal(shape, _HEAD_DIMS)
         if reason is None and torch.cuda.get_device_capability(shape.device)[0] != 9:
             return "it needs a Hopper GPU"
         return reason
@@ -101,9 +103,11 @@ class FlashAttention2(_FlashAttention):
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
         """Return the reason why the backend does not support the model; None if it does."""
+        if shape.has_fp8_kv:
+            return _NO_FP8
         if not is_installed("flash_attn"):
             return "flash_attn is not installed"
-        return fp8_refusal(shape) or half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
+        return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
 
     @staticmethod
     def _function() -> Callable[..., Tensor]:
@@ -130,9 +134,11 @@ class TorchVarlenAttention(_FlashAttention):
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
         """Return the reason why the backend does not support the model; None if it does."""
+        if shape.has_fp8_kv:
+            return _NO_FP8
         if _varlen_attn() is None:
             return "the installed torch's varlen_attn has no block_table argument; torch 2.13 or newer has one"
-        return fp8_refusal(shape) or half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
+        return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
 
     @staticmethod
     def _function() -> Callable[..., Tensor]:

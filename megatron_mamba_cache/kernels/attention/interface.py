@@ -166,13 +166,6 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def fp8_refusal(shape: AttentionShape) -> str | None:
-    """Return the reason why a backend that reads only the model's dtype does not support an FP8 KV cache, or None."""
-    if not shape.has_fp8_kv:
-        return None
-    return "it does not read an FP8 KV cache; install flashinfer, or set --kv-cache-dtype to auto"
-
-
 def half_precision_refusal(shape: AttentionShape, head_dims: tuple[int, ...] | range) -> str | None:
     """Return the reason why half-precision GPU kernels do not support the model; None if they do."""
     if shape.device.type != "cuda":
