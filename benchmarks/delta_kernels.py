@@ -31,7 +31,8 @@ from torch import Tensor
 
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, PrefillBatch
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights, write_strengths
-from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import ReplayTiling, delta_replay
+from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import delta_replay
+from megatron_mamba_cache.recurrences.gated_delta.replay.tiling import SUMS, ReplayTiling
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
 from megatron_mamba_cache.recurrences.gated_delta.scan_portable import ScanTiling, scan_portably
 from megatron_mamba_cache.recurrences.gated_delta.tile_systems import solve_tiles
@@ -76,8 +77,8 @@ VERIFY_TILINGS = (
     VerifyTiling(width=64, num_warps=4, max_registers=128),
 )
 REPLAY_TILINGS = (
+    SUMS,
     ReplayTiling(width=32, num_warps=1, max_registers=255),
-    ReplayTiling(width=32, num_warps=1, max_registers=255, tokens=2),
     ReplayTiling(width=16, num_warps=1, max_registers=168),
     ReplayTiling(width=16, num_warps=1, max_registers=128),
     ReplayTiling(width=32, num_warps=2, max_registers=168),

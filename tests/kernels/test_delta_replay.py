@@ -18,12 +18,14 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.recurrences.batches import DecodeBatch
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
-from megatron_mamba_cache.recurrences.gated_delta.replay import factors, outputs
-from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import ReplayTiling, delta_replay
+from megatron_mamba_cache.recurrences.gated_delta.replay import factors, outputs, outputs_sums
+from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import delta_replay
 from megatron_mamba_cache.recurrences.gated_delta.replay.reference import delta_replay_ref
+from megatron_mamba_cache.recurrences.gated_delta.replay.tiling import SUMS, ReplayTiling
 from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
 from megatron_mamba_cache.recurrences.replay.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.replay.reference import fold_boundaries_ref
+from megatron_mamba_cache.recurrences.replay.tiling import has_gluon
 from tests.kernels.delta_steps import DeltaShape, DeltaSteps, random_steps
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import same_bits
@@ -31,6 +33,10 @@ from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32
 
 SHAPE = DeltaShape()
 BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+HAS_GLUON = torch.cuda.is_available() and has_gluon(torch.device("cuda", torch.cuda.current_device()))
+ON_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GLUON, reason="needs a Hopper GPU and a tested Gluon")]
+on_hopper = pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_HOPPER)])
+HOPPER_SHAPE = DeltaShape(2, 4, 32, 64)
 MOST = 2 if INTERPRETED else 4  # requests
 PERIODS = 2 if INTERPRETED else 5
 
@@ -43,6 +49,13 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
         for module, kernel in ((factors, "_factors_kernel"), (outputs, "_delta_replay_kernel")):
             stack.enter_context(launches_expected(module, kernel, of_kernel=of_kernel, device=device))
         yield request.param
+
+
+@pytest.fixture
+def hopper_op(device: str) -> Iterator[Op]:
+    """Return the op; check that the Gluon kernel was launched."""
+    with launches_expected(outputs_sums, "_delta_sums_kernel", of_kernel=True, device=device):
+        yield delta_replay
 
 
 def replayed(
@@ -107,7 +120,12 @@ def test_twin_in_float64_is_the_recurrence_over_long_texts(seed: int) -> None:
 @given(st.data())
 @BOTH_POOLS
 @pytest.mark.parametrize(
-    ("shape", "inputs"), [(SHAPE, torch.float32), (DeltaShape(2, 6, 16, 16), torch.bfloat16)], ids=["odd", "whole"]
+    ("shape", "inputs"),
+    [
+        pytest.param(SHAPE, torch.float32, id="odd"),
+        pytest.param(DeltaShape(2, 6, 16, 16), torch.bfloat16, id="whole"),
+        pytest.param(HOPPER_SHAPE, torch.bfloat16, marks=ON_HOPPER, id="hopper"),
+    ],
 )
 def test_outputs_bases_and_rings_depend_on_tokens_alone(
     shape: DeltaShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
@@ -149,13 +167,28 @@ def test_outputs_bases_and_rings_depend_on_tokens_alone(
 
 @BOTH_POOLS
 def test_boundary_folds_write_the_base_of_a_later_step(dtype: torch.dtype, op: Op, device: str) -> None:
+    fold = fold_boundaries if op is delta_replay else fold_boundaries_ref
+    check_boundary_folds(op, fold, DeltaShape(2, 4, 16, 16), torch.float32, dtype, device)
+
+
+@on_hopper
+@BOTH_POOLS
+def test_boundary_folds_write_the_base_of_a_later_step_on_hopper(
+    dtype: torch.dtype, hopper_op: Op, device: str
+) -> None:
+    check_boundary_folds(hopper_op, fold_boundaries, HOPPER_SHAPE, torch.bfloat16, dtype, device)
+
+
+def check_boundary_folds(
+    op: Op, fold: Callable[..., None], shape: DeltaShape, inputs: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    """Compare bases that steps fold, before them and within them, with those of a boundary fold."""
     torch.manual_seed(3)
     ring_len, most = 8, 4
-    shape = DeltaShape(2, 4, 16, 16)
-    requests = replayed(texts(2, 40, device, shape), ring_len, most, shape=shape, dtype=dtype, starts=[3, 8])
+    every = [text.cast(inputs) for text in texts(2, 40, device, shape)]
+    requests = replayed(every, ring_len, most, shape=shape, dtype=dtype, starts=[3, 8])
     decode(requests, op, random.Random(4), 21, most - 1)
     assert all(request.computed == 21 and request.folded == 16 for request in requests.requests)
-    fold = fold_boundaries if op is delta_replay else fold_boundaries_ref
     before = replayed([r.text for r in requests.requests], ring_len, most, shape=shape, dtype=dtype, starts=[3, 8])
     for request in before.requests:
         before.pool[request.slot] = requests.initial[request.slot]
@@ -183,8 +216,18 @@ def test_a_request_may_start_anywhere(op: Op, device: str) -> None:
 
 
 def test_nan_of_a_kept_token_stays_with_its_request_and_those_after_it(op: Op, device: str) -> None:
+    check_nan(op, SHAPE, torch.float32, device)
+
+
+@on_hopper
+def test_nan_of_a_kept_token_stays_with_its_request_and_those_after_it_on_hopper(hopper_op: Op, device: str) -> None:
+    check_nan(hopper_op, HOPPER_SHAPE, torch.bfloat16, device)
+
+
+def check_nan(op: Op, shape: DeltaShape, inputs: torch.dtype, device: str) -> None:
+    """Poison a kept token of one of two requests."""
     torch.manual_seed(3)
-    requests = replayed(texts(2, 9, device), 8, 4)
+    requests = replayed([text.cast(inputs) for text in texts(2, 9, device, shape)], 8, 4, shape=shape)
     bad, good = requests.requests
     bad.text.poison(slice(2, 3))
     requests.step(op, [Turn(bad, 3, 4), Turn(good, 3, 4)])
@@ -231,26 +274,44 @@ def test_bf16_states_lose_digits_once_a_ring_within_steps_too(
 def test_kernel_computes_what_its_twin_does(shape: DeltaShape, width: int, dtype: torch.dtype, device: str) -> None:
     if device == "cpu" and not INTERPRETED:
         pytest.skip("the kernels run on a GPU or in the interpreter")
+    compare_with_twin(shape, ReplayTiling(width, num_warps=4, max_registers=128), torch.float32, dtype, device)
+
+
+@on_hopper
+@BOTH_POOLS
+@pytest.mark.parametrize("ring_len", [4, 8, 16, 32])
+@pytest.mark.parametrize("shape", [DeltaShape(1, 2, 128, 128), HOPPER_SHAPE, DeltaShape(2, 6, 16, 96)])
+def test_hopper_kernel_computes_what_its_twin_does(
+    shape: DeltaShape, ring_len: int, dtype: torch.dtype, hopper_op: Op, device: str
+) -> None:
+    assert hopper_op is delta_replay
+    compare_with_twin(shape, SUMS, torch.bfloat16, dtype, device, ring_len)
+
+
+def compare_with_twin(
+    shape: DeltaShape,
+    tiling: ReplayTiling,
+    inputs: torch.dtype,
+    dtype: torch.dtype,
+    device: str,
+    ring_len: int = 8,
+) -> None:
+    """Compare a step of the kernel with one of the twin, from the same states and rings."""
     torch.manual_seed(shape.key_dim)
-    ring_len, most = 8, 9
-    mine = replayed(texts(3, 30, device, shape), ring_len, most, shape=shape, dtype=dtype)
+    most = 9
+    mine = replayed(
+        [text.cast(inputs) for text in texts(3, 30, device, shape)], ring_len, most, shape=shape, dtype=dtype
+    )
     decode(mine, delta_replay_ref, random.Random(1), 13, 8)
     its_pool, its_ring = mine.pool.clone(), copied(mine.ring)
     turns = [Turn(request, i % most, 1 + i % most) for i, request in enumerate(mine.requests, start=5)]
     rows = mine.rows(turns)
     step = turns[0].request.text[:0].joined_with([t.request.text[t.request.computed :][: t.kept] for t in turns], [])
-    y = delta_replay(
-        step.tokens,
-        step.gates,
-        mine.pool,
-        mine.ring,
-        rows,
-        ring_len,
-        ReplayTiling(width, num_warps=4, max_registers=128),
-    )
+    y = delta_replay(step.tokens, step.gates, mine.pool, mine.ring, rows, ring_len, tiling)
     expected = delta_replay_ref(step.tokens, step.gates, its_pool, its_ring, rows, ring_len)
     exact = dtype == torch.float32
-    torch.testing.assert_close(y, expected, rtol=2e-5, atol=1e-5 if exact else 2e-2)
+    loose = 2e-2 if inputs == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(y, expected, rtol=max(2e-5, loose), atol=loose if exact else 2e-2)
     # Rounding to bf16 may go either way where fp32 results differ in their last bits.
     rtol = 1e-5 if exact else 2**-7
     torch.testing.assert_close(mine.pool, its_pool, rtol=rtol, atol=1e-5, equal_nan=True)

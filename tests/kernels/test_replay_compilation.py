@@ -13,6 +13,8 @@ import triton
 from megatron_mamba_cache.recurrences.batches import ReplayBatch
 from megatron_mamba_cache.recurrences.gated_delta.replay import factors
 from megatron_mamba_cache.recurrences.gated_delta.replay import outputs as delta_outputs
+from megatron_mamba_cache.recurrences.gated_delta.replay import outputs_sums as delta_outputs_sums
+from megatron_mamba_cache.recurrences.gated_delta.replay import tiling as delta_tiling
 from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import delta_replay
 from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs, outputs_mma, outputs_sums
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled
@@ -59,15 +61,22 @@ def replay(
     replay_tiled(steps.tokens, steps.weights, pool, ring, rows, ring_len, tiling, after_conv=True)
 
 
-def replay_delta(shape: DeltaShape, pool_dtype: torch.dtype, num_rows: int = 2, max_tokens: int = 1) -> None:
+def replay_delta(
+    shape: DeltaShape,
+    pool_dtype: torch.dtype,
+    tiling: delta_tiling.ReplayTiling,
+    num_rows: int = 2,
+    max_tokens: int = 1,
+    ring_len: int = 16,
+) -> None:
     """Launch a step of a Gated DeltaNet layer whose requests have as many tokens as they may have."""
     steps = delta_steps.random_steps(1, "cpu", shape, dtype=torch.bfloat16)[[0] * num_rows * max_tokens]
-    ring = poisoned_ring(num_rows, 16, 8, shape.of_ring, "cpu", (torch.float32, torch.bfloat16))
+    ring = poisoned_ring(num_rows, ring_len, 8, shape.of_ring, "cpu", (torch.float32, torch.bfloat16))
     numbers = int32(list(range(num_rows)), "cpu")
     cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
-    rows = ReplayBatch(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
+    rows = ReplayBatch(cu_tokens, numbers, numbers, numbers * ring_len, numbers * (ring_len + 1), max_tokens)
     pool = torch.empty(1, *shape.state, dtype=pool_dtype)  # nothing is launched
-    delta_replay(steps.tokens, steps.gates, pool, ring, rows, 16, after_conv=True)
+    delta_replay(steps.tokens, steps.gates, pool, ring, rows, ring_len, tiling, after_conv=True)
 
 
 def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
@@ -189,31 +198,64 @@ def test_tensor_core_boundary_state_kernel_keeps_states_in_registers(
 SHAPE_QWEN = DeltaShape(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
 
 
+DELTA_TILINGS = pytest.mark.parametrize("tiling", [delta_tiling.PORTABLE, delta_tiling.SUMS], ids=["portable", "sums"])
+
+
+def delta_kernel(compile_for_hopper: Compile, tiling: delta_tiling.ReplayTiling) -> CompiledInsteadOfLaunched:
+    """Return the stand-in for a tiling's kernel of outputs."""
+    portable = compile_for_hopper(delta_outputs, "_delta_replay_kernel")
+    return portable if tiling.kernel == "portable" else compile_for_hopper(delta_outputs_sums, "_delta_sums_kernel")
+
+
 @POOL_DTYPES
-def test_delta_states_stay_in_registers(dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path) -> None:
+@DELTA_TILINGS
+def test_delta_states_stay_in_registers(
+    tiling: delta_tiling.ReplayTiling, dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
     weighing = compile_for_hopper(factors, "_factors_kernel")
-    kernel = compile_for_hopper(delta_outputs, "_delta_replay_kernel")
-    replay_delta(SHAPE_QWEN, dtype, max_tokens=8)
+    kernel = delta_kernel(compile_for_hopper, tiling)
+    replay_delta(SHAPE_QWEN, dtype, tiling, max_tokens=8)
     assert stack_bytes(kernel, tmp_path) == stack_bytes(weighing, tmp_path) == 0
-    num_loads = 128 * delta_outputs.TILING.width * dtype.itemsize // (32 * delta_outputs.TILING.num_warps * 16)
-    assert len(re.findall(r"ld\.global\.(?:\w+::\w+\.)*v4", kernel.ptx[-1])) >= num_loads
+    columns = 4 if tiling.kernel == "sums" else 16 // dtype.itemsize  # of an access
+    accesses = "v4" if columns * dtype.itemsize == 16 else "v2"
+    num_loads = 128 * tiling.width // (32 * tiling.num_warps * columns)
+    assert len(re.findall(rf"ld\.global\.(?:\w+::\w+\.)*{accesses}", kernel.ptx[-1])) >= num_loads
 
 
-def test_delta_steps_of_any_batch_and_drafts_compile_nothing_new(compile_for_hopper: Compile) -> None:
+@pytest.mark.parametrize(("key_dim", "ring_len"), [(128, 16), (64, 32), (64, 4), (16, 8)])
+def test_delta_sums_move_nothing_but_sums_between_lanes(
+    key_dim: int, ring_len: int, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
+    """Two sums over key_dim per token, of four columns per lane, each over four lanes."""
+    compile_for_hopper(factors, "_factors_kernel")
+    kernel = delta_kernel(compile_for_hopper, delta_tiling.SUMS)
+    replay_delta(DeltaShape(2, 4, key_dim, 64), torch.float32, delta_tiling.SUMS, ring_len=ring_len)
+    (ptx,) = kernel.ptx
+    assert kernel.shared_bytes == [0] and stack_bytes(kernel, tmp_path) == 0 and "bar.sync" not in ptx
+    num_copies = 2  # of the code that finishes a token
+    assert ptx.count("shfl.sync") == num_copies * 2 * 4 * 2
+    assert not re.search(r"ld\.global\.(?:\w+::\w+\.)*b16", ptx)
+
+
+@DELTA_TILINGS
+def test_delta_steps_of_any_batch_and_drafts_compile_nothing_new(
+    tiling: delta_tiling.ReplayTiling, compile_for_hopper: Compile
+) -> None:
     """One kernel for any number of tokens: another one might sum in another order."""
     weighing = compile_for_hopper(factors, "_factors_kernel")
-    kernel = compile_for_hopper(delta_outputs, "_delta_replay_kernel")
+    kernel = delta_kernel(compile_for_hopper, tiling)
     for num_rows, max_tokens in ((1, 1), (2, 4), (3, 2), (16, 8), (5, 5)):
-        replay_delta(DeltaShape(2, 4, 16, 16), torch.float32, num_rows, max_tokens)
+        replay_delta(DeltaShape(2, 4, 16, 32), torch.float32, tiling, num_rows, max_tokens)
     assert len(kernel.compiled) == len(weighing.compiled) == 1
 
 
+@DELTA_TILINGS
 def test_early_delta_kernels_wait_for_their_inputs(
-    compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
+    tiling: delta_tiling.ReplayTiling, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (factors, delta_outputs):
+    for module in (factors, delta_outputs, delta_outputs_sums):
         monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
     weighing = compile_for_hopper(factors, "_factors_kernel")
-    kernel = compile_for_hopper(delta_outputs, "_delta_replay_kernel")
-    replay_delta(SHAPE_QWEN, torch.float32)
+    kernel = delta_kernel(compile_for_hopper, tiling)
+    replay_delta(SHAPE_QWEN, torch.float32, tiling)
     check_waits(weighing.ptx[-1], kernel.ptx[-1])

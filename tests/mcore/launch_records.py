@@ -31,6 +31,8 @@ from megatron_mamba_cache.recurrences.gated_delta import tile_systems
 from megatron_mamba_cache.recurrences.gated_delta import verify as delta_verify
 from megatron_mamba_cache.recurrences.gated_delta.replay import factors
 from megatron_mamba_cache.recurrences.gated_delta.replay import outputs as delta_outputs
+from megatron_mamba_cache.recurrences.gated_delta.replay import outputs_sums as delta_outputs_sums
+from megatron_mamba_cache.recurrences.gated_delta.replay import tiling as delta_tiling
 from megatron_mamba_cache.recurrences.mamba2 import scan, scan_hopper, scan_portable, tiles, verify
 from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs, outputs_mma, outputs_sums, tiling
 from megatron_mamba_cache.recurrences.replay import boundary_folds, fold_mma
@@ -49,6 +51,7 @@ KERNELS = (
     (conv_verify, "_conv_verify_kernel"),
     (delta_scan_portable, "_scan_kernel"),
     (delta_outputs, "_delta_replay_kernel"),
+    (delta_outputs_sums, "_delta_sums_kernel"),
     (delta_verify, "_delta_verify_kernel"),
     (expert_order, "_order_kernel"),
     (expert_order, "_count_kernel"),
@@ -131,7 +134,7 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(delta_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(scan, "_fits_hopper", lambda *_: on_hopper)
         patch.setattr(fold_mma, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
-        for module in (tiling, fold_tiling):
+        for module in (tiling, delta_tiling, fold_tiling):
             patch.setattr(module, "runs_gluon", lambda tensor: on_hopper)
         patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
         patch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)

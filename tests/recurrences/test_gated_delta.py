@@ -55,7 +55,7 @@ def test_gated_delta_prompt_followed_by_drafts_equals_one_prompt(device: str) ->
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_states_are_replayed_where_that_is_faster(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(DELTA, ReplayedRecurrence)
-    monkeypatch.setattr(recurrence, "replays_fast", lambda key_dim: is_fast)
+    monkeypatch.setattr(recurrence, "replays_fast", lambda key_dim, value_dim: is_fast)
     for requests, drafts in ((1, 8), (2, 0), (3, 0), (64, 5)):
         config = CacheConfig(max_requests=requests, num_speculative_tokens=drafts)
         assert delta_shape().resolved(config).replays == (is_fast and requests > 2)

@@ -13,7 +13,8 @@ from ..replay.drafts import ReplayedLayer, RingLayout
 from ..replay.ring import least_capacity, least_x_capacity
 from ..request_tiles import tile_shape
 from .inputs import DeltaTokens, GateWeights
-from .replay.outputs import delta_replay, replays_fast
+from .replay.outputs import delta_replay
+from .replay.tiling import replays_fast
 from .scan import delta_scan
 from .tile_systems import TileSystems
 from .verify import delta_verify
@@ -84,7 +85,7 @@ class GatedDelta:
     @property
     def replays_fast(self) -> bool:
         """True if the current device has a kernel that replays these states."""
-        return replays_fast(self.key_dim)
+        return replays_fast(self.key_dim, self.value_dim)
 
     @property
     def folds_within_steps(self) -> bool:

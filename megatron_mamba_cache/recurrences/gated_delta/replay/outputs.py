@@ -4,27 +4,27 @@
 
 Everything that a token reads of the state S before it is a sum over the base and the tokens since, each of which the
 ring holds as its key k and its corrected value w: only the tokens of the step itself follow from one another.
-`factors` computes what the columns of a head share and appends keys and log decays; then one kernel does the rest.
+`factors` computes what the columns of a head share and appends keys and log decays; then one kernel does the rest: that
+of `outputs_sums` on a Hopper GPU, or the one here, in Triton, for every shape and device.
 
 A period is the positions from one multiple of the ring's length to the next. If kept tokens have passed the end of a
 period, they are folded first, as the boundary fold does, and the base is stored; if the step's own tokens pass one,
 they are folded in registers. So each token is computed from the base of its period: the bits of outputs, ring and bases
-depend on the request's tokens alone. The products of several tokens with the base are independent of one another and
-computed together, so that a step with drafts waits only once for each sum over key_dim.
+depend on the request's tokens alone.
 
 Layout: a program owns one request and `width` columns of value_dim of one head's state [key_dim, value_dim], all of
 key_dim: no sum crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....kernels.kernel_language import appended, only_if
-from ....kernels.kernel_launches import INTERPRETED, is_computed_in_fp32, is_hopper, launches_kernel
+from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ....kernels.overlap import await_launcher, overlapping, release
 from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
@@ -33,38 +33,10 @@ from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ri
 from ..inputs import DeltaTokens, GateWeights, check_pool, check_tokens, kernel_tokens
 from .factors import NUM_SCALARS, ReplayFactors, append_and_weigh
 from .reference import delta_replay_ref
+from .tiling import ReplayTiling, choose_tiling
 
 _PAD = tl.constexpr(PAD_SLOT)
 _SCALARS = tl.constexpr(NUM_SCALARS)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayTiling:
-    """Columns of a program and launch settings, which change no bit.
-
-    Args:
-        width: columns of value_dim of a program, a power of two.
-        num_warps: 1 outside of measurements: boundary folds have one, and sum decays in the same order.
-        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
-        tokens: tokens whose products with the state are computed together.
-    """
-
-    width: int
-    num_warps: int
-    max_registers: int
-    tokens: int = 4
-
-
-TILING = ReplayTiling(width=32, num_warps=1, max_registers=255)
-_MOST_KEYS = 256
-"""The largest key_dim whose columns fit in registers."""
-
-
-def replays_fast(key_dim: int) -> bool:
-    """Return True if the kernel was measured to be fast on the current device, for keys of so many elements."""
-    if not torch.cuda.is_available() or INTERPRETED or key_dim > _MOST_KEYS:
-        return False
-    return is_hopper(torch.device("cuda", torch.cuda.current_device()))
 
 
 def delta_replay(
@@ -74,7 +46,7 @@ def delta_replay(
     ring: ReplayRing,
     rows: ReplayBatch,
     ring_len: int,
-    tiling: ReplayTiling = TILING,
+    tiling: ReplayTiling | None = None,
     *,
     after_conv: bool = False,
 ) -> Tensor:
@@ -90,6 +62,7 @@ def delta_replay(
         ring: x [rings, positions, value heads, value_dim] of the dtype of computation, B [..., key heads, key_dim] of
             the keys'; at least ring_len + 2 * max_tokens - 1 positions, of x ring_len + max_tokens - 1.
         ring_len: Positions from one fold to the next, a power of two from 4 on.
+        tiling: Of the kernel of outputs; None chooses the fastest. It must be the same for all steps of a request.
         after_conv: True if `conv_verify` was launched right before and wrote q, k and v: all else is read concurrently.
 
     Returns:
@@ -111,57 +84,57 @@ def delta_replay(
     if y.numel() > 0:
         factors = append_and_weigh(y, tokens, gates, ring, rows, ring_len, after_conv=after_conv)
         if rows.slots.shape[0] > 0:
-            _launch(y, tokens, pool, ring, rows, factors, tiling)
+            _launch(y, tokens, pool, ring, rows, factors, tiling or choose_tiling(tokens, pool))
     return y
 
 
-@triton.jit
-def _compute_tokens(
-    state, written, y, tokens, xs, x_stride, scalars, inputs, start, computed, position, stop, keys, n, has_n, values,
-    has_p, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """Store the outputs and corrected values of up to COUNT tokens from `position` to `stop`, all of one period.
+def _launch(
+    y: Tensor,
+    tokens: DeltaTokens,
+    pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayBatch,
+    factors: ReplayFactors,
+    tiling: ReplayTiling,
+) -> None:
+    heads, value_dim = tokens.v.shape[1:]
+    arguments = {
+        "y": y,
+        "tokens": kernel_tokens(tokens),
+        "pool": pool,
+        "slot_stride": pool.stride(0),
+        "ring": kernel_ring(ring),
+        "rows": kernel_rows(rows),
+        "scalars": factors.scalars,
+        "inputs": factors.inputs,
+        "max_tokens": rows.max_tokens,
+        "HEADS": heads,
+        "TIMES": heads // tokens.k.shape[1],
+        "KEY_DIM": tokens.k.shape[2],
+        "VALUE_DIM": value_dim,
+        "CAPACITY": ring.capacity,
+        "X_CAPACITY": ring.x_capacity,
+        "RING": factors.inputs.shape[-1],
+        "num_warps": tiling.num_warps,
+        "maxnreg": tiling.max_registers,
+    }
+    _launcher(tiling)(arguments, rows.slots.shape[0] * heads, tiling)
 
-    Return `written` [RING, width], the period's corrected values, with theirs.
-    """
-    w = tl.arange(0, RING)
-    held, asked = (), ()
-    for index in tl.static_range(COUNT):  # no product depends on another: their sums overlap
-        mask = only_if(position + index < stop, has_n)
-        token = tl.cast(start + position + index - computed, tl.int64)
-        k = tl.load(tokens.k + token * tokens.k_stride + keys + n, mask=mask, other=0.0).to(tl.float32)
-        q = tl.load(tokens.q + token * tokens.q_stride + keys + n, mask=mask, other=0.0).to(tl.float32)
-        held = appended(held, tl.sum(state * k[:, None], axis=0))
-        asked = appended(asked, tl.sum(state * q[:, None], axis=0))
-    for index in tl.static_range(COUNT):
-        at = position + index
-        exists = at < stop
-        mask = only_if(exists, has_p)
-        number = at - computed
-        token = tl.cast(start + number, tl.int64)
-        of_token = scalars + number * (HEADS * _SCALARS)
-        of_inputs = inputs + number * (HEADS * 2 * RING) + w
-        v = tl.load(tokens.v + token * tokens.v_stride + values, mask=mask, other=0.0)
-        of_value = tl.load(of_token, mask=exists, other=0.0)
-        of_held = tl.load(of_token + 1, mask=exists, other=0.0)
-        of_asked = tl.load(of_token + 2, mask=exists, other=0.0)
-        of_keys = tl.load(of_inputs, mask=only_if(exists, w < RING), other=0.0)
-        of_queries = tl.load(of_inputs + RING, mask=only_if(exists, w < RING), other=0.0)
-        of_earlier = tl.sum(of_keys[:, None] * written, axis=0)
-        new = tl.fma(v.to(tl.float32), of_value, -tl.fma(held[index], of_held, of_earlier))
-        written = tl.where(only_if(exists, w == at % RING)[:, None], new[None, :], written)
-        out = tl.fma(asked[index], of_asked, tl.sum(of_queries[:, None] * written, axis=0))
-        tl.store(y + number * (HEADS * VALUE_DIM), out.to(y.dtype.element_ty), mask=mask)
-        tl.store(xs + at % X_CAPACITY * x_stride, new, mask=mask)
-    return written
+
+def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
+    """Return the launch function of a tiling's kernel; imports Gluon on demand."""
+    if tiling.kernel == "sums":
+        from .outputs_sums import replay_by_sums as launch
+    else:
+        launch = replay_portably
+    return launch
 
 
 @triton.jit(do_not_specialize=["max_tokens"])
 def _delta_replay_kernel(
     y, tokens, pool, slot_stride, ring, rows, scalars, inputs, max_tokens,
     HEADS: tl.constexpr, TIMES: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
-    X_CAPACITY: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
+    X_CAPACITY: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Long because state and corrected values stay in registers."""
     release(OVERLAPS)
@@ -171,7 +144,7 @@ def _delta_replay_kernel(
     row = tl.program_id(0) // (PARTS * HEADS)
     slot = tl.load(rows.slots + row).to(tl.int64)
     start = tl.load(rows.cu_tokens + row)
-    until = tl.load(rows.cu_tokens + row + 1) - start
+    count = tl.load(rows.cu_tokens + row + 1) - start
     number = tl.load(rows.buffers + row).to(tl.int64)
     folded = tl.load(rows.folded + row)
     computed = tl.load(rows.computed + row)
@@ -179,7 +152,6 @@ def _delta_replay_kernel(
         await_launcher(OVERLAPS)
         return
 
-    until += computed
     first = tl.maximum(folded, computed // RING * RING)
     keys = head // TIMES * KEY_DIM
     n = tl.arange(0, triton.next_power_of_2(KEY_DIM))
@@ -211,62 +183,42 @@ def _delta_replay_kernel(
     inputs += line * (2 * RING)
     y += tl.cast(start, tl.int64) * (HEADS * VALUE_DIM) + values
     await_launcher(OVERLAPS)
-    position = computed
-    while position < until:
-        if (position > computed) & (position % RING == 0):
+    w = tl.arange(0, RING)
+    for t in range(0, count):
+        position = computed + t
+        if (t > 0) & (position % RING == 0):
             tl.debug_barrier()  # another thread of this program may have appended what this one folds
+            begin = tl.maximum(first, position - RING)
             state = fold_entries(
-                state, pool, xs, bs, steps, ring, tl.maximum(first, position - RING), position, has_n, has_p,
-                HEADS, CAPACITY, X_CAPACITY, RING,
-            )  # fmt: skip
+                state, pool, xs, bs, steps, ring, begin, position, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
+            )
             written = tl.zeros_like(written)
-        stop = tl.minimum(tl.minimum(position + GROUP, (position // RING + 1) * RING), until)
-        if stop - position == 1:
-            written = _compute_tokens(
-                state, written, y, tokens, xs, ring.x_stride, scalars, inputs, start, computed, position, stop, keys, n,
-                has_n, values, has_p, HEADS, VALUE_DIM, X_CAPACITY, RING, 1,
-            )  # fmt: skip
-        else:
-            written = _compute_tokens(
-                state, written, y, tokens, xs, ring.x_stride, scalars, inputs, start, computed, position, stop, keys, n,
-                has_n, values, has_p, HEADS, VALUE_DIM, X_CAPACITY, RING, GROUP,
-            )  # fmt: skip
-        position = stop
+        token = tl.cast(start + t, tl.int64)
+        k = tl.load(tokens.k + token * tokens.k_stride + keys + n, mask=has_n, other=0.0).to(tl.float32)
+        q = tl.load(tokens.q + token * tokens.q_stride + keys + n, mask=has_n, other=0.0).to(tl.float32)
+        v = tl.load(tokens.v + token * tokens.v_stride + values, mask=has_p, other=0.0).to(tl.float32)
+        held = tl.sum(state * k[:, None], axis=0)
+        asked = tl.sum(state * q[:, None], axis=0)
+        of_earlier = tl.sum(tl.load(inputs + w)[:, None] * written, axis=0)
+        new = tl.fma(v, tl.load(scalars), -tl.fma(held, tl.load(scalars + 1), of_earlier))
+        written = tl.where((w == position % RING)[:, None], new[None, :], written)
+        of_written = tl.sum(tl.load(inputs + RING + w)[:, None] * written, axis=0)
+        out = tl.fma(asked, tl.load(scalars + 2), of_written)
+        tl.store(y + t * (HEADS * VALUE_DIM), out.to(y.dtype.element_ty), mask=has_p)
+        tl.store(xs + position % X_CAPACITY * ring.x_stride, new, mask=has_p)
+        scalars += HEADS * _SCALARS
+        inputs += HEADS * 2 * RING
 
 
-def _launch(
-    y: Tensor,
-    tokens: DeltaTokens,
-    pool: Tensor,
-    ring: ReplayRing,
-    rows: ReplayBatch,
-    factors: ReplayFactors,
-    tiling: ReplayTiling,
-) -> None:
-    heads, value_dim = tokens.v.shape[1:]
-    key_heads, key_dim = tokens.k.shape[1:]
+def replay_portably(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
+    """Fold, append corrected values and write the outputs, in place, right after `append_and_weigh`.
+
+    Args:
+        arguments: What all kernels of outputs take.
+        num_heads: Value heads of all requests.
+    """
+    value_dim = arguments["VALUE_DIM"]
     width = min(tiling.width, triton.next_power_of_2(value_dim))
-    _delta_replay_kernel[(rows.slots.shape[0] * heads * triton.cdiv(value_dim, width),)](
-        y=y,
-        tokens=kernel_tokens(tokens),
-        pool=pool,
-        slot_stride=pool.stride(0),
-        ring=kernel_ring(ring),
-        rows=kernel_rows(rows),
-        scalars=factors.scalars,
-        inputs=factors.inputs,
-        max_tokens=rows.max_tokens,
-        HEADS=heads,
-        TIMES=heads // key_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        CAPACITY=ring.capacity,
-        X_CAPACITY=ring.x_capacity,
-        RING=factors.inputs.shape[-1],
-        WIDTH=width,
-        GROUP=tiling.tokens,
-        num_warps=tiling.num_warps,
-        maxnreg=tiling.max_registers,
-        enable_fp_fusion=True,
-        **overlapping(pool.device),
+    _delta_replay_kernel[(num_heads * triton.cdiv(value_dim, width),)](
+        **arguments, WIDTH=width, enable_fp_fusion=True, **overlapping(arguments["pool"].device)
     )

@@ -1,0 +1,283 @@
+"""Outputs of replayed Gated DeltaNet by plain sums, in Gluon, for Hopper GPUs and bf16 tokens.
+
+A warp owns `width` columns of a head's state, in registers, as a tuple of tiles [lanes, width], one for each row that a
+lane holds: a lane has a run of key_dim in a few columns. So keys are loaded in 16-byte accesses, and only two sums per
+token and column cross lanes. The products of a token with the state do not depend on the previous token: they are
+computed while that one is finished, and those of the first token while `factors` still runs. Every token takes the same
+steps, fused by hand: its bits do not depend on the other tokens of a step. Bases have the bits of `fold`.
+"""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....kernels.gluon_common import await_launcher, release
+from ....kernels.kernel_language import appended
+from ....kernels.overlap import overlapping
+from ...batches import PAD_SLOT
+from ...replay.operands import sync_lanes
+from .factors import NUM_SCALARS
+from .tiling import LANES, ReplayTiling
+
+_PAD = gl.constexpr(PAD_SLOT)
+_SCALARS = gl.constexpr(NUM_SCALARS)
+
+
+@gluon.jit
+def _halves(tile):
+    """Return the halves of a tile [lanes, depth, width]; no data moves."""
+    LANES: gl.constexpr = tile.shape[0]
+    DEPTH: gl.constexpr = tile.shape[1] // 2
+    V: gl.constexpr = tile.shape[2] * LANES // 32
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, DEPTH, V, 2], [LANES, 1, 32 // LANES, 1], [1, 1, 1, 1], [3, 2, 1, 0])
+    tile = tile.reshape([LANES, 2, DEPTH, tile.shape[2]]).permute((0, 2, 3, 1))
+    return gl.split(gl.convert_layout(tile, PAIRS))
+
+
+@gluon.jit
+def _spread(factors, WIDTH: gl.constexpr, SUMS: gl.constexpr):
+    """Return factors [lanes, depth] as a tuple of `depth` tiles [lanes, width] of equal columns; no data moves."""
+    V: gl.constexpr = WIDTH * factors.shape[0] // 32
+    tile = gl.zeros([factors.shape[0], factors.shape[1], WIDTH], factors.dtype, _tile_layout(factors.shape, V))
+    tile, _ = gl.broadcast(factors[:, :, None], tile)
+    tiles = (tile,)
+    for exponent in gl.static_range(1, 6):
+        if 2**exponent <= factors.shape[1]:
+            halves = ()
+            for index in gl.static_range(len(tiles)):
+                first, second = _halves(tiles[index])
+                halves = appended(appended(halves, first), second)
+            tiles = halves
+    lines = ()
+    for index in gl.static_range(len(tiles)):
+        line = tiles[index].reshape([factors.shape[0], WIDTH])
+        lines = appended(lines, gl.convert_layout(line, SUMS))
+    return lines
+
+
+@gluon.constexpr_function
+def _tile_layout(shape: tuple[int, int], columns: int) -> gl.BlockedLayout:
+    """Return the layout of tiles [lanes, depth, width] in which a lane holds all of depth in so many columns."""
+    return gl.BlockedLayout([1, shape[1], columns], [shape[0], 1, 32 // shape[0]], [1, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _spread_bf16(pairs, WIDTH: gl.constexpr, SUMS: gl.constexpr):
+    """Return float32 tiles, as `_spread`, of pairs of bf16 numbers in int32 [lanes, depth / 2]."""
+    even = _spread((pairs << 16).to(gl.float32, bitcast=True), WIDTH, SUMS)
+    odd = _spread((pairs & -65536).to(gl.float32, bitcast=True), WIDTH, SUMS)
+    lines = ()
+    for index in gl.static_range(len(even)):
+        lines = appended(appended(lines, even[index]), odd[index])
+    return lines
+
+
+@gluon.jit
+def _fold_entries(
+    state, pool, x, b, steps, ring, position, end,
+    HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
+    WIDTH: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Return the state after the ring's entries from `position` to `end`, which are more than 0, as `fold` does."""
+    values = gl.load(x + position % X_CAPACITY * ring.x_stride)
+    pairs = gl.load(b + position % CAPACITY * (ring.B_stride // 2))
+    decay = gl.load(steps + position % CAPACITY * ring.steps_stride + HEADS)
+    while position < end:
+        keys = _spread_bf16(pairs, WIDTH, SUMS)
+        increments, factor = values[None, :], gl.exp(decay)
+        position += 1
+        if position < end:
+            values = gl.load(x + position % X_CAPACITY * ring.x_stride)
+            pairs = gl.load(b + position % CAPACITY * (ring.B_stride // 2))
+            decay = gl.load(steps + position % CAPACITY * ring.steps_stride + HEADS)
+        lines = ()
+        for index in gl.static_range(len(state)):
+            lines = appended(lines, gl.fma(factor, state[index], keys[index] * increments))
+        state = lines
+        if position % RING == 0:
+            state = _rounded(state, pool.dtype.element_ty)
+    return state
+
+
+@gluon.jit
+def _rounded(state, DTYPE: gl.constexpr):
+    """Return a state after rounding to another dtype."""
+    lines = ()
+    for index in gl.static_range(len(state)):
+        lines = appended(lines, state[index].to(DTYPE).to(gl.float32))
+    return lines
+
+
+@gluon.jit
+def _multiply(state, k, q, WIDTH: gl.constexpr, SUMS: gl.constexpr):
+    """Return a token's products with each lane's rows of the state, k S and q S [lanes, width]."""
+    k = _spread_bf16(k, WIDTH, SUMS)
+    q = _spread_bf16(q, WIDTH, SUMS)
+    held, asked = state[0] * k[0], state[0] * q[0]
+    for index in gl.static_range(1, len(state)):
+        held = gl.fma(state[index], k[index], held)
+        asked = gl.fma(state[index], q[index], asked)
+    return held, asked
+
+
+@gluon.jit
+def _load_factors(scalars, inputs, t, HEADS: gl.constexpr, RING: gl.constexpr):
+    """Load a token's factors, in the order of `ReplayFactors`."""
+    scalars += t * (HEADS * _SCALARS)
+    inputs += t * (HEADS * 2 * RING)
+    of_value, of_held, of_asked = gl.load(scalars), gl.load(scalars + 1), gl.load(scalars + 2)
+    return of_value, of_held, of_asked, gl.load(inputs), gl.load(inputs + RING)
+
+
+@gluon.jit
+def _finish_token(
+    held, asked, v, factors, written, y, xs, x_stride, t, position, w,
+    HEADS: gl.constexpr, VALUE_DIM: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
+    WIDTH: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Store a token's output and w, in place; return the period's w with it.
+
+    Args:
+        written: The period's w, a tuple of tiles [lanes, width].
+        w: Positions of the first of them after a multiple of the ring's length, [lanes, 1].
+    """
+    of_value, of_held, of_asked, of_keys, of_queries = factors
+    of_keys = _spread(of_keys, WIDTH, SUMS)
+    of_queries = _spread(of_queries, WIDTH, SUMS)
+    read = held * of_held
+    for index in gl.static_range(len(written)):
+        read = gl.fma(of_keys[index], written[index], read)
+    new = gl.fma(v.to(gl.float32), of_value, -gl.sum(read, axis=0))
+    out = asked * of_asked
+    with_new = ()
+    for index in gl.static_range(len(written)):
+        each = gl.where(w == position % RING - index, new[None, :], written[index])
+        out = gl.fma(of_queries[index], each, out)
+        with_new = appended(with_new, each)
+    gl.store(xs + position % X_CAPACITY * x_stride, new)
+    gl.store(y + t * (HEADS * VALUE_DIM), gl.sum(out, axis=0).to(y.dtype.element_ty))
+    return with_new
+
+
+@gluon.jit(do_not_specialize=["max_tokens"])
+def _delta_sums_kernel(
+    y, tokens, pool, slot_stride, ring, rows, scalars, inputs, max_tokens,
+    HEADS: gl.constexpr, TIMES: gl.constexpr, KEY_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr, LANES: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
+    """Long because state and corrected values stay in registers."""
+    release(OVERLAPS)
+    V: gl.constexpr = WIDTH * LANES // 32
+    DEPTH: gl.constexpr = KEY_DIM // LANES
+    KEPT: gl.constexpr = RING // LANES
+    PAIRS: gl.constexpr = gl.SliceLayout(2, _tile_layout((LANES, DEPTH // 2), V))
+    FACTORS: gl.constexpr = gl.SliceLayout(2, _tile_layout((LANES, KEPT), V))
+    SUMS: gl.constexpr = gl.BlockedLayout([1, V], [LANES, 32 // LANES], [1, 1], [1, 0])
+    PARTS: gl.constexpr = VALUE_DIM // WIDTH
+    part = gl.program_id(0) % PARTS
+    head = gl.program_id(0) // PARTS % HEADS
+    row = gl.program_id(0) // (PARTS * HEADS)
+    slot = gl.load(rows.slots + row).to(gl.int64)
+    start = gl.load(rows.cu_tokens + row)
+    count = gl.load(rows.cu_tokens + row + 1) - start
+    number = gl.load(rows.buffers + row).to(gl.int64)
+    folded = gl.load(rows.folded + row)
+    computed = gl.load(rows.computed + row)
+    if slot == _PAD:
+        await_launcher(OVERLAPS)
+        return
+
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, SUMS))[:, None]
+    p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUMS))
+    pairs = gl.arange(0, LANES, layout=gl.SliceLayout(1, PAIRS))[:, None] * (DEPTH // 2)
+    pairs += gl.arange(0, DEPTH // 2, layout=gl.SliceLayout(0, PAIRS))[None, :] + head // TIMES * (KEY_DIM // 2)
+    channel = head * VALUE_DIM + part * WIDTH
+    token = start.to(gl.int64)
+    k_stride, q_stride = tokens.k_stride // 2, tokens.q_stride // 2
+    keys = tokens.k.to(gl.pointer_type(gl.int32), bitcast=True) + token * k_stride + pairs
+    queries = tokens.q.to(gl.pointer_type(gl.int32), bitcast=True) + token * q_stride + pairs
+    values = tokens.v + token * tokens.v_stride + channel + p
+    k, q = gl.load(keys, mask=count > 0, other=0), gl.load(queries, mask=count > 0, other=0)
+    v = gl.load(values, mask=count > 0, other=0.0)
+
+    states = pool + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + part * WIDTH
+    states += lane * (DEPTH * VALUE_DIM) + p[None, :]
+    state = ()
+    for index in gl.static_range(DEPTH):
+        state = appended(state, gl.load(states + index * VALUE_DIM).to(gl.float32))
+    first = gl.maximum(folded, computed // RING * RING)
+    xs = ring.x + number * ring.x_ring + channel + p
+    bs = ring.B.to(gl.pointer_type(gl.int32), bitcast=True) + number * (ring.B_ring // 2) + pairs
+    steps = ring.steps + number * ring.steps_ring + head
+    w = lane * KEPT
+    written = ()
+    for index in gl.static_range(KEPT):
+        its_positions = computed // RING * RING + w + index
+        is_kept = (its_positions >= first) & (its_positions < computed)
+        x = xs[None, :] + its_positions % X_CAPACITY * ring.x_stride
+        written = appended(written, gl.load(x, mask=is_kept, other=0.0))
+    if first > folded:
+        state = _fold_entries(
+            state, pool, xs, bs, steps, ring, folded, first, HEADS, CAPACITY, X_CAPACITY, RING, WIDTH, SUMS
+        )
+        for index in gl.static_range(DEPTH):
+            gl.store(states + index * VALUE_DIM, state[index].to(pool.dtype.element_ty))
+        sync_lanes()  # what is appended may overwrite what another lane folds
+
+    line = row.to(gl.int64) * max_tokens * HEADS + head
+    scalars += line * _SCALARS
+    inputs += line * (2 * RING) + gl.arange(0, LANES, layout=gl.SliceLayout(1, FACTORS))[:, None] * KEPT
+    inputs += gl.arange(0, KEPT, layout=gl.SliceLayout(0, FACTORS))[None, :]
+    y += token * (HEADS * VALUE_DIM) + channel + p
+    held, asked = _multiply(state, k, q, WIDTH, SUMS)
+    if count > 1:
+        k, q = gl.load(keys + k_stride), gl.load(queries + q_stride)
+    await_launcher(OVERLAPS)
+    if count == 0:
+        return
+
+    factors = _load_factors(scalars, inputs, 0, HEADS, RING)
+    t = 0
+    while t < count:
+        stop = gl.minimum(((computed + t) // RING + 1) * RING - computed, count)
+        for at in range(t + 1, stop):
+            its_held, its_asked = _multiply(state, k, q, WIDTH, SUMS)
+            its_v = gl.load(values + at * tokens.v_stride)
+            its_factors = _load_factors(scalars, inputs, at, HEADS, RING)
+            if at + 1 < count:
+                k, q = gl.load(keys + (at + 1) * k_stride), gl.load(queries + (at + 1) * q_stride)
+            written = _finish_token(
+                held, asked, v, factors, written, y, xs, ring.x_stride, at - 1, computed + at - 1, w,
+                HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
+            )  # fmt: skip
+            held, asked, v, factors = its_held, its_asked, its_v, its_factors
+        written = _finish_token(
+            held, asked, v, factors, written, y, xs, ring.x_stride, stop - 1, computed + stop - 1, w,
+            HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
+        )  # fmt: skip
+        if stop < count:
+            sync_lanes()  # another lane may have appended what this one folds
+            position = computed + stop
+            begin = gl.maximum(first, position - RING)
+            state = _fold_entries(
+                state, pool, xs, bs, steps, ring, begin, position, HEADS, CAPACITY, X_CAPACITY, RING, WIDTH, SUMS
+            )
+            cleared = ()
+            for _ in gl.static_range(KEPT):
+                cleared = appended(cleared, gl.zeros([LANES, WIDTH], gl.float32, layout=SUMS))
+            written = cleared
+            held, asked = _multiply(state, k, q, WIDTH, SUMS)
+            v = gl.load(values + stop * tokens.v_stride)
+            factors = _load_factors(scalars, inputs, stop, HEADS, RING)
+            if stop + 1 < count:
+                k, q = gl.load(keys + (stop + 1) * k_stride), gl.load(queries + (stop + 1) * q_stride)
+        t = stop
+
+
+def replay_by_sums(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
+    """Fold, append corrected values and write the outputs, in place; as `replay_portably`, of whole tiles."""
+    pool = arguments["pool"]
+    _delta_sums_kernel[(num_heads * (arguments["VALUE_DIM"] // tiling.width),)](
+        **arguments, WIDTH=tiling.width, LANES=LANES, enable_fp_fusion=False, **overlapping(pool.device)
+    )
