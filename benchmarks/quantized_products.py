@@ -26,14 +26,16 @@ from measuring.machine import describe_machine
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.compilation import compiling_ahead
-from megatron_mamba_cache.kernels.quantized.few_token_gemm import (
+from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
+from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
     FewTokenTiles,
+    HopperTiles,
     choose_tiles,
-    multiply_few_tokens,
-    num_counters,
+    hopper_tiles,
 )
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, packed
 
+Tiles = FewTokenTiles | HopperTiles
 TOKENS = (1, 8, 64)
 COLD_BYTES = 2**28  # of weights that launches read between two uses of the same ones: several times the L2 cache
 TOLERANCE = 0.01
@@ -98,14 +100,14 @@ class Bench:
         """Return the time of a copy of all bytes that a product moves."""
         return copy_us(self.weights[0].nbytes + 2 * count * (self.rows + self.columns))
 
-    def run(self, x: Tensor, tiles: FewTokenTiles | None = None) -> list[Callable[[], Tensor]]:
+    def run(self, x: Tensor, tiles: Tiles | None = None) -> list[Callable[[], Tensor]]:
         """Return the product with each weight."""
         return [
             lambda weight=weight: multiply_few_tokens(x, weight, self.counters, tiles=tiles)  # type: ignore[misc]
             for weight in self.weights
         ]
 
-    def error(self, x: Tensor, tiles: FewTokenTiles | None = None) -> float:
+    def error(self, x: Tensor, tiles: Tiles | None = None) -> float:
         """Return the greatest error of the product with the first weight as a share of the mean result."""
         expected = F.linear(x.double(), self.weights[0].dequantized(torch.float64))
         found = multiply_few_tokens(x, self.weights[0], self.counters, tiles=tiles)
@@ -143,9 +145,12 @@ class Bench:
         )
 
 
-def candidates(count: int) -> Iterator[FewTokenTiles]:
-    """Yield tile sizes that are worth a measurement for a number of tokens."""
+def candidates(weight: QuantizedMatrix, count: int) -> Iterator[Tiles]:
+    """Yield tile sizes of both kernels that are worth a measurement for a number of tokens."""
     tokens = 16 if count <= 16 else 32 if count <= 32 else 64
+    for outputs, programs in product((128, 256), (132, 128, 120, 96)):
+        if programs <= ceil(weight.shape[0] / outputs) * ceil(weight.shape[1] / BLOCK):
+            yield hopper_tiles(tokens, outputs, programs)
     widths = ((64, 4), (128, 8)) if tokens == 16 else ((128, 4), (128, 8), (256, 8))
     loads = ((False, 0), (True, 0))
     for (outputs, warps), stages, parts, (boxes, lines) in product(widths, (3, 4), (1, 2, 4, 8), loads):
@@ -154,13 +159,13 @@ def candidates(count: int) -> Iterator[FewTokenTiles]:
             yield FewTokenTiles(tokens, outputs, 64, parts, warps, stages, boxes, lines)
 
 
-def sweep(bench: Bench, count: int) -> list[tuple[float, FewTokenTiles]]:
+def sweep(bench: Bench, count: int) -> list[tuple[float, Tiles]]:
     """Return the time of a product with each tile sizes, the best first."""
     x, found = bench.tokens(count), []
     with compiling_ahead(torch.device("cuda", torch.cuda.current_device())):
-        for tiles in candidates(count):
+        for tiles in candidates(bench.weights[0], count):
             bench.run(x, tiles)[0]()
-    for tiles in candidates(count):
+    for tiles in candidates(bench.weights[0], count):
         bench.counters.zero_()
         try:
             if bench.error(x, tiles) < TOLERANCE * 10:

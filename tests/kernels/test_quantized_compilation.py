@@ -13,8 +13,10 @@ import triton
 from megatron_mamba_cache.kernels.experts import quantized_experts
 from megatron_mamba_cache.kernels.experts.quantized_experts import quantized_grouped_gemm
 from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
-from megatron_mamba_cache.kernels.quantized import few_token_gemm
+from megatron_mamba_cache.kernels.quantized import few_token_gemm, few_token_hopper
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
+from megatron_mamba_cache.kernels.quantized.few_token_hopper import multiply_on_hopper
+from megatron_mamba_cache.kernels.quantized.few_token_tiles import choose_tiles, hopper_tiles
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 
@@ -24,6 +26,7 @@ FORMS = {
     "FP8 blocks": QuantizedForm(8, torch.float32, False, 128, 128),
     "NVFP4": QuantizedForm(4, torch.float8_e4m3fn, True, 1, 16),
 }
+COUNTS = (1, 2, 7, 16, 17, 32, 33, 64)
 FEW_BYTES = 32
 """Of a thread, that a compiler may put in memory."""
 
@@ -48,14 +51,46 @@ def test_few_tokens_compile_once_a_range_and_read_codes_in_wide_copies(
     kernel = compile_for_hopper(few_token_gemm, "_few_tokens_kernel")
     matrix = weight(form, 4096, 2048)
     counters = torch.zeros(num_counters(matrix), dtype=torch.int32)
-    for count in (1, 2, 7, 16, 17, 32, 33, 64):
+    for count in COUNTS:
         multiply_few_tokens(torch.empty(count, 2048, dtype=torch.bfloat16), matrix, counters)
     assert len(kernel.compiled) == 3
     assert max(spilled_bytes(cubin, tmp_path) for cubin in kernel.cubins) <= FEW_BYTES
-    for ptx in kernel.ptx:
+    for count, ptx in zip(COUNTS, kernel.ptx, strict=True):
         assert "wgmma.mma_async" in ptx
-        widths = set(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x\w+),", ptx))
-        assert widths - ({"0x8"} if form == "NVFP4" else set()) == {"0x10"}  # its scales are few
+        widths = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x\w+),", ptx)
+        has_narrow = form == "NVFP4" or count <= 16  # its scales are few, and so are the tokens of a thread
+        assert set(widths) - ({"0x8"} if has_narrow else set()) == {"0x10"}
+        tiles = choose_tiles(matrix, count)
+        bytes_of_thread = 2 * tiles.outputs * tiles.words // (32 * tiles.num_warps)
+        assert widths.count("0x10") >= bytes_of_thread // 16 * tiles.num_stages  # one tile in flight a stage
+
+
+FEW_BYTES_OF_RESULTS = 48
+"""Of a thread: offsets of results that wait in memory while a loop uses none of it."""
+HOPPER_SHARED_BYTES = 227 * 1024
+
+
+@pytest.mark.parametrize("outputs", [128, 256])
+@pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])
+def test_few_tokens_on_hopper_compile_once_a_range_with_matmuls_that_overlap_decoding(
+    form: str, outputs: int, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
+    kernel = compile_for_hopper(few_token_hopper, "_few_tokens_hopper_kernel")
+    matrix = weight(form, 4096, 2048)
+    counters = torch.zeros(num_counters(matrix), dtype=torch.int32)
+    for count in (33, 34, 64):
+        x, out = torch.empty(count, 2048, dtype=torch.bfloat16), torch.empty(count, 4096, dtype=torch.bfloat16)
+        multiply_on_hopper(x, matrix, counters, out, hopper_tiles(64, outputs, 120))
+    assert len(kernel.compiled) == 1
+    assert spilled_bytes(kernel.cubins[0], tmp_path) <= FEW_BYTES_OF_RESULTS
+    assert kernel.shared_bytes[0] <= HOPPER_SHARED_BYTES
+    ptx = kernel.ptx[0]
+    assert "cp.async.bulk.tensor.2d" in ptx and "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in ptx
+    units = outputs // 128
+    events = re.findall(r"wgmma\.(mma_async|wait_group)[^;]*?(\d);", ptx)
+    waits = [int(left) for event, left in events if event == "wait_group"]
+    assert waits == 2 * list(range(units - 1, -1, -1))  # both groups: the matmul of the last unit may still run
+    assert len(events) - len(waits) == 2 * units * 8
 
 
 @pytest.mark.parametrize("form", FORMS)

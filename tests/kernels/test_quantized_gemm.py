@@ -4,18 +4,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper
 from megatron_mamba_cache.kernels.quantized import dequantize as dequantize_module
-from megatron_mamba_cache.kernels.quantized import few_token_gemm
+from megatron_mamba_cache.kernels.quantized import few_token_gemm, few_token_hopper
 from megatron_mamba_cache.kernels.quantized import product as product_module
 from megatron_mamba_cache.kernels.quantized.dequantize import dequantize
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import (
     MOST_TOKENS,
-    FewTokenTiles,
-    choose_tiles,
     multiply_few_tokens,
     multiply_ref,
     num_counters,
+)
+from megatron_mamba_cache.kernels.quantized.few_token_pipeline import first_step, program_of
+from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
+    FewTokenTiles,
+    HopperTiles,
+    choose_hopper_tiles,
+    choose_tiles,
+    hopper_tiles,
 )
 from megatron_mamba_cache.kernels.quantized.product import multiply_quantized
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, codes_of_pairs, packed, unpacked
@@ -70,8 +76,17 @@ def test_product_equals_the_reference(
     num_tokens: int, rows: int, columns: int, blocks: tuple[int, int] | None, device: str
 ) -> None:
     weight, x = fp8_matrix(rows, columns, blocks, device), tokens(num_tokens, columns, device)
-    with launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=True, device=device):
+    on_hopper = isinstance(choose_tiles(weight, num_tokens), HopperTiles)
+    with (
+        launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=not on_hopper, device=device),
+        launches_expected(few_token_hopper, "_few_tokens_hopper_kernel", of_kernel=on_hopper, device=device),
+    ):
         found = multiply_few_tokens(x, weight, counters(weight))
+    assert_close_to_reference(found, x, weight)
+
+
+def assert_close_to_reference(found: Tensor, x: Tensor, weight: QuantizedMatrix) -> None:
+    """Check that a product was rounded once, after sums in fp32."""
     expected = multiply_ref(x.double(), weight)
     magnitude = multiply_ref(x.double().abs(), QuantizedMatrix(weight.words & 0x7F7F, 8, *_rest(weight)))
     assert ((found.double() - expected).abs() <= ROUNDING * expected.abs() + 1e-6 * magnitude).all()
@@ -115,6 +130,57 @@ def test_a_token_does_not_depend_on_others_of_its_range(blocks: tuple[int, int] 
         assert choose_tiles(weight, first) == choose_tiles(weight, last)
         few, many = (multiply_few_tokens(x[:count], weight, used) for count in (first, last))
         assert torch.equal(few, many[:first])
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "steps", "programs"), [(1, 1, 1), (136, 40, 132), (3, 5, 15), (7, 11, 9), (2, 9, 5)]
+)
+def test_programs_on_hopper_divide_all_steps_and_find_every_part_of_a_tile(
+    num_tiles: int, steps: int, programs: int
+) -> None:
+    work, written = num_tiles * steps, {}
+    for program in range(programs):
+        begin, end = (first_step.fn(number, work, programs) for number in (program, program + 1))
+        assert begin < end and {program_of.fn(step, work, programs) for step in range(begin, end)} == {program}
+        for tile in range(begin // steps, (end - 1) // steps + 1):
+            low, high = max(begin - tile * steps, 0), min(end - tile * steps, steps)
+            key = (2 * program + (low == 0)) if high - low < steps else ("whole", tile)
+            assert key not in written
+            written[key] = range(tile * steps + low, tile * steps + high)
+    for tile in range(num_tiles):
+        first, last = (program_of.fn(step, work, programs) for step in (tile * steps, (tile + 1) * steps - 1))
+        slots = [2 * first + 1, *range(2 * (first + 1), 2 * last + 1, 2)]
+        parts = [written[("whole", tile)]] if ("whole", tile) in written else [written[slot] for slot in slots]
+        assert [step for part in parts for step in part] == list(range(tile * steps, (tile + 1) * steps))
+    assert first_step.fn(0, work, programs) == 0 and first_step.fn(programs, work, programs) == work
+
+
+def test_tiles_on_hopper_keep_all_multiprocessors_busy() -> None:
+    def chosen(rows: int, columns: int) -> HopperTiles:
+        return choose_hopper_tiles(fp8_matrix(rows, columns, (128, 128)), 64)
+
+    assert chosen(34816, 256) == HopperTiles(64, 256, 132, 4)
+    assert chosen(4096, 1024) == HopperTiles(64, 128, 128, 6)  # four equal parts of each tile
+    assert chosen(128, 512) == HopperTiles(64, 128, 4, 6)  # no more programs than steps
+
+
+@pytest.mark.parametrize("outputs", [128, 256])
+@pytest.mark.parametrize("programs", [1, 5, 12])
+@pytest.mark.parametrize("blocks", [None, (128, 128), (64, 256)])
+def test_product_on_hopper_equals_the_reference(
+    blocks: tuple[int, int] | None, programs: int, outputs: int, device: str
+) -> None:
+    if device == "cpu" or not is_hopper(torch.device(device, torch.cuda.current_device())):
+        pytest.skip("needs a Hopper GPU")
+    weight = fp8_matrix(456, 1184, blocks, device)
+    used = counters(weight)
+    for count in (1, 16, 17, 32, 33, MOST_TOKENS):
+        x, range_of = tokens(count, 1184, device), 16 if count <= 16 else 32 if count <= 32 else 64
+        found = multiply_few_tokens(x, weight, used, tiles=hopper_tiles(range_of, outputs, programs))
+        assert_close_to_reference(found, x, weight)
+        assert not used.any()
+        alone = multiply_few_tokens(x[:1], weight, used, tiles=hopper_tiles(range_of, outputs, programs))
+        assert torch.equal(alone, found[:1])
 
 
 def test_too_many_tokens_are_refused(device: str) -> None:

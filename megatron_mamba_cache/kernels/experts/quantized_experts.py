@@ -16,7 +16,8 @@ from ..activations import Activation
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from ..quantized.code_tiles import sum_inputs, sum_nvfp4_inputs
-from ..quantized.few_token_gemm import has_kernel, scales_of_kernel, words_of_tile
+from ..quantized.few_token_gemm import has_kernel, scales_of_kernel
+from ..quantized.few_token_tiles import words_of_tile
 from ..quantized.quantized_matrix import RUN, QuantizedMatrix
 from .expert_order import order_by_expert
 from .grouped_gemm import tile_of

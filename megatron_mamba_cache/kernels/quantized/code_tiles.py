@@ -13,6 +13,23 @@ from ..kernel_launches import INTERPRETED
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
+DECODE_PAIRS = tl.constexpr(
+    """{
+    .reg .b32 low, high, factor;
+    prmt.b32 low, $2, 0, 0xA280; prmt.b32 high, $2, 0, 0xB391;
+    shl.b32 low, low, 4; shl.b32 high, high, 4;
+    and.b32 low, low, 0x87F087F0; and.b32 high, high, 0x87F087F0;
+    mov.b32 factor, 0x7B807B80;
+    mul.bf16x2 $0, low, factor; mul.bf16x2 $1, high, factor;
+    }"""
+)
+"""PTX of `decoded_pairs` for two words at once.
+
+Each code becomes the low byte of a half whose high byte repeats its sign. Then it is moved up by four bits, and all
+but the sign and the code are cleared.
+"""
+
+
 @triton.jit
 def decoded_pairs(words):
     """Return the values of the low and of the high e4m3 codes of words, in bf16; exact. NaN is decoded as 480.
@@ -24,17 +41,8 @@ def decoded_pairs(words):
         low = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
         high = (((bits & 0x8000) << 16) | ((bits & 0x7F00) << 12)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
-        # Two words at once: each code becomes the low byte of a half whose high byte repeats its sign; then it is
-        # moved up by four bits, and all but the sign and the code are cleared.
         low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, factor;
-            prmt.b32 low, $2, 0, 0xA280; prmt.b32 high, $2, 0, 0xB391;
-            shl.b32 low, low, 4; shl.b32 high, high, 4;
-            and.b32 low, low, 0x87F087F0; and.b32 high, high, 0x87F087F0;
-            mov.b32 factor, 0x7B807B80;
-            mul.bf16x2 $0, low, factor; mul.bf16x2 $1, high, factor;
-            }""",
+            DECODE_PAIRS,
             "=r,=r,r",
             [words],
             dtype=(tl.bfloat16, tl.bfloat16),

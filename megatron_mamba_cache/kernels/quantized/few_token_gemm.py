@@ -8,8 +8,6 @@ weight's shape and on the range of the number of tokens, so a token's bits do no
 safe: no host sync; counters of a weight are zero between launches, so its products must not run concurrently.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -21,6 +19,8 @@ from ..kernel_launches import launches_kernel
 from ..overlap import await_written, let_next_begin, overlapping
 from ..reference import compute_dtype
 from .code_tiles import prefetch_words, sum_inputs, sum_nvfp4_inputs
+from .few_token_hopper import multiply_on_hopper
+from .few_token_tiles import MOST_WORDS, FewTokenTiles, HopperTiles, choose_tiles
 from .quantized_matrix import RUN, QuantizedMatrix
 
 MOST_TOKENS = 64
@@ -100,62 +100,10 @@ def _few_tokens_kernel(
             tl.store(pointers, total.to(out.dtype.element_ty), mask=is_stored)
 
 
-@dataclass(frozen=True, slots=True)
-class FewTokenTiles:
-    """Tile sizes of a product of few tokens.
-
-    Args:
-        tokens, outputs: Of a tile.
-        words: Of each row of a tile.
-        parts: Programs that share the inputs of a tile.
-        loads_boxes: True if TMA loads the codes.
-        lines_ahead: Lines of 128 bytes of each row that are prefetched while the previous kernel still runs; a power
-            of 2, or 0. Not with `loads_boxes`.
-    """
-
-    tokens: int
-    outputs: int
-    words: int
-    parts: int
-    num_warps: int = 4
-    num_stages: int = 4
-    loads_boxes: bool = False
-    lines_ahead: int = 4
-
-
-def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> FewTokenTiles:
-    """Return the tiles for a number of tokens; the same up to 16, up to 32 and up to 64 of them."""
-    rows, columns = weight.shape
-    tokens, outputs = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64, 128
-    words = words_of_tile(weight)
-    num_steps = -(-columns * weight.code_bits // (16 * words))
-    return FewTokenTiles(tokens, outputs, words, _parts(-(-rows // outputs), num_steps), num_warps=8, num_stages=3)
-
-
-def words_of_tile(weight: QuantizedMatrix) -> int:
-    """Return how many words of each row a tile has: of one block, if FP8 has blocks."""
-    has_blocks = weight.code_bits == 8 and weight.scales is not None
-    return min(MOST_WORDS, weight.block_columns // 2) if has_blocks else MOST_WORDS
-
-
 def scales_of_kernel(weight: QuantizedMatrix) -> Tensor:
     """Return the scales as kernels read them: the four of a run of FP4 codes as an integer."""
     assert weight.scales is not None
     return weight.scales.view(torch.int32) if weight.code_bits == 4 else weight.scales
-
-
-_PROGRAMS = 4 * 132
-"""Programs that an H200 runs at once, and so the least that keep its memory busy."""
-_MOST_PARTS = 8
-MOST_WORDS = 64
-
-
-def _parts(num_tiles: int, num_steps: int) -> int:
-    """Return into how many parts the inputs are split: enough for the card, each of four steps or more."""
-    parts = 1
-    while 2 * parts <= _MOST_PARTS and num_tiles * parts < _PROGRAMS and num_steps >= 8 * parts:
-        parts *= 2
-    return parts
 
 
 def can_multiply_few_tokens(x: Tensor, weight: QuantizedMatrix) -> bool:
@@ -192,7 +140,7 @@ def multiply_few_tokens(
     counters: Tensor,
     *,
     out: Tensor | None = None,
-    tiles: FewTokenTiles | None = None,
+    tiles: FewTokenTiles | HopperTiles | None = None,
 ) -> Tensor:
     """Return x @ W.T for at most MOST_TOKENS tokens. Long because the kernel's arguments are named one by one.
 
@@ -224,6 +172,9 @@ def multiply_few_tokens(
     tiles = tiles or choose_tiles(weight, len(x))
     rows, num_tokens = weight.shape[0], len(x)
     out = torch.empty(num_tokens, rows, dtype=x.dtype, device=x.device) if out is None else out
+    if isinstance(tiles, HopperTiles):
+        multiply_on_hopper(x, weight, counters, out, tiles)
+        return out
     of_parts = (tiles.parts, num_tokens, rows) if tiles.parts > 1 else (1,)
     box, num_tiles = [tiles.outputs, tiles.words], triton.cdiv(rows, tiles.outputs)
     _few_tokens_kernel[(num_tiles * tiles.parts, triton.cdiv(num_tokens, tiles.tokens))](

@@ -1,0 +1,128 @@
+"""Tile sizes of products of few tokens with quantized weights, and the choice between their two kernels.
+
+Tiles depend on the weight's shape and on the range of the number of tokens: up to 16, up to 32 or up to 64. So a
+token's bits do not depend on others of its range. Figures of an H200, which has 132 multiprocessors.
+"""
+
+from dataclasses import dataclass
+
+from ..kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
+from .few_token_pipeline import DEPTH, UNIT
+from .quantized_matrix import QuantizedMatrix
+
+MOST_WORDS = 64
+"""Words of each row of a tile."""
+_LEAST_HOPPER_TOKENS = 17
+_MULTIPROCESSORS = 132
+_LEAST_WIDE_TILES = 48
+"""Tiles of 256 outputs from which on `few_token_hopper` uses them."""
+_STAGE_BYTES = 192 * 1024
+_MOST_STAGES = 8
+_MOST_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FewTokenTiles:
+    """Tile sizes of the Triton kernel.
+
+    Args:
+        tokens, outputs: Of a tile.
+        words: Of each row of a tile.
+        parts: Programs that share the inputs of a tile.
+        loads_boxes: True if TMA loads the codes.
+        lines_ahead: Lines of 128 bytes of each row that are prefetched while the previous kernel still runs; a power
+            of 2, or 0. Not with `loads_boxes`.
+    """
+
+    tokens: int
+    outputs: int
+    words: int
+    parts: int
+    num_warps: int = 4
+    num_stages: int = 4
+    loads_boxes: bool = False
+    lines_ahead: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiles:
+    """Tile sizes of the kernel for Hopper GPUs.
+
+    Args:
+        tokens: 16, 32 or 64; at least the number of tokens.
+        outputs: Of a tile; 128 or 256.
+        programs: Between which the steps are divided; at most the number of steps.
+        stages: Of the pipeline.
+    """
+
+    tokens: int
+    outputs: int
+    programs: int
+    stages: int
+
+
+def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> FewTokenTiles | HopperTiles:
+    """Return the tiles for a number of tokens; the same up to 16, up to 32 and up to 64 of them."""
+    if num_tokens >= _LEAST_HOPPER_TOKENS and _can_launch_on_hopper(weight):
+        return choose_hopper_tiles(weight, num_tokens)
+    rows, columns = weight.shape
+    tokens, outputs, words = _range_of(num_tokens), 128, words_of_tile(weight)
+    num_tiles, num_steps = -(-rows // outputs), -(-columns * weight.code_bits // (16 * words))
+    # A tile of many tokens fills a multiprocessor: few tiles need one program for each.
+    is_small = tokens > 16 and num_tiles < _MULTIPROCESSORS
+    parts = _parts(num_tiles, num_steps, _MULTIPROCESSORS - 4 if is_small else 4 * _MULTIPROCESSORS)
+    return FewTokenTiles(tokens, outputs, words, parts, num_warps=8, num_stages=4 if is_small else 3)
+
+
+def words_of_tile(weight: QuantizedMatrix) -> int:
+    """Return how many words of each row a tile has: of one block, if FP8 has blocks."""
+    has_blocks = weight.code_bits == 8 and weight.scales is not None
+    return min(MOST_WORDS, weight.block_columns // 2) if has_blocks else MOST_WORDS
+
+
+def choose_hopper_tiles(weight: QuantizedMatrix, num_tokens: int) -> HopperTiles:
+    """Return the tiles of the kernel for Hopper GPUs.
+
+    Wide tiles load tokens less often, but leave more sums to add if there are few of them. If all programs compute
+    equal parts of one tile each, a few multiprocessors may stay idle.
+    """
+    rows, columns = weight.shape
+    outputs = 256 if rows >= _LEAST_WIDE_TILES * 256 else 128
+    num_tiles = -(-rows // outputs)
+    in_equal_parts = _MULTIPROCESSORS // num_tiles * num_tiles
+    programs = in_equal_parts if in_equal_parts >= 0.9 * _MULTIPROCESSORS else _MULTIPROCESSORS
+    programs = min(programs, num_tiles * -(-columns // DEPTH.value))
+    return hopper_tiles(_range_of(num_tokens), outputs, programs)
+
+
+def hopper_tiles(tokens: int, outputs: int, programs: int) -> HopperTiles:
+    """Return tiles with as many stages as fit in shared memory."""
+    stage_bytes = DEPTH.value * (outputs + 2 * tokens)
+    return HopperTiles(tokens, outputs, programs, min(_STAGE_BYTES // stage_bytes, _MOST_STAGES))
+
+
+def fits_boxes(weight: QuantizedMatrix) -> bool:
+    """Return True for FP8 weights with one scale for each unit of outputs in each step, or with factors only."""
+    is_divided = weight.block_rows % UNIT.value == 0 and weight.block_columns % DEPTH.value == 0
+    is_aligned = weight.words.is_contiguous() and weight.words.data_ptr() % 16 == 0  # for TMA
+    return weight.code_bits == 8 and is_aligned and (is_divided or weight.scales is None)
+
+
+def _can_launch_on_hopper(weight: QuantizedMatrix) -> bool:
+    device = weight.words.device
+    if INTERPRETED or device.type != "cuda":
+        return False
+    return is_hopper(device) and has_tested_gluon() and fits_boxes(weight)
+
+
+def _range_of(num_tokens: int) -> int:
+    """Return the most tokens of the range that has a number of tokens."""
+    return 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+
+
+def _parts(num_tiles: int, num_steps: int, least_programs: int) -> int:
+    """Return into how many parts the inputs are split: enough for the programs, each of four steps or more."""
+    parts = 1
+    while 2 * parts <= _MOST_PARTS and num_tiles * parts < least_programs and num_steps >= 8 * parts:
+        parts *= 2
+    return parts
