@@ -65,6 +65,7 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("conv_state_dtype", "float32", "one of ('model', 'fp32', 'bf16')"),
         ("cached_state_dtype", "fp8", "one of ('live', 'int8')"),
         ("cached_state_dtype", None, "one of ('live', 'int8')"),
+        ("kv_cache_dtype", "fp8_e5m2", "one of ('auto', 'fp8')"),
     ],
 )
 def test_error_names_the_invalid_setting_its_value_and_the_allowed_values(

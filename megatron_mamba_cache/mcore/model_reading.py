@@ -13,6 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from ..config import CacheConfig
+from ..kernels.attention.kv_values import UNSCALED
 from ..ranks.group import OneRank, Ranks, on_all_ranks
 from ..recurrences.interface import Recurrence
 from ..recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
@@ -69,6 +70,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
     check_layer_pattern("".join(symbol for part in stages for symbol in part.layer_types))
     recurrences = _agreed_recurrences(parts, num_tensor_ranks)
     config, layer_types = model.config, parts[ranks.index].layer_types
+    kv_scales = tuple(module.kv_scales for module in model.modules() if isinstance(module, CachingSelfAttention))
     mine = parts[ranks.index].recurrences
     return HybridModelShape(
         layer_types=layer_types,
@@ -85,7 +87,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         fingerprint=_agreed_fingerprint(parts),
         layer_weights=sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages),
         waits_for_experts=parts[ranks.index].waits_for_experts,
-        kv_scales=tuple(module.kv_scales for module in model.modules() if isinstance(module, CachingSelfAttention)),
+        kv_scales=kv_scales if any(scales != UNSCALED for scales in kv_scales) else (),
     )
 
 

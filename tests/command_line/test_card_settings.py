@@ -63,12 +63,13 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     fraction=st.floats(0.5, 1.0),
     drafts=st.sampled_from((0, 1, 4, 8)),
     stored=st.sampled_from(("live", "int8")),
+    keys=st.sampled_from(("auto", "fp8")),
 )
 def test_kv_and_state_pools_fill_but_fit_the_memory_fraction(
-    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, stored: str
+    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, stored: str, keys: str
 ) -> None:
     card = Card(free_gib * GIB, fraction, widest_layer=21_504)
-    form = {"num_speculative_tokens": drafts, "cached_state_dtype": stored}
+    form = {"num_speculative_tokens": drafts, "cached_state_dtype": stored, "kv_cache_dtype": keys}
     settings = card_settings(shape, 131_072, card, form)
     config = CacheConfig(**form, **settings)
     taken = bytes_taken(shape, config)

@@ -110,10 +110,19 @@ def test_quantized_state_takes_a_byte_per_value_and_a_scale_per_channel(
     assert status == 0 and f" {state:,} bytes a state" in out and not err
 
 
+def test_fp8_kv_takes_a_byte_per_element(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((SHIPPED / "config.json").read_text())
+    per_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
+    num_bytes = config["layers_block_type"].count("full_attention") * per_layer
+    status, out, err = planned(capfd, trace, "--model", str(SHIPPED), "--kv-cache-dtype", "fp8")
+    assert num_bytes and status == 0 and f" {num_bytes:,} bytes of KV a token" in out and not err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ((*KV, *STATE, "--cached-state-dtype", "int8"), "--cached-state-dtype needs --model"),
+        ((*KV, *STATE, "--kv-cache-dtype", "fp8"), "--kv-cache-dtype needs --model"),
         (KV, "--state-bytes is missing"),
         ((), "--kv-bytes-per-token is missing"),
         ((*KV, *STATE, "--model", "x"), "--model cannot be combined with"),

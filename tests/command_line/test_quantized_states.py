@@ -1,4 +1,4 @@
-"""The flag --cached-state-dtype with tiers and drafts, and the comparison of outputs."""
+"""The flags --cached-state-dtype and --kv-cache-dtype with tiers and drafts, and the comparison of outputs."""
 
 import json
 from pathlib import Path
@@ -37,6 +37,22 @@ def test_generate_reuses_quantized_states_with_tiers_and_drafts(
     assert finished.status == 0, finished.stderr
     summary = json.loads(files["out.json"].read_text())["summary"]
     assert summary["cached_tokens"] >= len(PROMPT) // 64 * 64
+
+
+def test_kv_cache_dtype_flag_sets_the_config_field() -> None:
+    for command in ("generate", "serve"):
+        assert config_of(command_parser().parse_args([command, "--kv-cache-dtype", "fp8"])).kv_cache_dtype == "fp8"
+        assert config_of(command_parser().parse_args([command])).kv_cache_dtype == "auto"
+
+
+def test_generate_reuses_fp8_keys_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    lines = [{"prompt": PROMPT + end, "num_tokens_to_generate": 3} for end in ("a", "bc")]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--kv-cache-dtype", "fp8", *MEMORY]
+    finished = run_here(capsys, "--random-model", "--prompts", prompts, "--output-path", out, *flags)
+    assert finished.status == 0, finished.stderr
+    assert json.loads(out.read_text())["summary"]["cached_tokens"] > 0
 
 
 def test_different_outputs_are_reported_without_failing(

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from tests.distributed.rank_models import Layout
-from tests.distributed.workload_cases import RankOutcome, run_workloads, run_workloads_of_replicas
+from tests.distributed.workload_cases import (
+    RankOutcome,
+    run_fp8_workload,
+    run_workloads,
+    run_workloads_of_replicas,
+)
 from tests.distributed.world import Worlds
 from tests.mcore.engine_runs import OracleTally
 from tests.recurrences.toy import on_cpu
@@ -178,6 +183,18 @@ def test_states_are_quantized_equally_on_all_ranks(layout: Layout, flavour: str,
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
     assert all(seen["prompt_tokens_skipped"] and seen["graph_steps"] for seen in first.seen)
     assert first.num_stopped <= 0.01 * first.num_compared
+
+
+@pytest.mark.parametrize(
+    ("layout", "flavour"),
+    [(TENSOR, "disk_tier"), pytest.param(PIPELINE, "disturbed_tiers", marks=pytest.mark.long)],
+    ids=name_of,
+)
+def test_fp8_keys_and_values_give_the_tokens_of_an_uncached_engine(
+    layout: Layout, flavour: str, worlds: Worlds
+) -> None:
+    (texts, num_skipped), *others = worlds.of(2).run(run_fp8_workload, layout, flavour, 3)
+    assert num_skipped and all(other == (texts, num_skipped) for other in others)
 
 
 @pytest.mark.slow

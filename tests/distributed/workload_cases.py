@@ -34,6 +34,7 @@ from tests.mcore.random_workloads import (
     Workload,
     make_workload,
     run_workload,
+    undisturbed,
 )
 from tests.mcore.workload_drafters import start_draft_model
 
@@ -104,6 +105,25 @@ def run_workloads(
         settings: dict[str, Any] = {"has_grammars": has_grammars, "cached_form": cached_form, "models": models}
         settings["replays"] = flavour in REPLAYED and form not in WITHOUT_REPLAY
         return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **settings), drafts_with_model)
+
+
+def run_fp8_workload(layout: Layout, flavour: str, seed: int) -> tuple[dict[int, list[int]], int]:
+    """Run a workload over FP8 keys and values; return its texts and the number of prompt tokens that were skipped.
+
+    The tokens are compared with those of an uncached engine with FP8 keys and values.
+    """
+    with parallel(layout), pytest.MonkeyPatch.context() as patch:
+        if layout.pipeline > 1:
+            patch.setattr(random_workloads, "ERROR_POINTS", _ERRORS_OF_EVERY_STAGE)
+        patch.setattr(random_workloads, "assert_replies_are_the_oracles", lambda *_: OracleTally())
+        capture_without_cuda(patch)
+        work = _workload(flavour, seed, 3, 1, kv_cache_dtype="fp8")
+        uncached = undisturbed(work)
+        settings = replace(uncached.config, kv_cache_dtype="fp8", prefix_caching=False)
+        expected = run_workload(replace(uncached, config=settings)).texts
+        outcome = run_workload(work, _drafter(expected, work))
+        assert outcome.texts == expected
+        return outcome.texts, outcome.seen["prompt_tokens_skipped"]
 
 
 def run_workloads_of_replicas(

@@ -412,6 +412,7 @@ def make_workload(
     models: Sequence[dict[str, Any]] | None = None,
     replays: bool = False,
     cached_form: str = "live",
+    kv_cache_dtype: str = "auto",
 ) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
@@ -423,6 +424,7 @@ def make_workload(
         models: Sizes of models to choose from; None: MODELS.
         replays: True if states are replayed, from rings of some length; else what the device's default is.
         cached_form: How cached states are stored.
+        kv_cache_dtype: How keys and values are stored.
     """
     rng = random.Random(f"{flavour.name} {seed}")
     sizes = rng.choice(MODELS if models is None else models)
@@ -466,6 +468,8 @@ def make_workload(
         settings |= {"draft_states": "replay", "fold_every": random.Random(seed).choice(lengths)}
     if cached_form != "live":
         settings["cached_state_dtype"] = cached_form
+    if kv_cache_dtype != "auto":
+        settings["kv_cache_dtype"] = kv_cache_dtype
     spare_slabs, host_slabs = settings.pop("spare_slabs", None), settings.pop("host_slabs", None)
     disk_gb = settings.pop("disk_gb", None)
     config = cache_config(subject.sizes, **settings)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_mamba_cache.kernels.attention.kv_values import KVScales
 from megatron_mamba_cache.mcore.linear import QuantizableLinear
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from megatron_mamba_cache.mcore.stacked_experts import StackedExperts
 from megatron_mamba_cache.models.checkpoints import checkpoint_tensors
 from megatron_mamba_cache.models.checkpoints.checkpoint_tensors import SafetensorsFiles
@@ -173,6 +176,60 @@ def test_unused_scales_are_counted_in_one_warning(wide: Path, tmp_path: Path, ca
         load_hugging_face(directory)
     logged = f"scales of activations or of the KV cache, which are not used; their {count} tensors are left out"
     assert count and [record.getMessage() for record in caplog.records if logged in record.getMessage()]
+
+
+SCALE_NAMES = {"of the projections": ("k_proj.k_scale", "v_proj.v_scale"), "of the layer": ("k_scale", "v_scale")}
+
+
+def attention_prefixes(directory: Path) -> list[str]:
+    """Return what the names of the attention layers' tensors begin with, in layer order."""
+    names = [name for name in SafetensorsFiles(directory).names if name.endswith(".k_proj.weight")]
+    return sorted((name.removesuffix("k_proj.weight") for name in names), key=lambda name: int(name.split(".")[-3]))
+
+
+def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add tensors to a checkpoint of one file, whose configuration says that only the KV cache is quantized."""
+    quantize(directory, Kind({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, {}))
+    write_tensors(directory, tensors_of(directory) | tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("names", SCALE_NAMES.values(), ids=SCALE_NAMES.keys())
+def test_attention_layers_get_their_kv_scales(
+    names: tuple[str, str], dtype: torch.dtype, wide: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = copy_of(wide, tmp_path)
+    prefixes, wanted, stored = attention_prefixes(directory), [], {}
+    for number, prefix in enumerate(prefixes):
+        scales = KVScales(0.25 + number, 1.0 if number else 0.125)
+        wanted.append(scales)
+        stored[prefix + names[0]] = torch.tensor(scales.key, dtype=dtype)
+        if scales.value != 1.0:
+            stored[prefix + names[1]] = torch.tensor([scales.value], dtype=dtype)
+    add_tensors(directory, stored)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_hugging_face(directory)
+    found = [module.kv_scales for module in loaded.model.modules() if isinstance(module, CachingSelfAttention)]
+    assert found == wanted and prefixes
+    assert model_shape_of(loaded.model).kv_scales == tuple(wanted)
+    assert not [record for record in caplog.records if "which are not used" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"k_proj.k_scale": torch.ones(2)}, r"k_proj.k_scale has shape \(2,\); .* have a single scale"),
+        ({"v_scale": torch.tensor(0.0)}, "v_scale: .* must be positive and finite, found 0.0"),
+        ({"k_proj.k_scale": torch.ones(()), "k_scale": torch.ones(())}, "scale the same keys; remove one of them"),
+    ],
+)
+def test_unusable_kv_scale_is_refused_by_name(
+    tensors: dict[str, torch.Tensor], message: str, wide: Path, tmp_path: Path
+) -> None:
+    directory = copy_of(wide, tmp_path)
+    add_tensors(directory, {attention_prefixes(directory)[0] + name: tensor for name, tensor in tensors.items()})
+    with pytest.raises(ValueError, match=message):
+        load_hugging_face(directory)
 
 
 @pytest.mark.parametrize("kind", ["transformers F32", "modelopt FP8 in a file"])
