@@ -11,9 +11,9 @@ come, exactly, and no length. This kernel computes every factor, appends keys an
 outputs of padding; the kernel of `outputs` does the rest.
 
 A factor's bits do not depend on the tokens of the step: j counts positions from the last multiple of the ring's length,
-in the ring or not, and each token is computed by itself. Log decays are summed in float64. Grid: a program for each
-request and key head, plus one request that clears the outputs past the last request. Graph safe: no host sync, one
-launch, grid fixed by the shapes of the arguments.
+in the ring or not, and each token is computed by itself. Log decays are summed in float64. Grid: `splits` programs, of
+every `splits`-th token, for each request and key head, plus one request that clears the outputs past the last request.
+Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
 """
 
 from typing import NamedTuple
@@ -23,12 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....kernels.kernel_language import only_if
 from ....kernels.overlap import await_then_release, overlapping
 from ...batches import PAD_SLOT, ReplayBatch
 from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
 from ..inputs import EPS, DeltaTokens, GateWeights, KernelGates, kernel_tokens, log_decay, write_strength
 
 NUM_SCALARS = 4
+_RESIDENT_PROGRAMS = 1056
+"""Programs that a Hopper GPU runs at once; more would start the next kernel late."""
 _PAD = tl.constexpr(PAD_SLOT)
 _EPS = tl.constexpr(EPS)
 _SCALARS = tl.constexpr(NUM_SCALARS)
@@ -47,7 +50,16 @@ class ReplayFactors(NamedTuple):
     inputs: Tensor
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_tokens"])
+@triton.jit
+def _load_token(tokens, token, exists, keys, head, has_n, has_h):
+    """Load k and q of a key head, and b of its value heads."""
+    token = token.to(tl.int64)
+    k = tl.load(tokens.k + token * tokens.k_stride + keys, mask=only_if(exists, has_n), other=0.0)
+    q = tl.load(tokens.q + token * tokens.q_stride + keys, mask=only_if(exists, has_n), other=0.0)
+    return k, q, tl.load(tokens.b + token * tokens.b_stride + head, mask=only_if(exists, has_h), other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_tokens", "splits"])
 def _factors_kernel(
     y,
     scalars,
@@ -60,6 +72,7 @@ def _factors_kernel(
     num_rows,
     num_tokens,
     max_tokens,
+    splits,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -74,6 +87,7 @@ def _factors_kernel(
         await_then_release(OVERLAPS)
     TIMES: tl.constexpr = HEADS // KEY_HEADS
     key_head = tl.program_id(0) % KEY_HEADS
+    split = tl.program_id(1)
     row = tl.program_id(0) // KEY_HEADS
     is_row = row < num_rows
     start = tl.load(rows.cu_tokens + row)
@@ -114,31 +128,32 @@ def _factors_kernel(
         channel = tl.arange(0, triton.next_power_of_2(TIMES * VALUE_DIM))
         out = y + key_head * (TIMES * VALUE_DIM) + channel
         zeros = tl.zeros_like(channel).to(y.dtype.element_ty)
-        for token in range(start, end):
+        for token in range(start + split, end, splits):
             tl.store(out + tl.cast(token, tl.int64) * (HEADS * VALUE_DIM), zeros, mask=channel < TIMES * VALUE_DIM)
         return
 
     until = computed + end - start
-    line = tl.cast(row, tl.int64) * max_tokens * HEADS + head
-    position = computed
-    while position < until:
+    own_keys = key_head * KEY_DIM + n
+    following = _load_token(tokens, start + split, split < end - start, own_keys, head, has_n, has_h)
+    at = computed + split  # the program's next token
+    while at < until:
         positions = begin + w
         own = start + positions - computed
         is_own = (positions >= computed) & (positions < until)
-        sources = tokens.k + own.to(tl.int64)[:, None] * tokens.k_stride + (key_head * KEY_DIM + n)[None, :]
-        own_keys = tl.load(sources, mask=is_own[:, None] & has_n[None, :], other=0.0)
-        tile = tl.where(is_own[:, None], own_keys, kept).to(tl.float32)
+        sources = tokens.k + own.to(tl.int64)[:, None] * tokens.k_stride + own_keys[None, :]
+        new = tl.load(sources, mask=is_own[:, None] & has_n[None, :], other=0.0)
+        tile = tl.where(is_own[:, None], new, kept).to(tl.float32)
         of_gates = tokens.a + own.to(tl.int64)[None, :] * tokens.a_stride + head[:, None]
         a = tl.load(of_gates, mask=has_h[:, None] & is_own[None, :], other=0.0)
         own_decays = log_decay(a, A_log[:, None], dt_bias[:, None])
         decays = tl.where(is_own[None, :], own_decays, kept_decays)
         sums = tl.cumsum(decays.to(tl.float64), axis=1)
         stop = tl.minimum(begin + RING, until)
-        for at in range(position, stop):
-            token = (start + at - computed).to(tl.int64)
-            k = tl.load(tokens.k + token * tokens.k_stride + key_head * KEY_DIM + n, mask=has_n, other=0.0)
-            q = tl.load(tokens.q + token * tokens.q_stride + key_head * KEY_DIM + n, mask=has_n, other=0.0)
-            b = tl.load(tokens.b + token * tokens.b_stride + head, mask=has_h, other=0.0)
+        while at < stop:
+            k, q, b = following
+            following = _load_token(
+                tokens, start + at - computed + splits, at + splits < until, own_keys, head, has_n, has_h
+            )
             is_this = (positions == at)[None, :]
             decay = tl.sum(tl.where(is_this, decays, 0.0), axis=1)
             tl.store(keys + at % CAPACITY * ring.B_stride, k, mask=has_n)
@@ -152,6 +167,7 @@ def _factors_kernel(
             until_this = tl.sum(tl.where(is_this, sums, 0.0), axis=1)
             since_base = tl.exp(until_this.to(tl.float32))
             since_each = tl.exp((until_this[:, None] - sums).to(tl.float32))
+            line = (tl.cast(row, tl.int64) * max_tokens + at - computed) * HEADS + head
             of_scalars = scalars + line * _SCALARS
             tl.store(of_scalars, strength, mask=has_h)
             tl.store(of_scalars + 1, strength * of_k * since_base, mask=has_h)
@@ -163,8 +179,7 @@ def _factors_kernel(
             of_inputs = inputs + line[:, None] * (2 * RING) + w[None, :]
             tl.store(of_inputs, tl.where(is_earlier, of_keys, 0.0), mask=has_h[:, None])
             tl.store(of_inputs + RING, tl.where(is_later, 0.0, of_queries), mask=has_h[:, None])
-            line += HEADS
-        position = stop
+            at += splits
         begin += RING
         kept = tl.zeros_like(kept)
         kept_decays = tl.zeros_like(kept_decays)
@@ -193,7 +208,9 @@ def append_and_weigh(
         torch.empty(*lead, NUM_SCALARS, dtype=torch.float32, device=y.device),
         torch.empty(*lead, 2, ring_len, dtype=torch.float32, device=y.device),
     )
-    _factors_kernel[((num_rows + 1) * key_heads,)](
+    programs = (num_rows + 1) * key_heads
+    splits = max(1, min(rows.max_tokens, _RESIDENT_PROGRAMS // programs))
+    _factors_kernel[(programs, splits)](
         y=y,
         scalars=factors.scalars,
         inputs=factors.inputs,
@@ -205,6 +222,7 @@ def append_and_weigh(
         num_rows=num_rows,
         num_tokens=tokens.v.shape[0],
         max_tokens=rows.max_tokens,
+        splits=splits,
         HEADS=heads,
         KEY_HEADS=key_heads,
         KEY_DIM=key_dim,

@@ -36,6 +36,16 @@ def _halves(tile):
 
 
 @gluon.jit
+def _halved(tiles):
+    """Return the halves of all tiles, in order."""
+    halves = ()
+    for index in gl.static_range(len(tiles)):
+        first, second = _halves(tiles[index])
+        halves = appended(appended(halves, first), second)
+    return halves
+
+
+@gluon.jit
 def _spread(factors, WIDTH: gl.constexpr, SUMS: gl.constexpr):
     """Return factors [lanes, depth] as a tuple of `depth` tiles [lanes, width] of equal columns; no data moves."""
     V: gl.constexpr = WIDTH * factors.shape[0] // 32
@@ -44,11 +54,7 @@ def _spread(factors, WIDTH: gl.constexpr, SUMS: gl.constexpr):
     tiles = (tile,)
     for exponent in gl.static_range(1, 6):
         if 2**exponent <= factors.shape[1]:
-            halves = ()
-            for index in gl.static_range(len(tiles)):
-                first, second = _halves(tiles[index])
-                halves = appended(appended(halves, first), second)
-            tiles = halves
+            tiles = _halved(tiles)
     lines = ()
     for index in gl.static_range(len(tiles)):
         line = tiles[index].reshape([factors.shape[0], WIDTH])
@@ -74,35 +80,43 @@ def _spread_bf16(pairs, WIDTH: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
+def _load_entry(x, b, steps, ring, position, HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr):
+    """Load a token's w, key and log decay."""
+    index = position % CAPACITY
+    values = gl.load(x + position % X_CAPACITY * ring.x_stride)
+    pairs = gl.load(b + index * (ring.B_stride // 2))
+    return values, pairs, gl.load(steps + index * ring.steps_stride + HEADS)
+
+
+@gluon.jit
 def _fold_entries(
     state, pool, x, b, steps, ring, position, end,
     HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
     WIDTH: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Return the state after the ring's entries from `position` to `end`, which are more than 0, as `fold` does."""
-    values = gl.load(x + position % X_CAPACITY * ring.x_stride)
-    pairs = gl.load(b + position % CAPACITY * (ring.B_stride // 2))
-    decay = gl.load(steps + position % CAPACITY * ring.steps_stride + HEADS)
+    entry = _load_entry(x, b, steps, ring, position, HEADS, CAPACITY, X_CAPACITY)
+    following = _load_entry(x, b, steps, ring, gl.minimum(position + 1, end - 1), HEADS, CAPACITY, X_CAPACITY)
     while position < end:
+        values, pairs, decay = entry
+        entry = following
+        # Prefetched two tokens ahead: a token's arithmetic is shorter than a load.
+        following = _load_entry(x, b, steps, ring, gl.minimum(position + 2, end - 1), HEADS, CAPACITY, X_CAPACITY)
         keys = _spread_bf16(pairs, WIDTH, SUMS)
         increments, factor = values[None, :], gl.exp(decay)
         position += 1
-        if position < end:
-            values = gl.load(x + position % X_CAPACITY * ring.x_stride)
-            pairs = gl.load(b + position % CAPACITY * (ring.B_stride // 2))
-            decay = gl.load(steps + position % CAPACITY * ring.steps_stride + HEADS)
         lines = ()
         for index in gl.static_range(len(state)):
             lines = appended(lines, gl.fma(factor, state[index], keys[index] * increments))
         state = lines
         if position % RING == 0:
-            state = _rounded(state, pool.dtype.element_ty)
+            state = _cast(state, pool.dtype.element_ty)
     return state
 
 
 @gluon.jit
-def _rounded(state, DTYPE: gl.constexpr):
-    """Return a state after rounding to another dtype."""
+def _cast(state, DTYPE: gl.constexpr):
+    """Return a state cast to another dtype and back."""
     lines = ()
     for index in gl.static_range(len(state)):
         lines = appended(lines, state[index].to(DTYPE).to(gl.float32))
@@ -245,8 +259,8 @@ def _delta_sums_kernel(
             its_held, its_asked = _multiply(state, k, q, WIDTH, SUMS)
             its_v = gl.load(values + at * tokens.v_stride)
             its_factors = _load_factors(scalars, inputs, at, HEADS, RING)
-            if at + 1 < count:
-                k, q = gl.load(keys + (at + 1) * k_stride), gl.load(queries + (at + 1) * q_stride)
+            following = gl.minimum(at + 1, count - 1)
+            k, q = gl.load(keys + following * k_stride), gl.load(queries + following * q_stride)
             written = _finish_token(
                 held, asked, v, factors, written, y, xs, ring.x_stride, at - 1, computed + at - 1, w,
                 HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
@@ -270,8 +284,8 @@ def _delta_sums_kernel(
             held, asked = _multiply(state, k, q, WIDTH, SUMS)
             v = gl.load(values + stop * tokens.v_stride)
             factors = _load_factors(scalars, inputs, stop, HEADS, RING)
-            if stop + 1 < count:
-                k, q = gl.load(keys + (stop + 1) * k_stride), gl.load(queries + (stop + 1) * q_stride)
+            following = gl.minimum(stop + 1, count - 1)
+            k, q = gl.load(keys + following * k_stride), gl.load(queries + following * q_stride)
         t = stop
 
 
