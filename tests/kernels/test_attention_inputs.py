@@ -243,7 +243,7 @@ def test_fp8_keys_and_values_are_stored_as_by_a_separate_append(op: Op, case: Ca
     inputs, slots = inputs_of(case, device), (plain.blocks, plain.offsets)
     op(inputs.query, inputs.key, inputs.value, found[0], found[1], *slots, inputs.changes, scales)
     used = [token for token, (block, _) in enumerate(SLOTS) if block >= 0]
-    places = slots[0][used].long(), slots[1][used].long()
-    keys, values = (plain.caches[kind][places] for kind in range(2))
-    append_kv_ref(keys, values, expected[0], expected[1], *places, scales=scales)
+    targets = slots[0][used].long(), slots[1][used].long()
+    keys, values = (plain.caches[kind][targets] for kind in range(2))
+    append_kv_ref(keys, values, expected[0], expected[1], *targets, scales=scales)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)) and expected.view(torch.uint8).any()

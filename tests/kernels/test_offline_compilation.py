@@ -15,6 +15,7 @@ from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, 
 from megatron_mamba_cache.kernels.attention.attention_inputs import write_attention_inputs
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
+from megatron_mamba_cache.kernels.attention.kv_values import FP8, KVScales
 from megatron_mamba_cache.kernels.attention.output_gate import gate_output
 from megatron_mamba_cache.kernels.attention.split_prompts import merge_parts
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
@@ -233,6 +234,17 @@ def test_kv_append_uses_16_byte_accesses(
     append_kv(joint[:, :, dim : 2 * dim], joint[:, :, 2 * dim :], caches[0], caches[1], targets, targets)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == accesses | {"b32"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_kv_append_compiles_once_for_all_scales(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+    compiled = compile_for_hopper(kv_append, "_append_kv_kernel")
+    key, targets = torch.empty(5, 8, 128, dtype=dtype), torch.zeros(5, dtype=torch.int32)
+    caches = torch.empty(2, 3, 4, 8, 128).to(FP8)
+    for scale in (1.0, 0.5, 0.013):
+        append_kv(key, key, caches[0], caches[1], targets, targets, scales=KVScales(scale, 1.0))
+    assert len(compiled.compiled) == 1
+    assert not global_accesses(compiled.ptx[0], "st") & {"b8", "b16"}  # a thread stores several codes at once
 
 
 @pytest.mark.parametrize(

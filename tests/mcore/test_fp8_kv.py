@@ -52,7 +52,7 @@ def set_scales(patch: pytest.MonkeyPatch, subject: Hybrid, scales: KVScales) -> 
 def test_tokens_equal_those_of_an_uncached_fp8_engine_in_random_workloads(
     name: str, form: str, num_drafts: int, has_graphs: bool, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle has no FP8 keys and values; the uncached engine takes its place."""
+    """The oracle has no FP8 keys and values; the uncached engine replaces it."""
     monkeypatch.setattr(random_workloads, "assert_replies_are_the_oracles", lambda *_: OracleTally())
     capture_without_cuda(monkeypatch)
     num_skipped = 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
+from megatron_mamba_cache.kernels.attention.kv_values import UNSCALED, KVScales
 from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 from megatron_mamba_cache.mcore import self_attention
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
@@ -112,8 +113,11 @@ class StubContext:
     def key_value_cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         return *self.caches, self.rows.block_table
 
-    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return paged_attention_ref(query, k_cache, v_cache, self.rows, 16**-0.5)
+    def kv_scales(self, layer: int) -> KVScales:
+        return UNSCALED
+
+    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales) -> Tensor:
+        return paged_attention_ref(query, k_cache, v_cache, self.rows, 16**-0.5, scales)
 
 
 def inputs_of(layer: CachingSelfAttention) -> tuple[Tensor, StubContext]:

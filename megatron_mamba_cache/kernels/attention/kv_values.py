@@ -45,18 +45,25 @@ UNSCALED = KVScales()
 @triton.jit
 def stored_values(values, scale, cache):
     """Convert values to what `cache`, a pointer from `addressed`, stores: its dtype, or FP8 codes if it is uint8."""
-    if cache.dtype.element_ty != tl.uint8:
-        return values.to(cache.dtype.element_ty)
-    quotients = tl.div_rn(values.to(tl.float32), tl.zeros_like(values).to(tl.float32) + scale)
+    IS_FP8: tl.constexpr = cache.dtype.element_ty == tl.uint8
+    if IS_FP8:
+        stored = _codes(tl.div_rn(values.to(tl.float32), tl.zeros(values.shape, tl.float32) + scale))
+    else:
+        stored = values.to(cache.dtype.element_ty)
+    return stored
+
+
+@triton.jit
+def _codes(quotients):
+    """Return fp32 quotients as FP8 codes, in uint8."""
     is_nan = quotients != quotients
-    bits = quotients.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.where(is_nan, 0.0, tl.abs(quotients)), _MOST)
-    size_bits = size.to(tl.int32, bitcast=True)
-    normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960  # 120 << 3: the difference of the biases
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # 120 << 3: the difference of the biases
     small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # 2**23: the sum is rounded to an integer
-    code = tl.where(size_bits < 0x3C800000, small, normal)  # 2**-6
-    code = tl.where(is_nan, 0x7F, code | ((bits >> 24) & 0x80))
-    return code.to(tl.uint8)
+    code = tl.where(bits < 0x3C800000, small, normal)  # 2**-6
+    sign = (quotients.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(is_nan, 0x7F, code | sign).to(tl.uint8)
 
 
 def addressed(cache: Tensor) -> Tensor:
