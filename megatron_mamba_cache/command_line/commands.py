@@ -178,6 +178,8 @@ def _add_machine_arguments(parser: ArgumentParser) -> None:
     machine.add_argument("--dtype", choices=("fp32", "bf16"), help=dtype)
     small = "compute with bf16 weights instead of the checkpoint's FP8 or FP4 ones, which take less memory"
     machine.add_argument("--dequantize-weights", action="store_true", help=small)
+    inputs = "inputs of FP8 weights in prompts: quantized as the checkpoint says, or bf16 (default: auto)"
+    machine.add_argument("--activation-dtype", choices=("auto", "bf16"), default="auto", help=inputs)
 
 
 COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], object]]] = {

@@ -43,7 +43,13 @@ class Generation:
             default_settings,
             lambda shape, length, _: default_draft_settings(shape, length, given_gb, ranks_of_process()),
         )
-        self._model = ready_model(directory, arguments.dtype, device, dequantizes=arguments.dequantize_weights)
+        self._model = ready_model(
+            directory,
+            arguments.dtype,
+            device,
+            dequantizes=arguments.dequantize_weights,
+            activation_dtype=arguments.activation_dtype,
+        )
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
         settings = default_settings(shape, model.max_sequence_length)

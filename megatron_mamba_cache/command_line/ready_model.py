@@ -13,7 +13,7 @@ from ..config import CacheConfig
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
-from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from ..models.checkpoints.hugging_face import ActivationDtype, LoadedModel, load_hugging_face
 from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from ..models.drafting.draft_model import DraftModelDrafter
 from ..models.parameter_shapes import parameters_of
@@ -48,7 +48,12 @@ class ReadyModel:
 
 
 def ready_model(
-    directory: ModelDirectory | None, dtype: str | None, device: str, *, dequantizes: bool = False
+    directory: ModelDirectory | None,
+    dtype: str | None,
+    device: str,
+    *,
+    dequantizes: bool = False,
+    activation_dtype: ActivationDtype = "auto",
 ) -> ReadyModel:
     """Load a model onto the current device, or build the random model if `directory` is None; disable TF32.
 
@@ -56,6 +61,7 @@ def ready_model(
         dtype: "fp32" or "bf16"; None for the dtype that `dtype_of_weights` returns.
         device: "cpu" or "cuda".
         dequantizes: True to dequantize all weights; else those of bf16 models stay quantized where they can.
+        activation_dtype: As in `load_hugging_face`.
 
     Raises:
         UsageError: If the directory or its tokenizer cannot be loaded.
@@ -66,7 +72,7 @@ def ready_model(
         # A model this small does not benefit from more threads; on a busy machine, they can make it 100 times slower.
         torch.set_num_threads(1)
     stored = dtype_of_weights(directory, dtype, device)
-    return _random(stored or "fp32") if directory is None else _loaded(directory, stored, dequantizes)
+    return _random(stored or "fp32") if directory is None else _loaded(directory, stored, dequantizes, activation_dtype)
 
 
 def engine_for(
@@ -87,16 +93,24 @@ def engine_for(
         )
 
 
-def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str, dequantizes: bool = False) -> LoadedModel:
+def load_weights(
+    directory: ModelDirectory,
+    dtype: str | None,
+    *,
+    flag: str,
+    dequantizes: bool = False,
+    activation_dtype: ActivationDtype = "auto",
+) -> LoadedModel:
     """Load a model directory onto the current device; raise `UsageError` that begins with `flag` if that fails.
 
     `dtype` is "fp32" or "bf16"; None keeps the dtype of the checkpoint. `dequantizes`: True for no quantized weights.
+    `activation_dtype`: As in `load_hugging_face`.
     """
     try:
         read_as = None if dtype is None else DTYPES[dtype]
         if directory.format is ModelFormat.MEGATRON:
             return load_megatron_checkpoint(directory.path, read_as)
-        return load_hugging_face(directory.path, read_as, dequantizes=dequantizes)
+        return load_hugging_face(directory.path, read_as, dequantizes=dequantizes, activation_dtype=activation_dtype)
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {error}") from error
     except (RuntimeError, MemoryError) as error:
@@ -121,7 +135,9 @@ def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -
     directory = draft_directory(arguments)
     if directory is None:
         return PromptLookupDrafter
-    draft_model = load_weights(directory, model.dtype, flag=_DRAFT_FLAG).model
+    draft_model = load_weights(
+        directory, model.dtype, flag=_DRAFT_FLAG, activation_dtype=arguments.activation_dtype
+    ).model
     vocab_size = model_shape_of(model.model, ranks_of_process()).vocab_size
     if draft_model.vocab_size != vocab_size:
         raise UsageError(
@@ -147,8 +163,12 @@ def _random(dtype: str) -> ReadyModel:
     return ReadyModel(model, ByteTokenizer(shape.vocab_size), description, dtype)
 
 
-def _loaded(directory: ModelDirectory, dtype: str | None, dequantizes: bool) -> ReadyModel:
-    loaded = load_weights(directory, dtype, flag=directory.format.value, dequantizes=dequantizes)
+def _loaded(
+    directory: ModelDirectory, dtype: str | None, dequantizes: bool, activation_dtype: ActivationDtype
+) -> ReadyModel:
+    loaded = load_weights(
+        directory, dtype, flag=directory.format.value, dequantizes=dequantizes, activation_dtype=activation_dtype
+    )
     dtype = next(name for name, value in DTYPES.items() if value == loaded.model.config.params_dtype)
     try:
         tokenizer = load_tokenizer(loaded.directory, loaded.architecture.vocab_size)

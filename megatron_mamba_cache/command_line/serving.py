@@ -49,7 +49,13 @@ class Serving:
         elif given_budget(arguments) is not None:  # with a given budget, the free memory is not needed
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._log_level = arguments.log_level
-        self._model = ready_model(directory, arguments.dtype, device, dequantizes=arguments.dequantize_weights)
+        self._model = ready_model(
+            directory,
+            arguments.dtype,
+            device,
+            dequantizes=arguments.dequantize_weights,
+            activation_dtype=arguments.activation_dtype,
+        )
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
         self._drafter = drafter_maker(

@@ -1,6 +1,7 @@
 """Megatron's linear layers with our products: of one token, and of weights that stay quantized."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -12,12 +13,33 @@ from typing_extensions import override
 
 from ..kernels.kernel_launches import wants_gradient
 from ..kernels.one_token import can_multiply_one_token, multiply_one_token
+from ..kernels.quantized.activations import ActivationScheme
 from ..kernels.quantized.few_token_gemm import num_counters
-from ..kernels.quantized.product import multiply_quantized
+from ..kernels.quantized.product import QuantizedPrompts, multiply_quantized
 from ..kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
 
 _ATTRIBUTES = ("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 """That Megatron sets on weights of linear layers."""
+
+
+class PromptTokens:
+    """Index of the first prompt token in the step that a model computes. The model's quantized layers share it.
+
+    Attributes:
+        first: None between steps, and in steps without prompt tokens.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+
+    @contextmanager
+    def beginning_at(self, first: int | None) -> Iterator[None]:
+        """Context manager that sets `first` for a forward pass."""
+        self.first = first
+        try:
+            yield
+        finally:
+            self.first = None
 
 
 class QuantizableLinear:
@@ -28,6 +50,9 @@ class QuantizableLinear:
         weight_scales, weight_factors: Of a quantized layer, as in `QuantizedMatrix`.
         plain_weight: [plain rows, inputs]: the last outputs of a quantized layer, which are not quantized.
         form: None if the layer is not quantized.
+        prompt_tokens: Prompt tokens whose activations are quantized; None if the layer quantizes none.
+        activations: "dynamic" or "static" if the layer quantizes them; None if not. Keys of cached states depend on it.
+        activation_scale: [1] float32 from the file; None if scales follow from the activations.
     """
 
     weight: Any
@@ -35,12 +60,15 @@ class QuantizableLinear:
     weight_factors: nn.Parameter | None
     plain_weight: nn.Parameter | None
     form: QuantizedForm | None
+    prompt_tokens: PromptTokens | None
+    activations: str | None
+    activation_scale: nn.Parameter | None
     register_parameter: Callable[[str, nn.Parameter | None], None]
 
     def begin_plain(self) -> None:
         """Note that the layer is not quantized; called once."""
-        self.form = None
-        for name in ("weight_scales", "weight_factors", "plain_weight"):
+        self.form = self.prompt_tokens = self.activations = None
+        for name in ("weight_scales", "weight_factors", "plain_weight", "activation_scale"):
             self.register_parameter(name, None)
 
     def keep_quantized(self, form: QuantizedForm, num_plain: int, device: torch.device) -> None:
@@ -60,6 +88,12 @@ class QuantizableLinear:
         self.form = form
         self.counters = torch.zeros(num_counters(matrix), dtype=torch.int32, device=device)
 
+    def quantize_activations(self, prompt_tokens: PromptTokens, scale: Tensor | None) -> None:
+        """Quantize the activations of prompt tokens from now on; `scale` is the file's, None for dynamic scales."""
+        self.prompt_tokens = prompt_tokens
+        self.activations = "dynamic" if scale is None else "static"
+        self.activation_scale = None if scale is None else frozen(scale)
+
     @property
     def quantized(self) -> QuantizedMatrix | None:
         """The weight without its plain rows; None if it is not quantized."""
@@ -76,7 +110,14 @@ class QuantizableLinear:
         """Return the outputs [..., outputs] of a quantized layer."""
         matrix = self.quantized
         assert matrix is not None
-        return multiply_quantized(x, matrix, self.counters, self.plain_weight)
+        return multiply_quantized(x, matrix, self.counters, self.plain_weight, self._prompts(matrix))
+
+    def _prompts(self, matrix: QuantizedMatrix) -> QuantizedPrompts | None:
+        first = None if self.prompt_tokens is None else self.prompt_tokens.first
+        if first is None:
+            return None
+        columns = None if matrix.scales is None else matrix.block_columns
+        return QuantizedPrompts(first, ActivationScheme(columns, self.activation_scale))
 
 
 class OneTokenColumnLinear(ColumnParallelLinear, QuantizableLinear):
@@ -144,6 +185,12 @@ def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
     """Return whether the layer is a plain GEMM, without bias, gradient or sequence parallelism."""
     has_others = settings.get("bias") is not None or settings.get("sequence_parallel")
     return not has_others and not wants_gradient(x, weight)
+
+
+def prompt_tokens_of(model: nn.Module) -> PromptTokens | None:
+    """Return what the layers share that quantize the activations of prompt tokens; None without such layers."""
+    layers = (module for module in model.modules() if isinstance(module, QuantizableLinear))
+    return next((layer.prompt_tokens for layer in layers if layer.prompt_tokens is not None), None)
 
 
 def check_not_quantized(form: QuantizedForm | None) -> None:

@@ -21,6 +21,7 @@ from ..recurrences.model_shape import HybridModelShape
 from ..step.model import WeightAddresses
 from .context import MambaCacheContext
 from .expert_layer import check_expert_layers, exchange_of
+from .linear import prompt_tokens_of
 from .local_spec import LocalHybridStack
 from .model_reading import model_shape_of
 
@@ -66,6 +67,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         super().__init__(model, settings, context)
         self.stage = PipelineStage(model, context)
         self._exchange = exchange_of(model)
+        self._prompt_tokens = prompt_tokens_of(model)
 
     @override
     @torch.inference_mode()
@@ -108,9 +110,16 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
 
     def _compute(self, inference_input: dict[str, Any]) -> Tensor:
         self.stage.prepare_input(inference_input["tokens"].shape[1])
-        with nullcontext() if self._exchange is None else self._exchange.counted():
+        with nullcontext() if self._exchange is None else self._exchange.counted(), self._marking_prompts():
             output: Tensor = self._forward(inference_input)
         return output
+
+    def _marking_prompts(self) -> AbstractContextManager[None]:
+        """Context manager in which the quantized layers know the step's first prompt token."""
+        if self._prompt_tokens is None:
+            return nullcontext()
+        batch = self.inference_context.step.batch
+        return self._prompt_tokens.beginning_at(None if batch.prefill is None else batch.num_decode_tokens)
 
     def _inputs(self) -> dict[str, Any]:
         token_ids, positions = self.inference_context.current_input_and_position_ids()

@@ -1,16 +1,17 @@
 """Weights of a model that stay quantized: which ones can, and how a checkpoint's tensors fill them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.quantized.prompt_gemm import has_prompt_gemm
 from ..kernels.quantized.quantized_matrix import RUN, QuantizedForm, QuantizedMatrix, packed
-from ..mcore.linear import QuantizableLinear
+from ..mcore.linear import PromptTokens, QuantizableLinear
 from ..mcore.stacked_experts import StackedExperts
-from .checkpoints.quantized_weights import MXFP4, NVFP4, CodedTensor, WeightFormat
+from .checkpoints.quantized_weights import MXFP4, NVFP4, Activations, CodedTensor, WeightFormat
 from .placement import Placement, Placements, Split
 
 _SCALE_DTYPES = {NVFP4: torch.float8_e4m3fn, MXFP4: torch.float8_e8m0fnu}
@@ -30,11 +31,15 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint tensor that goes to a weight, and its format; None if it is not quantized."""
+    """A checkpoint tensor that goes to a weight, its format without activations, and how activations are quantized.
+
+    The format is None if it is not quantized.
+    """
 
     placement: Placement
     format: WeightFormat | None
     shape: tuple[int, ...]
+    activations: Activations = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ def _is_cut_in_columns(placement: Placement) -> bool:
 
 
 def _owners(rows: int, height: int, sources: list[Source], ranks: Ranks) -> Tensor:
-    """Return a number for each row of a weight that tells the blocks of the files apart, which have `height` rows."""
+    """Return a number for each row of a weight; rows of one block of the files, which has `height` rows, share it."""
     owners = torch.full((rows,), -1)
     for number, source in enumerate(sources):
         blocks = (torch.arange(source.shape[-2]) // height).unsqueeze(-1).expand(*source.shape[:-1], 1)
@@ -114,9 +119,13 @@ class QuantizedTarget:
 
     Args:
         plain: Its last rows, which are not quantized; None for none.
+        activation_scale: [1] float32, which becomes the greatest of its parts' scales; None if it is not needed.
     """
 
-    def __init__(self, matrix: QuantizedMatrix, plain: Tensor | None = None) -> None:
+    def __init__(
+        self, matrix: QuantizedMatrix, plain: Tensor | None = None, activation_scale: Tensor | None = None
+    ) -> None:
+        self._activation_scale = activation_scale
         self._matrix = matrix
         self._plain = plain
         self._num_quantized, self._columns = matrix.shape
@@ -146,6 +155,8 @@ class QuantizedTarget:
             self._plain[rows - self._num_quantized] = codes.to(self._plain)
             return codes.numel()
         self._matrix.words[rows] = packed(codes, stored.code_bits)
+        if self._activation_scale is not None and stored.activation_scale is not None:
+            torch.maximum(self._activation_scale, stored.activation_scale, out=self._activation_scale)
         is_cut = _is_cut_in_columns(placement)
         if self._matrix.factors is not None and stored.factors is not None:
             factors = stored.factors.unsqueeze(-1)
@@ -173,6 +184,7 @@ class QuantizedFiller:
         shapes: Of the checkpoint's tensors, by name.
         local_name: As in `ModelFiller`.
         device: Where the quantized weights go.
+        quantizes_activations: True to quantize the activations of prompt tokens as the formats say.
     """
 
     def __init__(
@@ -184,6 +196,8 @@ class QuantizedFiller:
         ranks: Ranks,
         local_name: Callable[[str], str | None],
         device: torch.device,
+        *,
+        quantizes_activations: bool,
     ) -> None:
         self.device = device
         self._ranks = ranks
@@ -194,8 +208,9 @@ class QuantizedFiller:
                 target = local_name(placement.target)
                 if target is not None:
                     self._local.setdefault(name, []).append((placement, target))
-                    sources.setdefault(target, []).append(Source(placement, formats.get(name), shapes[name]))
-        self._targets = _kept(model, sources, ranks, device)
+                    sources.setdefault(target, []).append(_source(placement, formats.get(name), shapes[name]))
+        prompt_tokens = PromptTokens() if quantizes_activations else None
+        self._targets = _kept(model, sources, ranks, device, prompt_tokens)
         self._empty = {name: target.numel() for name, target in self._targets.items()}
 
     def takes(self, name: str) -> bool:
@@ -219,30 +234,45 @@ class QuantizedFiller:
         return sorted(name for name, count in self._empty.items() if count)
 
 
+def _source(placement: Placement, format: WeightFormat | None, shape: tuple[int, ...]) -> Source:
+    if format is None:
+        return Source(placement, None, shape)
+    return Source(placement, replace(format, activations="none"), shape, format.activations)
+
+
 def _kept(
-    model: nn.Module, sources: Mapping[str, list[Source]], ranks: Ranks, device: torch.device
+    model: nn.Module,
+    sources: Mapping[str, list[Source]],
+    ranks: Ranks,
+    device: torch.device,
+    prompt_tokens: PromptTokens | None,
 ) -> dict[str, QuantizedTarget]:
     """Replace the weights of a model that can stay quantized; return them by the names of `sources`."""
     found: dict[str, QuantizedTarget] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizableLinear):
-            found |= _kept_linear(module, f"{name}.weight", sources, ranks, device)
+            of_weight = sources.get(f"{name}.weight", [])
+            if (kept := kept_form(tuple(module.weight.shape), of_weight, ranks)) is not None:
+                module.keep_quantized(kept.form, kept.num_plain, device)
+                if prompt_tokens is not None:
+                    _quantize_activations(module, of_weight, prompt_tokens)
+                assert module.quantized is not None
+                target = QuantizedTarget(module.quantized, module.plain_weight, module.activation_scale)
+                found[f"{name}.weight"] = target
         elif isinstance(module, StackedExperts):
             for weight in ("linear_fc1", "linear_fc2"):
                 found |= _kept_experts(module, name, weight, sources, ranks, device)
     return found
 
 
-def _kept_linear(
-    module: QuantizableLinear, name: str, sources: Mapping[str, list[Source]], ranks: Ranks, device: torch.device
-) -> dict[str, QuantizedTarget]:
-    kept = kept_form(tuple(module.weight.shape), sources.get(name, []), ranks)
-    if kept is None:
-        return {}
-    module.keep_quantized(kept.form, kept.num_plain, device)
+def _quantize_activations(module: QuantizableLinear, sources: list[Source], prompt_tokens: PromptTokens) -> None:
+    """Let a layer quantize the activations of prompt tokens, if its parts agree that they are quantized."""
     matrix = module.quantized
-    assert matrix is not None
-    return {name: QuantizedTarget(matrix, module.plain_weight)}
+    found = {source.activations for source in sources if source.format is not None}
+    if matrix is None or "none" in found or not has_prompt_gemm(matrix):
+        return
+    is_static = found == {"static"} and matrix.scales is None
+    module.quantize_activations(prompt_tokens, matrix.words.new_zeros(1, dtype=torch.float32) if is_static else None)
 
 
 def _kept_experts(

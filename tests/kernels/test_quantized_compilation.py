@@ -13,10 +13,12 @@ import triton
 from megatron_mamba_cache.kernels.experts import quantized_experts
 from megatron_mamba_cache.kernels.experts.quantized_experts import quantized_grouped_gemm
 from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
-from megatron_mamba_cache.kernels.quantized import few_token_gemm, few_token_hopper
+from megatron_mamba_cache.kernels.quantized import activations, few_token_gemm, few_token_hopper, prompt_gemm
+from megatron_mamba_cache.kernels.quantized.activations import ActivationScheme, quantize_activations
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
 from megatron_mamba_cache.kernels.quantized.few_token_hopper import multiply_on_hopper
 from megatron_mamba_cache.kernels.quantized.few_token_tiles import choose_tiles, hopper_tiles
+from megatron_mamba_cache.kernels.quantized.prompt_gemm import multiply_prompt_tokens
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 
@@ -91,6 +93,24 @@ def test_few_tokens_on_hopper_compile_once_a_range_with_matmuls_that_overlap_dec
     waits = [int(left) for event, left in events if event == "wait_group"]
     assert waits == 2 * list(range(units - 1, -1, -1))  # both groups: the matmul of the last unit may still run
     assert len(events) - len(waits) == 2 * units * 8
+
+
+@pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])
+def test_prompt_tokens_compile_once_for_any_number_of_them(
+    form: str, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
+    quantizing = compile_for_hopper(activations, "_quantize_kernel")
+    multiplying = compile_for_hopper(prompt_gemm, "_prompt_gemm_kernel")
+    matrix = weight(form, 4096, 2048)
+    scheme = ActivationScheme(None if matrix.scales is None else 128)
+    for count in (1, 2, 16, 129, 4096):
+        x = quantize_activations(torch.empty(count, 2048, dtype=torch.bfloat16), scheme)
+        multiply_prompt_tokens(x, matrix, out=torch.empty(count, 4096, dtype=torch.bfloat16))
+    assert len(quantizing.compiled) == len(multiplying.compiled) == 1
+    for cubin in (quantizing.cubins[0], multiplying.cubins[0]):
+        assert spilled_bytes(cubin, tmp_path) == 0
+    assert re.search(r"wgmma\.mma_async\.\S*\.e4m3\.e4m3", multiplying.ptx[0])
+    assert "cvt.rn.satfinite.e4m3x2.f32" in quantizing.ptx[0]
 
 
 @pytest.mark.parametrize("form", FORMS)

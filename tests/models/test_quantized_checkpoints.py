@@ -170,7 +170,7 @@ def test_loading_logs_format_count_and_bytes_of_quantized_tensors(wide: Path, tm
 def test_unused_scales_are_counted_in_one_warning(wide: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = copy_of(wide, tmp_path)
     quantize(directory, KINDS["modelopt FP8"])
-    count = sum(number_quantized(directory, ending) for ending in (".input_scale", ".k_scale", ".v_scale"))
+    count = sum(number_quantized(directory, ending) for ending in (".k_scale", ".v_scale"))
     count -= sum(number_quantized(directory, ending) for ending in ("k_proj.k_scale", "v_proj.v_scale"))  # are used
     with caplog.at_level(logging.WARNING):
         load_hugging_face(directory)

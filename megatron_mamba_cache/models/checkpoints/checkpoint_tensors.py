@@ -129,7 +129,7 @@ class CheckpointTensors:
         names: Tensor name → file that contains the tensor or its codes.
         shapes: Tensor name → its shape.
         quantized: Names of quantized weights → their parts.
-        other_scales: Names of the scales of activations and of the KV cache.
+        other_scales: Names of the scales of the KV cache, and of activations that are not quantized by them.
 
     Raises:
         ValueError: For the same reasons as `SafetensorsFiles`, or if a weight is stored twice.
@@ -149,6 +149,8 @@ class CheckpointTensors:
                 self.other_scales.append(name)
             elif name not in scales:
                 self._add(*self._stored_as(name, quantization))
+        used = {weight.activation_scale for weight in self.quantized.values()}
+        self.other_scales = [name for name in self.other_scales if name not in used]
 
     def check(self, left_out: Container[str]) -> None:
         """Check the types, shapes and scales of all tensors that are not in `left_out`.
@@ -249,7 +251,7 @@ class CheckpointTensors:
         if not format.has_global:
             for other in filter(self._files.names.__contains__, others):
                 raise self._error(other, f"has no use in {format.name}, the format of {codes}")
-            return QuantizedWeight(format, shape, codes, scale)
+            return QuantizedWeight(format, shape, codes, scale).with_activation_scale(name, self._files.shapes)
         factor = self._only(codes, list(others), f"its global scale ({format.name})")
         self._check_factor(factor, codes, shape[:-2])
         return QuantizedWeight(format, shape, codes, scale, factor, others[factor])

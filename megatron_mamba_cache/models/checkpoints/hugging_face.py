@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import torch
 from megatron.core.models.mamba.mamba_model import MambaModel
@@ -22,6 +23,9 @@ from .kv_cache_scales import read_kv_scales, set_kv_scales
 from .model_filling import ModelFilling
 from .quantization_config import QuantizationConfig
 from .stored_names import OtherNames, StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
+
+ActivationDtype = Literal["auto", "bf16"]
+"""Dtype of the inputs of FP8 weights in prompts: the file's scheme, or bf16."""
 
 FAMILIES: dict[str, ModuleType] = {
     "nemotron_h": nemotron_h,
@@ -140,7 +144,11 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
 
 
 def load_hugging_face(
-    source: str | Path, dtype: torch.dtype | None = torch.bfloat16, *, dequantizes: bool = False
+    source: str | Path,
+    dtype: torch.dtype | None = torch.bfloat16,
+    *,
+    dequantizes: bool = False,
+    activation_dtype: ActivationDtype = "auto",
 ) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
@@ -153,6 +161,8 @@ def load_hugging_face(
         dtype: Dtype of the weights; None: bfloat16 if config.json says that they are bfloat16 or quantized, else
             float32.
         dequantizes: True to dequantize all weights.
+        activation_dtype: "auto" quantizes the activations of prompt tokens to FP8 in linear layers of FP8 weights, by
+            the scheme in config.json; "bf16" quantizes none.
 
     Raises:
         ValueError: If a file or tensor is missing, damaged, unexpected, of the wrong shape or not supported; the
@@ -172,14 +182,22 @@ def load_hugging_face(
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     _check_shapes(directory, files, placements, shapes)
     dtype = dtype or family.dtype
-    keeps = dtype is torch.bfloat16 and not dequantizes
+    keeps, quantizes = dtype is torch.bfloat16 and not dequantizes, _quantizes_activations(activation_dtype)
     with naming_source(directory / "config.json"):
-        filling = ModelFilling(architecture, dtype, placements, files, keeps_quantized=keeps)
+        filling = ModelFilling(
+            architecture, dtype, placements, files, keeps_quantized=keeps, quantizes_activations=quantizes
+        )
     filling.fill()
     set_kv_scales(filling.model, kv_scales, RankShard.of_process(architecture).local_name)
     if unfilled := filling.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
     return LoadedModel(filling.model, architecture, directory, files.quantized_summary(placements), filling.num_kept)
+
+
+def _quantizes_activations(activation_dtype: str) -> bool:
+    if activation_dtype not in ("auto", "bf16"):
+        raise ValueError(f"activation_dtype is {activation_dtype!r}; it must be 'auto' or 'bf16'")
+    return activation_dtype == "auto"
 
 
 def _directory_of(source: str | Path) -> Path:

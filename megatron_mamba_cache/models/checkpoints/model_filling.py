@@ -20,6 +20,7 @@ class ModelFilling:
     Args:
         placements: Destinations of the files' tensors.
         keeps_quantized: False to dequantize all weights.
+        quantizes_activations: As in `QuantizedFiller`.
 
     Attributes:
         model: Undefined until `fill` has returned.
@@ -38,6 +39,7 @@ class ModelFilling:
         files: CheckpointTensors,
         *,
         keeps_quantized: bool,
+        quantizes_activations: bool,
     ) -> None:
         self._files = files
         self._quantized: QuantizedFiller | None = None
@@ -49,7 +51,14 @@ class ModelFilling:
 
         def keep_quantized(model: MambaModel, device: torch.device) -> None:
             self._quantized = QuantizedFiller(
-                model, placements, formats, files.shapes, tensor_ranks, local_name, device
+                model,
+                placements,
+                formats,
+                files.shapes,
+                tensor_ranks,
+                local_name,
+                device,
+                quantizes_activations=quantizes_activations,
             )
 
         self.model = build_hybrid_model(architecture, dtype, keep_quantized if formats else None)

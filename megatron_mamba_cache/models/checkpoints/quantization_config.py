@@ -1,12 +1,12 @@
 """Read the quantization formats that a Hugging Face model directory declares for its weights."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig, read_json_object
-from .quantized_weights import MXFP4, MXFP8, NVFP4, WeightFormat, fp8
+from .quantized_weights import MXFP4, MXFP8, NVFP4, Activations, WeightFormat, fp8
 
 _TOOLS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "FP8", "fbgemm_fp8": "FP8"}
 _FIELDS_OF_TOOLS = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "w_bit": "awq", "desc_act": "gptq"}
@@ -63,12 +63,11 @@ _MODELOPT_FILE = "hf_quant_config.json"
 _FILES_OF_INTEGERS = ("quantize_config.json", "quant_config.json")
 _BLOCK = 128
 
-_FP8_TENSOR, _FP8_ROW, _FP8_BLOCK = fp8(None, None), fp8(1, None), fp8(_BLOCK, _BLOCK)
 _ALGORITHMS = {
-    "FP8": _FP8_TENSOR,
-    "FP8_PER_CHANNEL_PER_TOKEN": _FP8_ROW,
-    "FP8_PB_WO": _FP8_BLOCK,
-    "FP8_PB_REAL": _FP8_BLOCK,
+    "FP8": fp8(None, None, "static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": fp8(1, None, "dynamic"),
+    "FP8_PB_WO": fp8(_BLOCK, _BLOCK),
+    "FP8_PB_REAL": fp8(_BLOCK, _BLOCK, "dynamic"),
     "MXFP8": MXFP8,
     "NVFP4": NVFP4,
     "W4A16_NVFP4": NVFP4,
@@ -172,9 +171,12 @@ def _of_transformers(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
     fields.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     fields.require("expert_dtype", "fp8", "fp8")
     fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
+    activations: Activations = "static" if fields.equals("activation_scheme", "static", "dynamic") else "dynamic"
     if not fields.has("weight_block_size"):
-        return _FP8_TENSOR, _FP8_BLOCK  # the default differs between tools, so the shape of the scales decides
-    return (fp8(*fields.pair("weight_block_size")),)
+        return fp8(None, None, activations), fp8(
+            _BLOCK, _BLOCK, activations
+        )  # the default differs between tools, so the shape of the scales decides
+    return (fp8(*fields.pair("weight_block_size"), activations),)
 
 
 def _of_modelopt(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
@@ -208,8 +210,22 @@ def _of_groups(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
     groups = fields.section("config_groups").sections()
     for group in groups:
         group.one_of("format", _LAYOUTS, "dense")
-    weights = [group.section("weights") for group in groups if group.has("weights")]
-    return tuple(dict.fromkeys(map(_of_weights, weights)))
+    return tuple(dict.fromkeys(_of_group(group) for group in groups if group.has("weights")))
+
+
+def _of_group(group: CheckpointConfig) -> WeightFormat:
+    """Return the weight format that a config group describes."""
+    found = _of_weights(group.section("weights"))
+    return replace(found, activations=_activations_of(group)) if found.name.startswith("FP8") else found
+
+
+def _activations_of(group: CheckpointConfig) -> Activations:
+    """Return how a config group quantizes activations; those of 8-bit floats only, others stay as they are."""
+    fields = group.section("input_activations")
+    is_float = fields.equals("num_bits", 8, None) and fields.equals("type", "float", "float")
+    if not is_float:
+        return "none"
+    return "dynamic" if fields.equals("dynamic", True, False) else "static"
 
 
 def _of_weights(fields: CheckpointConfig) -> WeightFormat:
@@ -226,4 +242,4 @@ def _of_weights(fields: CheckpointConfig) -> WeightFormat:
     strategy = fields.one_of("strategy", ("tensor", "channel", "block"), usual)
     if strategy == "block":
         return fp8(*fields.pair("block_structure"))
-    return _FP8_TENSOR if strategy == "tensor" else _FP8_ROW
+    return fp8(None, None) if strategy == "tensor" else fp8(1, None)

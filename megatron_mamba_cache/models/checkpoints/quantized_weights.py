@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ _SLABS = {"cpu": 2**18, "cuda": 2**22}
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _FLOATS = ("F32", "BF16", "F16")
+_ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _POWERS_OF_2 = ("U8", "F8_E8M0")
 
 Shape = tuple[int, ...]
+Activations = Literal["none", "dynamic", "static"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class WeightFormat:
         scale_types: Allowed types of the scales. "U8" holds exponents of 2 with a bias of 127.
         rows, columns: Shape of the block that shares a scale; None for the whole length. The last block may be smaller.
         has_global: True if each matrix has a second scale, which applies to all its blocks.
+        activations: How activations were quantized: not at all ("none"), or to FP8 with scales that follow from them
+            ("dynamic") or from the file ("static").
     """
 
     name: str
@@ -39,6 +44,7 @@ class WeightFormat:
     rows: int | None = None
     columns: int | None = None
     has_global: bool = False
+    activations: Activations = "none"
 
     def shape_of(self, codes: Shape) -> Shape:
         """Return the shape of a weight, given the shape of its codes."""
@@ -60,13 +66,13 @@ class WeightFormat:
         return shapes
 
 
-def fp8(rows: int | None, columns: int | None) -> WeightFormat:
+def fp8(rows: int | None, columns: int | None, activations: Activations = "none") -> WeightFormat:
     """Return an FP8 (e4m3) format with one scale per `rows` x `columns` block; None for all rows or all columns."""
     if columns is None:
         name = f"FP8 with a scale a {'tensor' if rows is None else 'row'}"
     else:
         name = f"FP8 in blocks of {rows} x {columns}"
-    return WeightFormat(name, "F8_E4M3", (*_FLOATS, "F8_E8M0"), rows, columns)
+    return WeightFormat(name, "F8_E4M3", (*_FLOATS, "F8_E8M0"), rows, columns, activations=activations)
 
 
 MXFP8 = WeightFormat("MXFP8", "F8_E4M3", _POWERS_OF_2, 1, 32)
@@ -84,6 +90,7 @@ class CodedTensor:
         scales: [..., rows, column blocks] float32, or as bytes of e4m3 or E8M0; None for none.
         factors: [..., rows] float32; None for none.
         block_rows, block_columns: Size of the blocks in the file that share a scale.
+        activation_scale: [1] float32, of its inputs; None for none.
     """
 
     codes: Tensor
@@ -92,6 +99,7 @@ class CodedTensor:
     factors: Tensor | None
     block_rows: int = 1
     block_columns: int = 1
+    activation_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,7 @@ class QuantizedWeight:
     Args:
         codes, scale, global_scale: Names of the tensors; `global_scale` is None if the format has no global scale.
         divides: True if the checkpoint stores the inverse of the global scale.
+        activation_scale: Name of the scale of its inputs; None if the checkpoint has none, or it is not used.
     """
 
     format: WeightFormat
@@ -109,11 +118,28 @@ class QuantizedWeight:
     scale: str
     global_scale: str | None = None
     divides: bool = False
+    activation_scale: str | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of all tensors needed to dequantize the weight."""
-        return (self.codes, self.scale, *([] if self.global_scale is None else [self.global_scale]))
+        optional = (self.global_scale, self.activation_scale)
+        return (self.codes, self.scale, *(name for name in optional if name is not None))
+
+    def with_activation_scale(self, name: str, shapes: Mapping[str, Shape]) -> "QuantizedWeight":
+        """Return the weight with the scale of its inputs; without one in the files, their scales are dynamic.
+
+        Args:
+            name: Of the weight.
+            shapes: Of all tensors in the files, by name.
+        """
+        if self.format.activations != "static":
+            return self
+        stem = name.removesuffix("weight")
+        choices = (f"{stem}{ending}" for ending in _ACTIVATION_SCALES)
+        found = next((choice for choice in choices if choice in shapes and math.prod(shapes[choice]) == 1), None)
+        format = self.format if found else replace(self.format, activations="dynamic")
+        return replace(self, format=format, activation_scale=found)
 
     def coded(self, tensors: Mapping[str, Tensor], device: torch.device) -> CodedTensor:
         """Return the codes and what multiplies them, by row; the inverse of an inverse scale is rounded to float32.
@@ -124,16 +150,17 @@ class QuantizedWeight:
         *leading, rows, _ = self.shape
         on_device = {name: tensors[name].to(device) for name in self.parts}
         codes = on_device[self.codes].reshape(*leading, rows, -1).view(torch.uint8)
+        inputs = None if self.activation_scale is None else on_device[self.activation_scale].float().reshape(1)
         grid = self.format.grid(self.shape)
         scales = on_device[self.scale]
         scales = (scales if self.format.code_type == "U8" else _float32(scales)).reshape(-1, *grid[-2:])
         scales = scales.expand(math.prod(leading), -1, -1).reshape(grid)  # a stack may have one scale
         if self.format.columns is None:
-            return CodedTensor(codes, 8, None, scales.squeeze(-1).expand(*leading, rows))
+            return CodedTensor(codes, 8, None, scales.squeeze(-1).expand(*leading, rows), activation_scale=inputs)
         height, width = self.format.rows or rows, self.format.columns
         by_row = scales if height == 1 else scales.repeat_interleave(height, dim=-2)[..., :rows, :]
         if self.format.code_type != "U8":
-            return CodedTensor(codes, 8, by_row, None, height, width)
+            return CodedTensor(codes, 8, by_row, None, height, width, inputs)
         factors = None
         if self.global_scale is not None:
             factor = on_device[self.global_scale].float().reshape(-1).expand(math.prod(leading))
