@@ -247,6 +247,17 @@ def test_fp8_kv_append_compiles_once_for_all_scales(dtype: torch.dtype, compile_
     assert not global_accesses(compiled.ptx[0], "st") & {"b8", "b16"}  # a thread stores several codes at once
 
 
+def test_attention_input_kernel_compiles_for_fp8_keys_and_values(compile_for_hopper: Compile) -> None:
+    compiled = compile_for_hopper(attention_inputs, "_inputs_kernel")
+    query, targets = torch.empty(5, 2, 8, 256, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int32)
+    caches, weights = torch.empty(2, 3, 4, 2, 256).to(FP8), torch.empty(2, 256, dtype=torch.bfloat16)
+    changes = HeadChanges(HeadNorms(weights[0], weights[1], 1e-6, 1.0), None)
+    for scale in (1.0, 0.013):
+        heads = query, query[:, :, 0], query[:, :, 1]
+        write_attention_inputs(*heads, caches[0], caches[1], targets, targets, changes, KVScales(scale, scale))
+    assert len(compiled.compiled) == 1
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "queries", "dim", "rotated", "has_norms"),
     [(2, 8, 256, 64, True), (4, 6, 256, 64, True), (8, 4, 128, 64, False), (8, 4, 128, 128, False)],
