@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.mcore.linear import prompt_tokens_of
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
@@ -65,6 +66,28 @@ def compare_quantized_weights(name: str, kinds: list[str], layouts: list[Layout]
                 assert_means(load_hugging_face(quantized), dequantized)
 
 
+def tokens_with_quantized_prompts(name: str, kinds: list[str], layouts: list[Layout]) -> list[list[list[int]]]:
+    """Return the replies to a prompt without and with a hit, under each layout, of a model that quantizes prompts."""
+    case, folder, found = wide_checkpoint(name), folder_of_all_ranks(), []
+    for number, kind in enumerate(kinds):
+        directory = folder / f"quantized_{number}"
+        if dist.get_rank() == 0:
+            case.write(case.model(), directory)
+            quantize(directory, KINDS[kind])
+        dist.barrier()
+        prompt = torch.randint(case.vocab_size, (2 * case.block_size + 9,), generator=torch.Generator().manual_seed(1))
+        for layout in layouts:
+            with parallel(layout):
+                loaded = load_hugging_face(directory)
+                assert prompt_tokens_of(loaded.model) is not None
+                run = EngineRun(loaded, build_engine(loaded.model, _config(case, boundary_stride=1)))
+                for request_id in range(2):
+                    run.run(request_id, prompt.tolist(), 12)
+                assert run.engine.cached_tokens(1) > 0
+                found.append([run.tokens(request_id) for request_id in range(2)])
+    return found
+
+
 def assert_known_before(loaded: LoadedModel) -> None:
     """Assert that the shape of this rank's shard follows from the architecture."""
     built = model_shape_of(loaded.model, ranks_of_process())
@@ -79,17 +102,21 @@ def folder_of_all_ranks() -> Path:
 
 
 def _tokens(case: TinyCheckpoint, loaded: LoadedModel) -> dict[int, list[int]]:
-    config = CacheConfig(
+    run = EngineRun(loaded, build_engine(loaded.model, _config(case)))
+    for request_id, prompt in enumerate(some_prompts(loaded.architecture.vocab_size).tolist()):
+        run.add(request_id, prompt, 8)
+    run.finish()
+    run.assert_nothing_held()
+    return {request_id: run.tokens(request_id) for request_id in run.finished}
+
+
+def _config(case: TinyCheckpoint, **settings: int) -> CacheConfig:
+    return CacheConfig(
         **case.cache_settings,
         buffer_size_gb=0.01,
         prefix_caching_mamba_gb=0.01,
         max_requests=4,
         max_sequence_length=640,
         rank_digest_steps=1,
+        **settings,
     )
-    run = EngineRun(loaded, build_engine(loaded.model, config))
-    for request_id, prompt in enumerate(some_prompts(loaded.architecture.vocab_size).tolist()):
-        run.add(request_id, prompt, 8)
-    run.finish()
-    run.assert_nothing_held()
-    return {request_id: run.tokens(request_id) for request_id in run.finished}

@@ -43,3 +43,11 @@ def _assert_same_tokens(worlds: Worlds, num_ranks: int, name: str, layouts: list
 def test_quantized_weights_are_split_like_dequantized_ones(name: str, worlds: Worlds) -> None:
     kinds = ["transformers, edge blocks", "modelopt mixed", "compressed-tensors NVFP4"]
     worlds.of(2).run(loading_cases.compare_quantized_weights, name, kinds, [TENSOR, EXPERT])
+
+
+@pytest.mark.parametrize("name", ["nemotron_h-6", "qwen3_5-0"])
+def test_hits_change_no_token_of_quantized_prompts_on_tensor_parallel_ranks(name: str, worlds: Worlds) -> None:
+    kinds = ["transformers F32", "compressed-tensors FP8 a row", "modelopt FP8"]
+    of_ranks = worlds.of(2).run(loading_cases.tokens_with_quantized_prompts, name, kinds, [TENSOR])
+    assert of_ranks[0] == of_ranks[1]
+    assert all(first == again for first, again in of_ranks[0])
