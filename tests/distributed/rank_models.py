@@ -32,7 +32,7 @@ from tests.oracle import HybridOracle
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How ranks split a model; the remaining ranks are replicas."""
+    """Parallel sizes of a model; the remaining ranks are replicas."""
 
     tensor: int = 1
     pipeline: int = 1

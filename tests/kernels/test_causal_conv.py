@@ -276,7 +276,10 @@ BAD_CALLS = {
     "pool": (lambda x, w, b, p, r: (x, w, b, p[:, :2], r), "window of at least 3"),
     "dimensions": (lambda x, w, b, p, r: (x, w, b, p[0], r), "conv_pool"),
     "device": (lambda x, w, b, p, r: (x, w, b, p.to("meta"), r), "conv_pool must be on cpu"),
-    "channels": (lambda x, w, b, p, r: (x.mT.contiguous().mT, w, b, p, r), "must be contiguous"),
+    "channels": (
+        lambda x, w, b, p, r: (x.mT.contiguous().mT, w, b, p, r),
+        "channels of x and conv_pool must be contiguous",
+    ),
     "rows": (lambda x, w, b, p, r: (x, w, b, p, replace(r, initial_slots=r.initial_slots[1:])), "initial_slots"),
     "chunks": (lambda x, w, b, p, r: (x, w, b, p, replace(r, cu_chunks=r.cu_chunks[1:])), "cu_chunks"),
     "dtype": (lambda x, w, b, p, r: (x, w, b, p, replace(r, chunk_slots=r.chunk_slots.long())), "chunk_slots"),

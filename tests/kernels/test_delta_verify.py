@@ -243,7 +243,7 @@ BAD_CALLS = {
     "gates": (lambda t, g, p, r: (t, replace(g, A_log=g.A_log[:1]), p, r), "A_log must have"),
     "channels": (lambda t, g, p, r: (replace(t, v=t.v.mT.contiguous().mT), g, p, r), "v must be contiguous within"),
     "pool": (lambda t, g, p, r: (t, g, p[:, :, 1:], r), "the pool must have"),
-    "transposed pool": (lambda t, g, p, r: (t, g, p.mT.contiguous().mT, r), "must be contiguous"),
+    "transposed pool": (lambda t, g, p, r: (t, g, p.mT.contiguous().mT, r), "states in the pool must be contiguous"),
     "pool's device": (lambda t, g, p, r: (t, g, p.to("meta"), r), "the pool must have"),
     "accepted": (lambda t, g, p, r: (t, g, p, replace(r, accepted=r.accepted.long())), "accepted"),
 }

@@ -124,7 +124,10 @@ def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
     return {
         "heads": ({"key": torch.zeros(3, 4, 8), "value": torch.zeros(3, 4, 8)}, "kv_heads"),
         "caches": ({"v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16)}, "equal shapes, strides"),
-        "channels": ({"key": torch.zeros(3, 2, 16)[:, :, ::2]}, "must be contiguous"),
+        "channels": (
+            {"key": torch.zeros(3, 2, 16)[:, :, ::2]},
+            "channels of key and value and heads of the caches must be contiguous",
+        ),
         "float block ids": ({"token_block": torch.zeros(3)}, "token_block must be int32 or int64"),
         "number of offsets": (
             {"token_offset": torch.zeros(4, dtype=torch.int32)},

@@ -288,7 +288,7 @@ BAD_CALLS = {
     "D": (lambda t, w, p, r: (t, replace(w, D=w.D[:1]), p, r), "D must have"),
     "channels": (lambda t, w, p, r: (replace(t, x=t.x.mT.contiguous().mT), w, p, r), "x must be contiguous within"),
     "pool": (lambda t, w, p, r: (t, w, p[:, :, 1:], r), "ssm_pool"),
-    "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "must be contiguous"),
+    "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "states in ssm_pool must be contiguous"),
     "pool's device": (lambda t, w, p, r: (t, w, p.to("meta"), r), "ssm_pool"),
     "accepted": (lambda t, w, p, r: (t, w, p, replace(r, accepted=r.accepted.long())), "accepted"),
     "cu_tokens": (lambda t, w, p, r: (t, w, p, replace(r, cu_tokens=r.cu_tokens[1:])), "cu_tokens"),

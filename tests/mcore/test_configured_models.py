@@ -76,7 +76,9 @@ def test_unsupported_model_configuration_is_refused(setting: str, value: Any, sh
 @pytest.mark.usefixtures("no_layers")
 def test_moe_layer_pattern_is_refused_when_the_spec_has_no_experts() -> None:
     """Megatron would skip these layers, and tokens would be wrong."""
-    with pytest.raises(ValueError, match=r"num_experts is None.*hybrid_override_pattern.*set num_experts"):
+    with pytest.raises(
+        ValueError, match=r"LocalSpecOptions\.num_experts is None.*hybrid_override_pattern.*set num_experts"
+    ):
         built(configured(), local_hybrid_spec())
 
 

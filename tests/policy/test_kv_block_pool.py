@@ -380,7 +380,7 @@ def test_invalid_registration_raises_and_changes_nothing() -> None:
     with pytest.raises(CacheIntegrityError, match="must be registered and referenced"):
         kv.register(new, key, cached)
     for no_key in (0, -1):
-        with pytest.raises(ValueError, match="must be positive"):
+        with pytest.raises(ValueError, match=r"the key of block . must be positive"):
             kv.register(new, BlockKey(no_key), None)
     assert snapshot(pools) == before
     kv.check_integrity()
