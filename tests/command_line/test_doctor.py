@@ -62,11 +62,15 @@ NVCC, TOOLS = "CUDA/bin/nvcc", ["PATH/c++", "SCRIPTS/ninja"]
 @pytest.mark.parametrize(
     ("files", "is_compiled", "expected"),
     [
-        ([], False, f"cannot be compiled, {NVCC}, c++, ninja missing; install it, or run `flashinfer"),
-        ([NVCC, "SCRIPTS/ninja"], False, "cannot be compiled, c++ missing; install it"),
-        ([NVCC, *TOOLS], False, f"{NVCC} compiles them when a model is first started; they are cached in HOME/."),
-        (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles them when a model is first started"),
-        ([], True, "the package flashinfer-jit-cache contains them"),
+        ([], False, f"its kernels cannot be compiled without {NVCC}, c++, ninja; install it, or run `flashinfer"),
+        ([NVCC, "SCRIPTS/ninja"], False, "its kernels cannot be compiled without c++; install it"),
+        (
+            [NVCC, *TOOLS],
+            False,
+            f"{NVCC} compiles its kernels when a model is first started; they are cached in HOME/.",
+        ),
+        (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles its kernels when a model is first started"),
+        ([], True, "its kernels are in the package flashinfer-jit-cache"),
     ],
 )
 def test_doctor_reports_the_source_of_flashinfers_kernels(

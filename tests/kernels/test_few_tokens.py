@@ -189,7 +189,7 @@ def test_expert_gemms_of_few_tokens_ignore_experts_on_other_ranks(ops: str, devi
     ("changes", "reason"),
     [
         ({"x": torch.zeros(3, 7)}, r"\[experts, outputs, inputs\]"),
-        ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
+        ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "the same dtype"),
         ({"ids": torch.zeros(3, 1)}, "int32"),
         ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
         ({"shared_weight": torch.zeros(4, 9)}, "shared expert needs weight .* and one row .* per token"),

@@ -132,7 +132,7 @@ def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
         "weight": ({"weight": torch.zeros(23)}, r"\[channels\]"),
         "group": ({"group_size": 7}, "must divide the 24 channels"),
         "strided": ({"y": torch.zeros(3, 48)[:, ::2]}, "channels must be contiguous"),
-        "device": ({"weight": torch.zeros(24, device="meta")}, "one device"),
+        "device": ({"weight": torch.zeros(24, device="meta")}, "the same device"),
     }
 
 

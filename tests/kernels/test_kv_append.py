@@ -136,7 +136,7 @@ def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
         "wrong number of heads": ({"query": torch.zeros(3, 3, 4, 8)}, "queries, dim"),
         "too few queries": ({"query": torch.zeros(2, 2, 4, 8)}, "3 or more tokens"),
         "strided queries": ({"query": torch.zeros(3, 2, 8, 8)[:, :, ::2]}, "contiguous for each KV head"),
-        "device": ({"value": torch.zeros(3, 2, 8, device="meta")}, "one device"),
+        "device": ({"value": torch.zeros(3, 2, 8, device="meta")}, "the same device"),
     }
 
 

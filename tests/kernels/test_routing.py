@@ -274,12 +274,12 @@ def test_expert_routing_accepts_zero_tokens(device: str) -> None:
         ({"logits": torch.zeros(3, 8)}, r"\[parts, tokens, experts\]"),
         ({"logits": torch.zeros(1, 3, 16)[..., ::2]}, "experts must be contiguous"),
         ({"bias": torch.zeros(7)}, r"bias \[experts\]"),
-        ({"bias": torch.zeros(8, device="meta")}, "one device"),
+        ({"bias": torch.zeros(8, device="meta")}, "the same device"),
         ({"rule": RoutingRule(9)}, "can choose from 8"),
         ({"rule": RoutingRule(2, num_groups=3)}, "into 3 equal groups"),
         ({"shared": SharedGate(torch.zeros(2, 4), torch.zeros(1, 4))}, r"x \[3, inputs\]"),
         ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(2, 4))}, r"weight \[1, inputs\]"),
-        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "with one dtype on"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "with the same dtype on"),
         ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "gate must be contiguous"),
     ],
 )
@@ -293,7 +293,7 @@ def test_expert_routing_refuses_mismatched_arguments(changes: dict, reason: str)
     ("x", "gate", "reason"),
     [
         (torch.zeros(3, 8), torch.zeros(4, 7), r"gate \[experts, inputs\]"),
-        (torch.zeros(3, 8), torch.zeros(4, 8).bfloat16(), "one dtype"),
+        (torch.zeros(3, 8), torch.zeros(4, 8).bfloat16(), "the same dtype"),
         (torch.zeros(3, 16)[:, ::2], torch.zeros(4, 8), "contiguous"),
     ],
 )

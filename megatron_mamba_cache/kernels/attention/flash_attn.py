@@ -1,4 +1,4 @@
-"""Attention backends for flash-attn 2 and 3 (flash_attn, flash_attn_interface) and torch's varlen_attn (torch 2.13)."""
+"""Attention backends for flash-attn 2 (flash_attn), flash-attn 3 (flash_attn_interface) and torch's varlen_attn."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -43,7 +43,7 @@ class _FlashAttention(ABC):
 
     @abstractmethod
     def _planned(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the library's function, bound to the step's requests; its queries must not contain padding."""
+        """Bind the library's function to the step's requests; the result takes queries without padding tokens."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Return the attention function for the step; each layer calls it."""
@@ -51,7 +51,7 @@ class _FlashAttention(ABC):
         return lambda q, k_cache, v_cache: attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Return the attention to capture in a CUDA graph; replayed requests are at most as long as in `rows`."""
+        """Return the attention for a CUDA graph; in replays, requests must not be longer than in `rows`."""
         return DeviceLengths(self, rows)
 
 
@@ -62,7 +62,7 @@ class FlashAttention3(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model; None if it does."""
         if not is_installed("flash_attn_interface"):
             return "flash_attn_interface is not installed"
         reason = half_precision_refusal(shape, _HEAD_DIMS)
@@ -93,7 +93,7 @@ class FlashAttention2(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model; None if it does."""
         if not is_installed("flash_attn"):
             return "flash_attn is not installed"
         return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
@@ -122,16 +122,18 @@ class TorchVarlenAttention(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model; None if it does."""
         if _varlen_attn() is None:
-            return "the installed torch's varlen_attn has no block_table argument; torch 2.13 or newer has one"
+            return "torch's varlen_attn is missing or has no block_table argument; install torch 2.13 or newer"
         return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
 
     @staticmethod
     def _function() -> Callable[..., Tensor]:
         attention = _varlen_attn()
         if attention is None:
-            raise ImportError("varlen_attn has no block_table argument; install torch 2.13 or newer")
+            raise ImportError(
+                "torch's varlen_attn is missing or has no block_table argument; install torch 2.13 or newer"
+            )
         return attention
 
     def _planned(self, rows: AttentionRows) -> PlannedAttention:
@@ -154,14 +156,14 @@ class TorchVarlenAttention(_FlashAttention):
 
 
 def page_refusal(shape: AttentionShape) -> str | None:
-    """Return the reason why flash-attn 2's kernels do not support this block size; None if they do."""
+    """Return why flash-attn 2's kernels do not support this block size; None if they do."""
     if shape.block_size % PAGE_MULTIPLE:
         return f"the block size must be a multiple of {PAGE_MULTIPLE}, found {shape.block_size}"
     return None
 
 
 def cumulative_lengths(rows: AttentionRows) -> Tensor:
-    """Return the cumulative KV lengths, starting with 0; [requests + 1] int32."""
+    """Return the cumulative KV lengths, [requests + 1] int32; the first entry is 0."""
     return F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 

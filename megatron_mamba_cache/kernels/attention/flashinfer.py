@@ -1,17 +1,18 @@
 """Attention backend that uses FlashInfer's paged prefill kernels for decode, verify and prefill requests.
 
-Each step makes two calls: one for its decode requests and one for its prompts. The kernel "fa2" splits a request's KV
-over several multiprocessors, so that requests with few query tokens use the whole GPU. But all requests in a call share
-one tile size: a prompt in the decode call would make the tiles eight times too large and would disable the split. The
+A step makes one call for its decode requests and one for its prompts. The kernel "fa2" splits a request's KV over
+several multiprocessors, so that requests with few query tokens use the whole GPU. But all requests in a call share one
+tile size: a prompt in the decode call would make the tiles eight times too large and would disable the split. The
 kernel "fa3" is 1.6 times as fast for prompts, but each of its programs reads the whole KV for 128 query tokens and one
-head. If this gives fewer programs than multiprocessors, a CUDA graph splits the prompts' history into pieces
-(`split_prompts`). Before FlashInfer 0.6, "fa3" uses 32-bit offsets in units of 16 bytes, so it silently reads wrong
-blocks beyond 64 GiB; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens use "fa2".
-Larger graphs use "fa3" and are skipped, if allowed, in steps whose prompts use such a block.
+head. If that leaves multiprocessors idle, CUDA graphs split the prompts' history into pieces (`split_prompts`).
 
-FlashInfer compiles its kernels for a model's shape at first use and caches them on disk. The backend triggers this when
+In FlashInfer releases before 0.6, "fa3" has 32-bit offsets in units of 16 bytes. For KV blocks beyond 64 GiB it
+therefore silently reads wrong data; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens
+use "fa2". Larger graphs use "fa3"; if `may_be_left_out` allows it, steps with prompts in such blocks run eagerly.
+
+FlashInfer compiles its kernels for a model's shape at first use and caches them on disk. The backend compiles them when
 it is built, and logs it. Graphs depend on undocumented behavior of FlashInfer, which the backend also tests when it is
-built: if the installed release is incompatible, the next backend is used and startup continues.
+built. If the installed release is incompatible, the constructor raises, and `choose_attention` tries the next backend.
 """
 
 from importlib import import_module
@@ -49,14 +50,14 @@ _PLAN_GRAIN = 64 * 2**10
 _MOST_SHORT_QUERIES = 16  # maximum number of query tokens for a request in the decode call
 _FA3_TILE = 128  # number of query tokens per "fa3" program
 _MOST_PIECES = 8
-_CALL_COST, _PIECE_COST = 0.1, 0.0008  # costs per call and per program; 1: a wave over 8,192 tokens
-_LEAST_LEFT_OUT = 1025  # minimum prompt tokens to skip a graph; eager steps with fewer are much slower
-_FA3_BYTES = 2**32 * 16  # bytes addressable by "fa3" before 0.6; see FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
+_CALL_COST, _PIECE_COST = 0.1, 0.0008  # costs of a second call and per program; unit: a wave over 8,192 tokens
+_LEAST_LEFT_OUT = 1025  # minimum prompt tokens for which a graph may be skipped; eager mode is slow below
+_FA3_BYTES = 2**32 * 16  # bytes that "fa3" can address before 0.6; see FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 _FA3_READS_ALL = Version("0.6")
 
 
 class FlashInferAttention:
-    """Backend that calls `BatchPrefillWithPagedKVCacheWrapper`; all layers share one host plan per step.
+    """Backend that calls FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`; a step is planned once for all layers.
 
     Args:
         kernel: "fa2" or "fa3" for all requests; None: "fa2" for decodes, and "fa3" for prompts where it is supported.
@@ -66,7 +67,7 @@ class FlashInferAttention:
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model; None if it does."""
         if not is_installed("flashinfer"):
             return "flashinfer is not installed; install the extra `gpu`"
         found = _release()
@@ -92,7 +93,7 @@ class FlashInferAttention:
             self._try_out((kernel or "fa2", prompt_kernel))
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Plan a step on the host and return its attention function; `rows.kv_lens` must be exact."""
+        """Plan a step on the host and return its attention function; `rows.kv_lens` must be exact, not upper bounds."""
         num_decode = rows.num_decode_requests
         if max(rows.query_lens[num_decode:], default=0) <= _MOST_SHORT_QUERIES:
             calls = [(self._decoding, ALL_ROWS)]
@@ -118,7 +119,7 @@ class FlashInferAttention:
         return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
-        """Return the attention to capture in a CUDA graph; capture the largest graph first to share its workspace."""
+        """Return the attention for a CUDA graph; capture the largest graph first, so others share its workspace."""
         both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
         of_prompts = self._num_pieces(sum(rows.query_lens[both[1]]), may_be_left_out)
         of_decodes = int(self._kernel == "fa3")
@@ -156,7 +157,7 @@ class FlashInferAttention:
         torch.cuda.synchronize(shape.device)
 
     def _num_pieces(self, num_tokens: int, may_be_left_out: bool) -> int:
-        """Return the number of pieces into which "fa3" splits the prompts' history in a graph; 0: use "fa2"."""
+        """Return the number of pieces into which a graph splits the prompts' history for "fa3"; 0: use "fa2"."""
         device = self._shape.device
         if self._kernel is not None:
             return int(self._kernel == "fa3")
@@ -169,7 +170,7 @@ class FlashInferAttention:
         num_rows, most_pages = rows.block_table[part].shape
         num_pages, num_tokens = num_rows * most_pages, sum(rows.query_lens[part])
         if pieces < 2:
-            # A plan overwrites `last_block_lens` with the same values that each step writes before it plans.
+            # Planning overwrites `last_block_lens`, but with the same values that the step has written there.
             assert rows.last_block_lens is not None
             kernel, last_lens = "fa3" if pieces else "fa2", rows.last_block_lens[part]
             call = self._captured_call(kernel, num_rows, num_tokens, num_pages, last_lens)
@@ -201,14 +202,14 @@ class FlashInferAttention:
             "paged_kv_indices_buf": num_pages,
             "paged_kv_last_page_len_buf": num_rows,
         }
-        with torch.inference_mode(False):  # tensors made in inference mode could not be replanned outside of it
+        with torch.inference_mode(False):  # a plan outside of inference mode could not write tensors made inside
             buffers = {
                 name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()
             }
             if last_lens is not None:
                 buffers["paged_kv_last_page_len_buf"] = last_lens
             wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers)
-            # By default a wrapper reserves 8 MiB for its plan on device and host: too much for dozens of graphs.
+            # By default, a wrapper reserves 8 MiB on device and host for its plan: too much for dozens of graphs.
             num_bytes = plan_bytes(self._shape, num_rows, num_tokens)
             wrapper.reset_workspace_buffer(
                 workspace, torch.empty(num_bytes, dtype=torch.uint8, device=workspace.device)
@@ -221,10 +222,9 @@ class FlashInferAttention:
 
 
 def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
-    """Return the number of history pieces with the lowest estimated cost, given the "fa3" programs per piece.
+    """Return the number of history pieces with the lowest estimated time, given the "fa3" programs per piece.
 
-    The cost estimate counts waves of programs, plus the cost of a second call and of copies of queries and results.
-    On an H200, "fa2" takes 253 us and "fa3" 282 us for 362 query and 8,192 cached tokens, 16 heads, head_dim 256.
+    The estimate adds up the waves of programs, the second call, and the copies of queries and results.
     """
 
     def waves(pieces: int) -> float:
@@ -235,7 +235,7 @@ def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:
-    """Return the last KV block that "fa3" can address, None if it can address all; assume an old release if unknown."""
+    """Return the highest KV block id that "fa3" can address; None: all. A `release` of None counts as an old one."""
     reads_all = release is not None and release >= _FA3_READS_ALL
     if reads_all or shape.num_blocks * shape.block_bytes_apart <= _FA3_BYTES:
         return None
@@ -243,7 +243,7 @@ def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | N
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return the size in bytes of the partial results of "fa2" inside a graph: fp32 query tiles and their sums.
+    """Return the bytes that "fa2" needs for partial results in a graph: an fp32 output and softmax sum per query.
 
     In a graph, the number of tiles is the larger of two numbers: the tiles needed by all requests, with one partly
     filled tile each; and the thread blocks that FlashInfer launches. In eager mode, it is at most the number of thread
@@ -254,10 +254,10 @@ def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 
 def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return an upper bound for the size in bytes of FlashInfer's plan inside a graph.
+    """Return an upper bound for the size of FlashInfer's plan in a graph, in bytes.
 
     "fa2" needs 13 bytes per query tile, 4 bytes per request and 4 bytes per query token. "fa3" needs 28 bytes per head
-    for each tile of 128 query tokens, and 4 per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
+    for each tile of 128 query tokens, and 4 bytes per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     fa2 = 13 * _query_tiles(shape, num_rows, num_tokens)[1] + 4 * (num_rows + num_tokens)
     fa3 = 28 * shape.num_heads * (-(-num_tokens // _FA3_TILE) + num_rows) + 4 * num_multiprocessors(shape.device)
@@ -265,7 +265,7 @@ def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 
 def _query_tiles(shape: AttentionShape, num_rows: int, num_tokens: int) -> tuple[int, int]:
-    """Return the "fa2" tile size, in pairs of query token and head in a KV group, and the maximum number of tiles."""
+    """Return the "fa2" tile size, in (query token, head) pairs of one KV head, and the maximum number of tiles."""
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
     tile = 128 if longest > 64 and shape.head_dim < 256 else 64 if longest > 16 else 16
@@ -280,7 +280,7 @@ def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
 
 
 def largest(*values: Any, **options: Any) -> Any:
-    """Return the same as the built-in `max`, but use `Tensor.max` if the only argument is a tensor.
+    """Behave as the built-in `max`, but call `Tensor.max` if the only argument is a tensor.
 
     Replaces `max` in FlashInfer's planning module, where the built-in would take 3 µs per tensor element.
     """

@@ -15,7 +15,7 @@ from ..overlap import await_inputs, overlapping
 from .reference import append_kv_ref
 
 _TILE_LEN = 1024
-"""Minimum number of key elements that a program copies; smaller tokens share a program."""
+"""Minimum number of key elements per program; a program copies several tokens if each has fewer."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -68,7 +68,7 @@ def append_kv(
         token_block: [tokens] int32 or int64 block ids; tokens with a negative id are skipped. No two tokens may have
             the same target, except in blocks that are never read.
         token_offset: [tokens] int32 or int64 positions within the block.
-        query: [padded tokens, kv_heads, queries, dim], the queries of one KV head contiguous; None: do not pack.
+        query: [padded tokens, kv_heads, queries, dim], the queries of one KV head contiguous; None: no queries.
 
     Returns:
         [padded tokens, kv_heads * queries, dim], contiguous, rows after `tokens` undefined; None without `query`.
@@ -128,8 +128,7 @@ def check_query(query: Tensor, key: Tensor) -> None:
     if query.stride()[2:] != (query.shape[3], 1) or query.dtype != key.dtype or query.device != key.device:
         raise ValueError(
             f"query must be {key.dtype} on {key.device} and contiguous for each KV head, found strides "
-            f"{query.stride()}, "
-            f"{query.dtype} on {query.device}"
+            f"{query.stride()}, {query.dtype} on {query.device}"
         )
 
 
@@ -162,7 +161,6 @@ def check_append(
             raise ValueError(f"{name} must be contiguous with shape [{key.shape[0]}], found {tuple(locations.shape)}")
     if not key.device == value.device == k_cache.device == v_cache.device:
         raise ValueError(
-            f"all tensors must be on one device, found key on {key.device}, value on {value.device}, k_cache on "
-            f"{k_cache.device}, "
-            f"v_cache on {v_cache.device}"
+            f"all tensors must be on the same device, found key on {key.device}, value on {value.device}, k_cache on "
+            f"{k_cache.device}, v_cache on {v_cache.device}"
         )

@@ -223,8 +223,7 @@ def _check(x: Tensor, weight: Tensor, order: ExpertOrder, activation: Activation
     if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
         raise ValueError(
             f"x must have shape [rows, inputs] and weight [experts, outputs, inputs], found x {tuple(x.shape)} and "
-            "weight "
-            f"{tuple(weight.shape)}"
+            f"weight {tuple(weight.shape)}"
         )
     if activation == "gated_silu" and weight.shape[1] % 2:
         raise ValueError(
@@ -234,8 +233,8 @@ def _check(x: Tensor, weight: Tensor, order: ExpertOrder, activation: Activation
         raise ValueError(f"order.starts must have shape [{weight.shape[0] + 1}], found {tuple(order.starts.shape)}")
     if x.dtype != weight.dtype or not x.device == weight.device == order.starts.device:
         raise ValueError(
-            f"x and weight must have one dtype, and all inputs one device; found x {x.dtype} on {x.device}, weight "
-            f"{weight.dtype} on {weight.device}, order on {order.starts.device}"
+            f"x and weight must have the same dtype, and all inputs the same device; found x {x.dtype} on {x.device}, "
+            f"weight {weight.dtype} on {weight.device}, order on {order.starts.device}"
         )
     if not weight.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
         raise ValueError(

@@ -44,12 +44,11 @@ def check_few(
     if weight.dim() != 3 or ids.dim() != 2 or x.shape != (ids.shape[0] * rows_of_token, weight.shape[2]):
         raise ValueError(
             f"shapes must be weight [experts, outputs, inputs], ids [tokens, top_k] and x [{rows_of_token} * tokens, "
-            "inputs], "
-            f"found weight {tuple(weight.shape)}, ids {tuple(ids.shape)} and x {tuple(x.shape)}"
+            f"inputs], found weight {tuple(weight.shape)}, ids {tuple(ids.shape)} and x {tuple(x.shape)}"
         )
     if x.dtype != weight.dtype or ids.dtype != torch.int32 or not x.device == weight.device == ids.device:
         raise ValueError(
-            "x and weight must have one dtype, ids must be int32, and all must be on one device; found x "
+            "x and weight must have the same dtype, ids must be int32, and all must be on the same device; found x "
             f"{x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, ids {ids.dtype} on {ids.device}"
         )
     if not weight.is_contiguous() or not ids.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):

@@ -208,15 +208,14 @@ def _check(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> None:
         found = "none" if bias is None else tuple(bias.shape)
         raise ValueError(
             "logits must have shape [parts, tokens, experts] and bias [experts] or be None, found logits "
-            f"{tuple(logits.shape)} and "
-            f"bias {found}"
+            f"{tuple(logits.shape)} and bias {found}"
         )
     rule.check(logits.shape[2])
     if logits.shape[2] > 1 and (logits.stride(2) != 1 or (bias is not None and bias.stride(0) != 1)):
         raise ValueError(f"experts must be contiguous in logits and bias, found logits strides {logits.stride()}")
     if bias is not None and bias.device != logits.device:
         devices = f"logits on {logits.device} and bias on {bias.device}"
-        raise ValueError(f"logits and bias must be on one device, found {devices}")
+        raise ValueError(f"logits and bias must be on the same device, found {devices}")
 
 
 def _check_gate(shared: SharedGate, logits: Tensor) -> None:
@@ -228,7 +227,7 @@ def _check_gate(shared: SharedGate, logits: Tensor) -> None:
         )
     if x.dtype != weight.dtype or not x.device == weight.device == logits.device:
         raise ValueError(
-            f"the shared expert's gate needs x and weight with one dtype on {logits.device}, found x {x.dtype} on "
+            f"the shared expert's gate needs x and weight with the same dtype on {logits.device}, found x {x.dtype} on "
             f"{x.device} and weight {weight.dtype} on {weight.device}"
         )
     if x.shape[1] > 1 and not x.stride(1) == weight.stride(1) == 1:

@@ -48,9 +48,8 @@ class RoutingRule:
             raise ValueError(f"score must be 'sigmoid' or 'softmax', found {self.score!r}")
         if min(self.top_k, self.num_scoring) < 1 or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
-                "required: top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups; found "
-                f"top_k {self.top_k}, num_scoring {self.num_scoring}, top_groups {self.top_groups}, "
-                f"num_groups {self.num_groups}"
+                f"required: top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups; found top_k {self.top_k}, "
+                f"num_scoring {self.num_scoring}, top_groups {self.top_groups}, num_groups {self.num_groups}"
             )
 
     def check(self, num_experts: int) -> None:

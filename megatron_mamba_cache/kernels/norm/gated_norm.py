@@ -108,4 +108,4 @@ def _check(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> None
         raise ValueError(f"channels must be contiguous, found strides {strides}")
     if not y.device == z.device == weight.device:
         devices = f"y on {y.device}, z on {z.device}, weight on {weight.device}"
-        raise ValueError(f"y, z and weight must be on one device, found {devices}")
+        raise ValueError(f"y, z and weight must be on the same device, found {devices}")

@@ -95,10 +95,10 @@ def _check(y: Tensor, z: Tensor, weight: Tensor) -> None:
         )
     if not y.dtype == z.dtype == weight.dtype:
         dtypes = f"y {y.dtype}, z {z.dtype}, weight {weight.dtype}"
-        raise ValueError(f"y, z and weight must have one dtype, found {dtypes}")
+        raise ValueError(f"y, z and weight must have the same dtype, found {dtypes}")
     if y.shape[1] > 1 and not (y.stride(1) == z.stride(1) == 1 and weight.is_contiguous()):
         strides = f"y {y.stride()}, z {z.stride()}, weight {weight.stride()}"
         raise ValueError(f"channels must be contiguous, found strides {strides}")
     if not y.device == z.device == weight.device:
         devices = f"y on {y.device}, z on {z.device}, weight on {weight.device}"
-        raise ValueError(f"y, z and weight must be on one device, found {devices}")
+        raise ValueError(f"y, z and weight must be on the same device, found {devices}")

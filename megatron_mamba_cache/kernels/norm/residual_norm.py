@@ -84,13 +84,13 @@ def add_and_norm(
 def _check(output: Tensor, residual: Tensor, weight: Tensor) -> None:
     if output.shape != residual.shape or output.dtype != residual.dtype or weight.shape != residual.shape[-1:]:
         raise ValueError(
-            "output and residual must have one dtype and shape [..., channels], and weight [channels]; found output "
-            f"{tuple(output.shape)} {output.dtype}, residual {tuple(residual.shape)} {residual.dtype}, "
-            f"weight {tuple(weight.shape)}"
+            "output and residual must have the same dtype and shape [..., channels], and weight [channels]; found "
+            f"output {tuple(output.shape)} {output.dtype}, residual {tuple(residual.shape)} {residual.dtype}, weight "
+            f"{tuple(weight.shape)}"
         )
     if not (output.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
         strides = f"output {output.stride()}, residual {residual.stride()}, weight {weight.stride()}"
         raise ValueError(f"tensors must be contiguous, found strides {strides}")
     if not output.device == residual.device == weight.device:
         devices = f"output on {output.device}, residual on {residual.device}, weight on {weight.device}"
-        raise ValueError(f"tensors must be on one device, found {devices}")
+        raise ValueError(f"tensors must be on the same device, found {devices}")

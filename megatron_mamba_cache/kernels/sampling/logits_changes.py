@@ -178,14 +178,12 @@ def _check(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     if logits.dim() != 2 or masks.dim() != 2 or rows.shape != masks.shape[:1]:
         raise ValueError(
             f"shapes must be logits [n, vocab], masks [m, words] and rows [m], found logits {list(logits.shape)}, "
-            "masks "
-            f"{list(masks.shape)} and rows {list(rows.shape)}"
+            f"masks {list(masks.shape)} and rows {list(rows.shape)}"
         )
     if masks.dtype != torch.int32 or rows.dtype != torch.int32 or not masks.is_contiguous():
         raise ValueError(
             f"masks must be contiguous int32 and rows int32, found masks {masks.dtype} with strides {masks.stride()} "
-            "and "
-            f"rows {rows.dtype}"
+            f"and rows {rows.dtype}"
         )
     if masks.shape[1] * 32 < logits.shape[1]:
         raise ValueError(
