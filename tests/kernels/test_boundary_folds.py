@@ -145,8 +145,8 @@ def test_boundary_states_are_written_for_any_batch_size(number: int, device: str
 BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "pool": (lambda p, r, w, n: (p[0], r, w, n), "ssm_pools"),
     "transposed pool": (lambda p, r, w, n: (p.mT.contiguous().mT, r, w, n), "contiguous states"),
-    "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "need B"),
-    "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "need x of the ring"),
+    "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "B of the rings must have shape"),
+    "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "x of the ring must have shape"),
     "ring_len": (lambda p, r, w, n: (p, r, w, 12), "power of two"),
     "ends": (lambda p, r, w, n: (p, r, w._replace(ends=w.ends.long()), n), "ends must be int32"),
     "slots": (lambda p, r, w, n: (p, r, w._replace(slots=w.slots[:0]), n), "slots"),

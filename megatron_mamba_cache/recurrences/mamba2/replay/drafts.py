@@ -1,4 +1,4 @@
-"""Replayed states: drafts have no states; a ring keeps the inputs of tokens after the live slot's state."""
+"""Draft storage by replay: drafts need no state slots, because rings keep the inputs of the tokens after the base."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +16,17 @@ from ...window import accepted_columns, columns_of
 from .boundary_folds import fold_boundaries, plan_boundary_folds
 from .ring import BoundaryFolds, ReplayRing
 
-_CONV, _SSM = 0, 1  # the tensors of the pool's one group
+_CONV, _SSM = 0, 1  # indices of the tensors in the pool's only state group
 _STEP_VALUES = 2  # dt, and dt * A
 
 
 class ReplayedLayer(NamedTuple):
-    """The rings of one layer, which decoding requests read and write besides slots.
+    """Rings of one layer, used by decode and verify steps in addition to the slots.
 
     Args:
-        draft_inputs: [rings, drafts, conv_dim]; where the requests' conv windows continue. None without drafts.
+        ring_len: Number of tokens between two folds.
+        draft_inputs: [rings, drafts, conv_dim]; continuation of the conv windows, as in `DraftInputs`. None if no
+            drafts are allowed.
     """
 
     ring: ReplayRing
@@ -33,13 +35,13 @@ class ReplayedLayer(NamedTuple):
 
 
 class ReplayStorage:
-    """Draft states that are replayed, of a pool whose one group is Mamba2's; a `DraftStorage`.
+    """`DraftStorage` that recomputes draft states from rings; the pool must consist of one group of Mamba2 layers.
 
     Args:
-        live: The pool's own tensors.
-        rings: With the layers as first dimension.
-        ring_len: Tokens after which a replayed state is written.
-        draft_inputs: [layers, rings, drafts, conv_dim]; None without drafts.
+        live: Live states of the pool.
+        rings: Rings of all layers, with the layers as the first dimension.
+        ring_len: Number of tokens between two folds.
+        draft_inputs: [layers, rings, drafts, conv_dim]; None if no drafts are allowed.
     """
 
     def __init__(self, live: StoredStates, rings: ReplayRing, ring_len: int, draft_inputs: Tensor | None) -> None:
@@ -49,7 +51,7 @@ class ReplayStorage:
         self._draft_inputs = draft_inputs
 
     def layer(self, index: int) -> ReplayedLayer:
-        """Return the rings of a layer."""
+        """Return the rings of one layer, as views."""
         rings = self._rings
         ring = ReplayRing(rings.x[index], rings.B[index], rings.steps[index])
         return ReplayedLayer(ring, self._ring_len, None if self._draft_inputs is None else self._draft_inputs[index])
@@ -57,7 +59,7 @@ class ReplayStorage:
     def cache_boundaries(
         self, stored: StoredStates, replay: ReplayBatch | None, rows: AlignBatch, block_size: int
     ) -> None:
-        """Fold the states at the boundaries that requests reached into their targets, and copy the windows there."""
+        """Store the states and conv windows at block boundaries that requests reached, as computed on the device."""
         assert replay is not None
         folds = plan_boundary_folds(replay, rows, self._ring_len, block_size)
         storage = stored.storage(_SSM)
@@ -66,7 +68,7 @@ class ReplayStorage:
         stored.align_copy(rows, block_size, tails=self._tails(replay.buffers), only_windows=True)
 
     def resolve(self, states: Sequence[LiveState]) -> None:
-        """Fold what rings hold into the live slots, and move the conv windows on, all layers, in place."""
+        """Fold all ring entries into the live slots, and advance the conv windows to the last accepted token."""
         folding = [state for state in states if state.folded < state.computed]
         if folding:
             lines = [(state.slot, state.buffer, state.folded, state.computed) for state in folding]
@@ -84,15 +86,16 @@ class ReplayStorage:
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """One request's ring over the Mamba layers of this rank, and the conv inputs of its drafts.
+    """Layout of one request's ring over all Mamba2 layers on this rank, and of the conv inputs of its drafts.
 
-    These inputs are not in the slots, so that a slot takes the same bytes with any number of drafts.
+    The conv inputs are not in the slots, so the size of a slot does not depend on the number of drafts.
 
     Args:
-        capacity, x_capacity: Positions of a ring, and of x in it.
-        dtype: That of the convolution's outputs.
-        conv_dim, conv_dtype: Of the convolution's inputs.
-        num_drafts: The most drafts of a step.
+        capacity: Number of positions in a ring for B and the time steps.
+        x_capacity: Number of positions in a ring for x.
+        dtype: Dtype of x and B.
+        conv_dim, conv_dtype: Number of channels and dtype of the conv inputs.
+        num_drafts: Maximum number of drafts per step.
     """
 
     num_layers: int
@@ -109,12 +112,12 @@ class RingLayout:
 
     @property
     def steps_dtype(self) -> torch.dtype:
-        """The dtype of time steps: float32, or float64 where the model is."""
+        """Dtype of the stored time steps: float64 if x is float64, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a ring and its drafts' conv inputs over all layers."""
+        """Size in bytes of one ring and its conv inputs of drafts, over all layers."""
         of_x = self.x_capacity * self.heads * self.head_dim * self.dtype.itemsize
         keys = self.groups * self.d_state * self.dtype.itemsize
         steps = _STEP_VALUES * self.heads * self.steps_dtype.itemsize
@@ -122,7 +125,7 @@ class RingLayout:
         return self.num_layers * (of_x + self.capacity * (keys + steps) + of_drafts)
 
     def zeros(self, num_rings: int, device: torch.device | int | str) -> ReplayRing:
-        """Return rings [layers, rings, capacity, ...], all zero."""
+        """Return rings [layers, rings, capacity, ...] filled with zeros."""
         lead, of_x = (self.num_layers, num_rings, self.capacity), (self.num_layers, num_rings, self.x_capacity)
         return ReplayRing(
             x=torch.zeros((*of_x, self.heads, self.head_dim), dtype=self.dtype, device=device),
@@ -131,11 +134,11 @@ class RingLayout:
         )
 
     def draft_inputs(self, num_rings: int, device: torch.device | int | str) -> Tensor | None:
-        """Return the inputs of `DraftInputs`, [layers, rings, drafts, conv_dim], all zero; None without drafts."""
+        """Return zeros [layers, rings, drafts, conv_dim] for `DraftInputs`; None if no drafts are allowed."""
         shape = (self.num_layers, num_rings, self.num_drafts, self.conv_dim)
         return torch.zeros(shape, dtype=self.conv_dtype, device=device) if self.num_drafts else None
 
     def storage(self, live: StoredStates, num_requests: int, fold_len: int) -> ReplayStorage:
-        """Return draft states with rings for so many requests, all zero."""
+        """Return draft storage with one ring per request, filled with zeros; a fold is due after `fold_len` tokens."""
         device = live.device
         return ReplayStorage(live, self.zeros(num_requests, device), fold_len, self.draft_inputs(num_requests, device))

@@ -1,4 +1,4 @@
-"""References of replayed states, token by token: torch only, without a host sync, in float64 as well."""
+"""Torch references for replayed states, one token at a time; they support float64 and do not synchronize on a GPU."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from .ring import BoundaryFolds, ReplayRing
 def state_replay_ref(
     tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
 ) -> Tensor:
-    """Torch twin of `state_replay`."""
+    """Torch reference for `state_replay`."""
     num_tokens, heads = tokens.x.shape[:2]
-    y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the last takes what is not a token
+    y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the additional last token receives padding
     if rows.slots.shape[0] == 0 or num_tokens == 0:
         return y[:num_tokens]
     dtype = compute_dtype(tokens.x)
@@ -30,7 +30,7 @@ def state_replay_ref(
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     each = torch.arange(rows.max_tokens, device=starts.device)
-    exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [requests, max_tokens], as all that follows
+    exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [requests, max_tokens]
     token, position = (starts[:, None] + each).clamp_max(num_tokens - 1), rows.computed[:, None] + each
     _append(tokens, weights, ring, rows.buffers[:, None].expand_as(token), position, token, exists)
     x, c = (packed.index_select(0, token.flatten()).to(dtype) for packed in (tokens.x, tokens.C))
@@ -47,7 +47,7 @@ def state_replay_ref(
 def fold_boundaries_ref(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
-    """Torch twin of `fold_boundaries`."""
+    """Torch reference for `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
         return
     targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
@@ -63,7 +63,7 @@ def fold_boundaries_ref(
 
 
 def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
-    """Torch twin of `plan_boundary_folds`."""
+    """Torch reference for `plan_boundary_folds`."""
     running = align.computed + align.scheduled - align.drafts
     end = (running + align.accepted.to(torch.int32).clamp_min(1) - 1) // block_size * block_size
     reached = (align.targets != PAD_SLOT) & (rows.slots != PAD_SLOT) & (end >= running) & (end > 0)
@@ -80,7 +80,7 @@ def _folded(
     ends: Tensor,
     ring_len: int,
 ) -> Tensor:
-    """Return the states after the ring's entries up to `ends`, rounded as stored at every multiple of `ring_len`."""
+    """Return the states after the ring entries before `ends`, rounded to `stored` at every multiple of `ring_len`."""
     is_row = rows.slots != PAD_SLOT
     for i in range(_most(ends - rows.folded, is_row, ring.capacity)):
         position = rows.folded + i
@@ -92,12 +92,12 @@ def _folded(
 
 
 def _most(counts: Tensor, is_row: Tensor, bound: int) -> int:
-    """Return the most tokens of any request; on a GPU the bound, because reading the counts would wait."""
+    """Return the largest count, at most `bound`; on a GPU return `bound`, because reading the counts would wait."""
     return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
 
 
 def _advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor, exists: Tensor) -> Tensor:
-    """Return states [requests, heads, d_state, head_dim] after the token at `position`, or unchanged."""
+    """Return states [requests, heads, d_state, head_dim] advanced by the token at `position`, if it exists."""
     number, index = torch.where(exists, rings, 0).to(torch.int64), position.to(torch.int64) % ring.capacity
     dtype, heads = states.dtype, states.shape[1]
     x = ring.x[number, position.to(torch.int64) % ring.x_capacity].to(dtype)
@@ -117,10 +117,11 @@ def _append(
     token: Tensor,
     exists: Tensor,
 ) -> None:
-    """Write tokens to rings, in place; where there is no token, write the first one again.
+    """Write tokens to the rings, in place; nonexistent tokens are replaced by copies of an existing one.
 
     Args:
-        buffers, position, token, exists: Of one shape: each token's ring, its position there, its index among `tokens`.
+        buffers, position, token, exists: Tensors of the same shape: for each token its ring, its position in the
+            request, its index in `tokens`, and False if it is padding.
     """
     dt = weights.time_steps(tokens.dt.index_select(0, token.flatten()), ring.steps.dtype)
     steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [n, 2, heads]

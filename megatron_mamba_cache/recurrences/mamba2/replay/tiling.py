@@ -1,4 +1,4 @@
-"""The choice of the kernel that replays or folds states, and its tiling."""
+"""Choose the kernel that replays or folds states, and its tiling."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,25 +10,25 @@ from ....kernels.kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
 from ..inputs import SSMTokens
 
 _LARGEST_TILE = 128 * 32
-"""Elements of a state that one warp holds in registers."""
+"""Maximum number of state elements that one warp holds in registers."""
 _LARGEST_MULTIPLIED = 128
-"""The largest d_state that an mma keeps in registers."""
+"""Largest d_state that the "mma" kernel supports."""
 _MOST_SUMMED = 3
-"""The most tokens of a request for which sums with float32 states are faster than mma."""
+"""Maximum number of tokens per request for which "sums" is faster than "mma" with float32 states."""
 FOLDED_ROWS = 256
-"""Requests of boundary folds read at once; more take several rounds."""
+"""Number of requests whose targets a fold kernel reads per iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayTiling:
-    """How states are split over programs, which changes only the order of the sums of an output.
+    """Kernel that replays states, and how it splits them; results depend on it only through the order of summation.
 
     Args:
-        kernel: "portable" takes all shapes; "sums" takes heads of whole tiles and a d_state that is a power of two, and
-            "mma" such heads of bf16 tokens.
-        width: Columns of head_dim of a program, a power of two.
-        num_warps: Of a program; 1 but for "portable".
-        max_registers: Of a thread; they bound the programs that fit on a multiprocessor.
+        kernel: "portable" supports all shapes. "sums" needs a head_dim divisible by `width`, and a d_state that is
+            a power of two; "mma" also needs bf16 tokens.
+        width: Number of columns of head_dim per program, a power of two.
+        num_warps: Number of warps per program; 1 except for "portable".
+        max_registers: Maximum number of registers per thread, which limits the programs per multiprocessor.
     """
 
     kernel: Literal["portable", "sums", "mma"]
@@ -41,10 +41,11 @@ PORTABLE = ReplayTiling("portable", width=64, num_warps=4, max_registers=128)
 
 
 def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> ReplayTiling:
-    """Return the fastest measured tiling for these shapes, this device and so many tokens per request.
+    """Return the tiling that was measured to be fastest for these shapes on this device.
 
-    The time of sums grows with every token. That of mma is constant for few, but float32 states must be split. The
-    choice does not depend on the requests: a warmup compiles each number of tokens once.
+    The time of "sums" grows with the number of tokens per request. That of "mma" is nearly constant, but it must split
+    float32 states into bf16 parts. The choice does not depend on the individual requests, so one warmup step per
+    `max_tokens` compiles all kernels.
     """
     width = hopper_width(tokens.x.shape[2], tokens.B.shape[2])
     if not runs_gluon(ssm_pool) or width is None:
@@ -59,18 +60,18 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
 
 
 def runs_gluon(pool: Tensor) -> bool:
-    """Return True if Gluon kernels run on a pool's device."""
+    """Return True if Gluon kernels run on the pool's device."""
     return pool.is_cuda and _has_gluon(pool.device)
 
 
 def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
-    """Return True if a pool's states are folded by mma; `inputs` is the dtype of the rings' x and B."""
+    """Return True if mma instructions fold the states of this pool; `inputs` is the dtype of x and B in the rings."""
     fits = hopper_width(ssm_pools.shape[-1], ssm_pools.shape[-2]) is not None
     return fits and inputs == torch.bfloat16 and runs_gluon(ssm_pools)
 
 
 def replays_fast(head_dim: int, d_state: int) -> bool:
-    """Return True if a Gluon kernel for the current device replays states of this shape."""
+    """Return True if the current device has a Gluon kernel that replays states of this shape."""
     if not torch.cuda.is_available() or hopper_width(head_dim, d_state) is None:
         return False
     return _has_gluon(torch.device("cuda", torch.cuda.current_device()))
@@ -81,6 +82,6 @@ def _has_gluon(device: torch.device) -> bool:
 
 
 def hopper_width(head_dim: int, d_state: int) -> int | None:
-    """Return the most columns of a head that a warp keeps in registers; None if no Gluon kernel takes the head."""
+    """Return the maximum number of columns of a head that a warp keeps in registers; None if Gluon cannot replay it."""
     widths = [width for width in (64, 32, 16) if head_dim % width == 0 and width * d_state <= _LARGEST_TILE]
     return widths[0] if widths and d_state >= 16 and d_state & (d_state - 1) == 0 else None
