@@ -139,7 +139,7 @@ def test_rotary_channels_that_do_not_form_pairs_are_refused(
     for factor in (0.01, 1.5, 3 / 8):
         set_fields(directory, rope_parameters=ROTARY | {"partial_rotary_factor": factor})
         refusal = refusal_of(directory)
-        assert refusal is not None and "cannot be rotated in pairs" in refusal
+        assert refusal is not None and "must rotate an even number of channels per head" in refusal
     assert not begun
 
 
@@ -151,7 +151,7 @@ def test_inconsistent_mamba_head_sizes_are_refused(
         content = (directory / "config.json").read_text()
         set_fields(directory, **fields)
         refusal = refusal_of(directory)
-        assert refusal is not None and "are not mamba_expand times hidden_size" in refusal
+        assert refusal is not None and "must equal mamba_expand * hidden_size" in refusal
         (directory / "config.json").write_text(content)
     assert not begun
 

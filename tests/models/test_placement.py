@@ -106,7 +106,7 @@ def test_unsplit_tensor_is_whole_on_every_rank(size: int) -> None:
 @pytest.mark.parametrize(("sections", "size"), [((), 4), ((4, 2), 4), ((3, 3), 2), ((8, 1), 2)])
 def test_section_not_divisible_by_the_ranks_is_refused(sections: tuple[int, ...], size: int) -> None:
     tensor = torch.zeros(sum(sections) or 6)
-    with pytest.raises(ValueError, match=rf"parts .* are not divisible by {size} ranks"):
+    with pytest.raises(ValueError, match=rf"sections of lengths .* are not divisible by {size} ranks"):
         Split(0, sections).local(tensor, 0, size)
 
 
@@ -118,7 +118,7 @@ def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, s
 
 def test_error_for_sections_of_wrong_length_names_the_tensor() -> None:
     filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
-    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* of its parts \[4, 4\]"):
+    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* of its sections \[4, 4\]"):
         filler.fill("given", torch.zeros(9))
 
 

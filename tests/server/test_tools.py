@@ -196,7 +196,7 @@ def test_template_settings_of_the_client_are_passed_to_the_template(tmp_path: Pa
         begun = [*ASKED, {"role": "assistant", "content": "It is"}]
         assert prompt_of(messages=begun, extra_body={"continue_final_message": True}) == "|Weather?|It is"
         for name in ("messages", "chat_template", "tokenize", "tools"):
-            with pytest.raises(openai.BadRequestError, match=f"{name} cannot be a variable"):
+            with pytest.raises(openai.BadRequestError, match=f"chat template variables cannot be named {name};"):
                 prompt_of(extra_body={"chat_template_kwargs": {name: 1}})
 
 

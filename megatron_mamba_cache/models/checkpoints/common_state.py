@@ -53,7 +53,7 @@ def read_common_state(directory: Path) -> CommonState:
     path = directory / COMMON_FILE
     try:
         names = get_unsafe_globals_in_checkpoint(str(path))
-        # Use a new stand-in class for each, because torch keeps the allowed classes in a set.
+        # Each name needs its own stand-in class, because torch keeps the allowed classes in a set.
         stand_ins = [(type(name.rpartition(".")[2], (_StandIn,), {"__module__": __name__}), name) for name in names]
         with safe_globals([*stand_ins, *_NUMPY_TYPES]):  # type: ignore[list-item]
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -108,10 +108,10 @@ _KNOWN_NAMES = {
 
 
 def check_tensor_index(directory: Path) -> None:
-    """Check that a checkpoint's tensor index is safe to unpickle: it may name only what torch itself writes.
+    """Check that a checkpoint's tensor index is safe to unpickle: it may refer only to what torch itself writes.
 
     Raises:
-        ValueError: If the file names anything else, which the message gives, or if it cannot be read.
+        ValueError: If the file cannot be read or refers to anything else; the message names it.
     """
     path = directory / INDEX_FILE
     if not path.is_file():
