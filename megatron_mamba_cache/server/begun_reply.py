@@ -40,7 +40,10 @@ class BegunReply:
 def begun_reply(
     conversation: Conversation, text: str, token_ids: Sequence[int], rendered: Callable[[Conversation], str]
 ) -> BegunReply:
-    """Find the beginning of the reply in `text`, the rendered conversation; `rendered` renders test conversations."""
+    """Return the beginning of the reply that the rendered conversation `text` already contains.
+
+    `rendered` renders a conversation; it is used to find where the last complete message ends in `text`.
+    """
     end = _after_last_message(conversation, text, rendered)
     prefill = conversation.messages[-1].get("content") if conversation.continues else None
     prefill = prefill.strip() if isinstance(prefill, str) else ""
@@ -49,7 +52,7 @@ def begun_reply(
 
 
 def _after_last_message(conversation: Conversation, text: str, rendered: Callable[[Conversation], str]) -> str:
-    """Return the text after the last complete message; return all of `text` if that message cannot be located."""
+    """Return the part of `text` after the last complete message; all of `text` if that message cannot be located."""
     last = len(conversation.messages) - 1 - conversation.continues
     content = (conversation.messages[last].get("content") or "") if last >= 0 else None
     if not isinstance(content, str):

@@ -95,13 +95,13 @@ def engine_failed(reason: str) -> ApiError:
 
 
 def schema_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
-    """Convert pydantic's errors to one `ApiError`; if a union fails, report the error of its closest member."""
+    """Convert pydantic's errors to one `ApiError`; if no member of a union matches, report the closest one's error."""
     found = max((error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]), key=_reach)
     return _body_error(found, content_type) or _field_error(found)
 
 
 def _body_error(found: Any, content_type: str | None) -> ApiError | None:
-    """Return the error if the whole body is missing, not JSON or not an object; None if a field is wrong."""
+    """Return the error if the whole body is missing, not JSON or not an object; None if only a field is wrong."""
     kind = found["type"]
     if kind == "json_invalid":
         position, reason = found["loc"][-1], found["ctx"]["error"]

@@ -93,7 +93,7 @@ class Durations:
         return whole
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count a duration of `seconds`, `times` times."""
+        """Add a duration of `seconds` to the histogram, `times` times."""
         self._counts[math.ceil(math.log(max(seconds, _LEAST), _RATIO))] += times
 
     def quantile(self, share: float) -> float | None:
@@ -194,7 +194,7 @@ class ServerMetrics(TokenTimes):
         return {one.labels["status"]: int(one.value) for one in samples if one.name.endswith("_total")}
 
     def take_recent(self) -> tuple[Durations, Durations]:
-        """Return histograms of the times to first token and between tokens since the previous call."""
+        """Return the histograms of times to first token and of times between tokens, both since the previous call."""
         taken = self.recent_first_token, self.recent_inter_token
         self.recent_first_token, self.recent_inter_token = Durations(), Durations()
         return taken

@@ -32,7 +32,7 @@ class ReplicaThread:
         SIGTERM ends the process during the engine's warmup, which may take minutes. From the end of the warmup until
         all replicas have joined, SIGTERM is ignored. Raise `RuntimeError` if the engine fails.
         """
-        with _ignored(signal.SIGINT):  # the coordinator inherits this and thus survives Ctrl-C
+        with _ignored(signal.SIGINT):  # the coordinator's process inherits this and thus ignores Ctrl-C
             self._thread.start()
             self._is_warm.wait()
             with _ignored(signal.SIGTERM):

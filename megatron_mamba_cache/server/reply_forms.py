@@ -31,7 +31,7 @@ class ReplyForm:
     calls: CallsInReasoning | None = None  # calls that may end reasoning; None: no calls
 
     def grammar_after(self, prompt: Prompt) -> str:
-        """Return the grammar for a prompt's replies, as text; it includes reasoning unless the prompt has ended it."""
+        """Return the grammar for replies to a prompt, as text. It includes reasoning unless the prompt has closed it."""
         form = self.reasoning
         if form is None or prompt.reasoning is PromptReasoning.DONE:
             return self.grammar.text
@@ -48,7 +48,7 @@ class ReplyForm:
 
 
 class FormMaker:
-    """Factory that creates reply forms from requests; `syntax` is the model's reply syntax."""
+    """Creates the `ReplyForm` for a request; `syntax` is the model's reply syntax."""
 
     def __init__(self, syntax: ReplySyntax, tokenizer: Any) -> None:
         self._syntax = syntax

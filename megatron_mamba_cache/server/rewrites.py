@@ -1,7 +1,7 @@
 """Rewrite conversations for chat templates that would otherwise drop or refuse messages.
 
-Each rewrite converts a conversation's turns to equivalent turns. The result for a turn does not depend on later turns,
-except adjacent turns. The prompt of a longer conversation therefore still begins like the prompt of a shorter one.
+Each rewrite converts a conversation's turns to equivalent turns. Later turns do not affect how a turn is rewritten,
+unless they are adjacent to it. When a conversation grows, its prompt therefore still begins with the previous prompt.
 """
 
 import re
@@ -100,7 +100,7 @@ def developer_as_system(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def joined_instructions(turns: Sequence[Turn]) -> list[Turn]:
-    """Merge adjacent instructions that have the same role and name."""
+    """Merge adjacent instruction messages that have the same role and name."""
     return _joined(turns, lambda one, other: one.instructs and one.role == other.role and one.has_name_of(other))
 
 
@@ -155,7 +155,7 @@ def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
-    """Move the text of a message with calls into the tool result after it."""
+    """Move the text of each message that calls tools into the tool result that follows it."""
     found: list[Turn] = []
     for turn in turns:
         if found and turn.role == "tool" and found[-1].calls and found[-1].content:

@@ -1,4 +1,4 @@
-"""Schemas for client requests. They declare the supported fields; the module `unsupported` lists all others."""
+"""Schemas for client requests. They declare the supported fields; `unsupported` lists the unsupported fields."""
 
 from typing import Annotated, Self
 
@@ -39,8 +39,8 @@ class StreamOptions(PartlySupported):
     model_config = ConfigDict(extra="forbid")
     unsupported = STREAM_OPTIONS
 
-    include_usage: Flag | None = None  # True adds a last chunk with the usage and no choices
-    continuous_usage_stats: Flag | None = None  # True adds the usage so far to each chunk
+    include_usage: Flag | None = None  # True: a stream ends with a chunk that has the usage and no choices
+    continuous_usage_stats: Flag | None = None  # True: each chunk has the usage so far
 
 
 class GenerationFields(AnswerFields):

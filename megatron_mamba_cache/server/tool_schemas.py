@@ -39,7 +39,7 @@ class ForeignTool(BaseModel):
 
 
 def own_or_foreign(*own: str) -> Discriminator:
-    """Return a pydantic discriminator: tools with a type in `own` or without a type are own, all others foreign.
+    """Return a pydantic discriminator that tags tools of a type in `own`, or without a type, as own, others as foreign.
 
     The tags contain a hyphen, so that `errors.schema_error` removes them from error messages.
     """
@@ -75,7 +75,7 @@ def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
 
 
 class Function(BaseModel):
-    """Function that the model may call; `parameters` is a JSON schema. `cache_control` may also be in `Tool`."""
+    """Function that the model may call; `parameters` is a JSON schema. `cache_control` may be here or in `Tool`."""
 
     model_config = ConfigDict(regex_engine="rust-regex")
 

@@ -60,7 +60,7 @@ class MessagesFormat:
         self._has_started = False
 
     def opening(self, _job: Job) -> list[Event]:
-        """Return no events: the first event contains the number of cached tokens, which is known at the first piece."""
+        """Return no events; the first event has the number of cached tokens, which is unknown until the first piece."""
         return []
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:

@@ -164,7 +164,7 @@ class CountTokensRequest(PartlySupported):
         }
 
     def _marked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add the request's `cache_control` to the last message, in place, unless that ends with a breakpoint."""
+        """Add the request's `cache_control` to the last message, in place, unless it ends with a breakpoint."""
         if self.cache_control is not None and messages:
             last = messages[-1]
             if not any(part["cache_control"] for part in last["content"][-1:]):

@@ -9,7 +9,7 @@ from .text_feed import TextFeed
 
 
 class TagPositions:
-    """Positions in one reply's text of tags that are single tokens; `tokens` maps token ids to tags."""
+    """Positions of single-token tags in one reply's text; `tokens` maps the token ids to the tags."""
 
     def __init__(self, tokens: Mapping[int, str]) -> None:
         self._tokens = tokens
@@ -42,7 +42,7 @@ class TagPositions:
         return joined
 
     def in_rewritten(self, rewritten: str, text: str) -> Iterable[int]:
-        """Yield the tag positions in `rewritten`, the template's version of the reply's `text`.
+        """Yield the positions of tags in `rewritten`, the reply's `text` as the chat template renders it.
 
         Occurrences of a tag in the two texts are matched in order. If their numbers differ, every occurrence in
         `rewritten` counts as a tag rather than a mention.
@@ -211,7 +211,7 @@ class Prose:
         self._position.add(text)
 
     def _counts(self, marker: str) -> Reading:
-        """Return True if a marker is a tag, after parsing its calls if it begins calls; return False for a mention."""
+        """Return True if a marker is a tag, False if it is a mention; if it begins calls, parse them."""
         found = marker, self._feed.position - len(marker)
         self._feed.found.append(found)
         if (yield from self._ends(marker) if marker == self._close else self._calls_after(marker)):

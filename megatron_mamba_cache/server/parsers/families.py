@@ -76,7 +76,7 @@ class ReplySyntax:
     reasoning: ReasoningForm | None = None  # None: replies are parsed without reasoning
 
     def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
-        """Return the ids of those tags in replies that are single added tokens of the tokenizer, by tag."""
+        """Return the token ids of reply tags, by tag; omit tags that are not added tokens of the tokenizer."""
         added = getattr(tokenizer, "added_ids", getattr(tokenizer, "special_ids", ()))
         tags = _TAGS if added and (self.tool_calls or self.reasoning) else ()
         return {tag: number for tag in tags if (number := tokenizer.id_of(tag)) in added}

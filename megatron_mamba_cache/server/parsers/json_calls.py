@@ -87,7 +87,7 @@ def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
 
 
 def _ends(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Consume a closing bracket and a closing marker if they follow; return True if at least one does."""
+    """Consume a closing bracket and a closing marker if they follow; return True if at least one follows."""
     found = yield from feed.accepts("]")
     yield from feed.space()
     for closer in closers:

@@ -50,7 +50,7 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
 
 
 def strict_json(text: str, *, is_held: bool = False) -> str:
-    """Repair the JSON value at the start of `text` as `json_value` does; return all text, the rest unchanged."""
+    """Return `text` with the JSON value at its start repaired as in `json_value`, and the rest unchanged."""
     feed = TextFeed(is_held=is_held)
     feed.add(text)
     feed.end()

@@ -16,7 +16,7 @@ Schema = Mapping[str, Any]
 def types_of_parameter(schema: Schema, name: str) -> set[str]:
     """Return the JSON types that a tool's schema allows for the parameter `name`; empty if any type is allowed.
 
-    The run time is bounded, and no schema raises an error; clients can send any schema.
+    Clients can send any schema, so the run time is bounded, and no schema raises an error.
     """
     declared = _declared(name, schema)
     if not declared:

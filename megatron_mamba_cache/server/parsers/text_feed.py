@@ -77,7 +77,7 @@ class TextFeed:
         self._at, self._mark = self._mark, None
 
     def back(self, count: int) -> None:
-        """Move back by `count` consumed characters; call this only if no text has arrived since."""
+        """Move back by `count` consumed characters; valid only if no text was added since they were consumed."""
         self._at -= count
 
     def skip(self, count: int) -> None:
@@ -154,7 +154,7 @@ class TextFeed:
 def each(
     reading: Generator[str | None, None, _Answer], change: Callable[[str], _Changed]
 ) -> Generator[_Changed | None, None, _Answer]:
-    """Apply `change` to each piece that the generator `reading` yields, and yield it; return the same result."""
+    """Yield `change(piece)` for each piece that the generator `reading` yields; return the generator's result."""
     while True:
         try:
             piece = next(reading)

@@ -40,8 +40,9 @@ class CallableTool:
 _COMBINED = {"anyOf", "oneOf", "allOf"}
 _NOTHING: tuple[Any, ...] = (False, {"not": {}})
 _MOST_RICH, _MOST_SAFE = 100, 2_000
-"""Maximum lengths of two kinds of strings with `maxLength`: those with any markup except the end of a value, and those
-that match `_SAFE`. Longer ones may not contain `<`, because the cost to exclude value ends grows with the length."""
+"""Limits on the markup in strings with `maxLength`. A string of up to `_MOST_RICH` characters may contain any markup
+except a value's end, and one of up to `_MOST_SAFE` must match `_SAFE`. Longer strings may not contain `<`, because the
+cost of excluding value ends grows with the length."""
 _SAFE = "([^<]|<([^<\\/p]|p[^<a]|\\/([^<pf]|p[^<a]|f[^<u])))*"
 """Pattern for strings that do not contain even the first characters of a value's end."""
 _VALUE_END = r"\n<\/parameter>\n"

@@ -1,7 +1,7 @@
 """Parse tool calls between tags: the format of Qwen 3 Coder, Qwen 3.5 and Nemotron 3.
 
 A parameter is text between tags; the tool's schema decides if the value is a string or has another type. Some models
-omit a parameter's closing tag. Therefore the next parameter's tag and the closing tags of the call also end it.
+omit a parameter's closing tag, so the next parameter's tag and the closing tags of the call also end a parameter.
 """
 
 import ast
@@ -66,7 +66,7 @@ def _literal_value(text: str) -> Any:
     if len(text) > _LONGEST_LITERAL:
         raise ValueError(f"the literal has {len(text)} characters; at most {_LONGEST_LITERAL} are allowed")
     try:
-        with warnings.catch_warnings(action="ignore"):  # about unknown escapes
+        with warnings.catch_warnings(action="ignore"):  # Python warns about unknown escapes
             return _plain(ast.literal_eval(_WithConstants().visit(ast.parse(text, mode="eval"))))
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError(f"the text is not a literal: {error}") from error
@@ -80,7 +80,7 @@ class _WithConstants(ast.NodeTransformer):
 
 
 def _plain(value: Any) -> Any:
-    """Convert a Python value to a JSON value: tuples to lists, keys to text; raise `ValueError` if impossible."""
+    """Convert a Python value to a JSON value: tuples to lists, keys to text; raise `ValueError` for other types."""
     match value:
         case list() | tuple():
             return [_plain(item) for item in value]

@@ -62,7 +62,7 @@ class StoredResponses:
         raise bad_request(sentence, "input", "item_not_found")
 
     def keep(self, owner: str, messages: Sequence[ChatMessage], body: dict[str, Any]) -> None:
-        """Store a response under the id in `body`; evict old responses, but skip one that alone exceeds `max_bytes`."""
+        """Store a response under the id in `body`, unless it exceeds `max_bytes`; evict the least recently used."""
         stored = StoredResponse(tuple(messages), body)
         size = _size(stored)
         if size > self._max_bytes:
