@@ -29,7 +29,7 @@ class Unmet:
 
     Args:
         requirement: Requirement such as "torch>=2.9".
-        found: Installed version, which is not accepted; None if the distribution is not installed.
+        found: Installed version, which does not satisfy the requirement; None if the distribution is not installed.
     """
 
     requirement: str

@@ -1,4 +1,4 @@
-"""Metrics of the cache: counters that only increase, and a snapshot that adds the memory in use."""
+"""Metrics of the cache: counters that only increase, and a snapshot of the counters and the memory in use."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class CacheCounters:
     states_read_from_disk: int = 0
     disk_writes_failed: int = 0
     disk_reads_failed: int = 0
-    states_evicted: int = 0  # evictions from memory since freed by a suspend; a snapshot adds later evictions
+    states_evicted: int = 0  # evictions before the last suspend that freed the memory; a snapshot adds later ones
     kv_blocks_evicted: int = 0  # same convention as `states_evicted`
     steps: int = 0
     graph_steps: int = 0  # number of steps that replayed a CUDA graph
@@ -115,7 +115,7 @@ class CacheSnapshot:
         return CacheSnapshot(CacheCounters(**counters), **{n: v for n, v in values.items() if n not in names})
 
     def as_dict(self) -> dict[str, object]:
-        """Return the snapshot as one flat dict, including the counters, of values that JSON can represent."""
+        """Return the snapshot, including the counters, as one flat dict of JSON-serializable values."""
         values = asdict(self)
         counters: dict[str, object] = values.pop("counters")
         return counters | values

@@ -74,8 +74,8 @@ BAD_FOR_THE_MODEL = [
     ([KV, "1e6"], "lower --cache-gb"),
     ([KV, "1e7"], "below 1048576"),
     ([*WINDOWS, KV, "1e-4", STATES, "1e-4"], "which cannot hold one request"),
-    ([STORED, "int8", *WINDOWS, KV, "1e-4", STATES, "1e-4"], "states next to the live states of max_requests="),
-    ([STORED, "int8", "--cache-gb", "1e-4"], "states next to the live states of max_requests="),
+    ([STORED, "int8", *WINDOWS, KV, "1e-4", STATES, "1e-4"], "states in addition to the live states of max_requests="),
+    ([STORED, "int8", "--cache-gb", "1e-4"], "states in addition to the live states of max_requests="),
 ]
 
 

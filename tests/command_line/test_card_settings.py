@@ -347,7 +347,9 @@ def test_quantized_cache_holds_3_6_times_as_many_states(shape: HybridModelShape)
 
 def test_error_for_live_states_beyond_the_budget_gives_the_remedy() -> None:
     config = CacheConfig(cache_gb=2.0, cached_state_dtype="int8", max_sequence_length=256).resolved()
-    with pytest.raises(ValueError, match=r"live states of max_requests=64: set --cache-gb to .* or max_requests$"):
+    with pytest.raises(
+        ValueError, match=r"live states of max_requests=64 requests: set --cache-gb to .* or max_requests$"
+    ):
         CacheCapacity.of(config, DENSE_8B, OneRank())
 
 

@@ -122,7 +122,7 @@ def test_quantized_state_takes_a_byte_per_value_and_a_scale_per_channel(
         ((*KV, *STATE, "--cache-gb", "0"), "--cache-gb is 0.0"),
         ((*KV, *STATE, "--cache-gb", "nan"), "--cache-gb is nan"),
         ((*KV, *STATE, "--block-size", "0"), "--block-size is 0"),
-        ((*KV, *STATE, "--block-size", "96"), "--block-size 96: block size 96 and 64 tokens per hash do not match"),
+        ((*KV, *STATE, "--block-size", "96"), "--block-size 96: a block has 96 tokens and a hash covers 64 tokens"),
         ((*KV, *STATE, "--host-cache-gb", "-1"), "--host-cache-gb is -1.0"),
         ((*KV, *STATE, "--host-cache-gb", "nan"), "--host-cache-gb is nan"),
     ],

@@ -20,12 +20,12 @@ COMMANDS = ["generate", "serve"]
 MEMORY = ["--cache-gb", "0.1", "--host-cache-gb", "0.1"]
 PROMPT = "def add(a, b):\n    return a + b\n" * 12
 BAD = {
-    "without prefix caching": ([*MEMORY, "--no-prefix-caching"], "which needs prefix caching"),
+    "without prefix caching": ([*MEMORY, "--no-prefix-caching"], "but requires prefix_caching=True"),
     "beyond the host": (["--cache-gb", "0.1", "--host-cache-gb", "900000"], "GiB available: lower --host-cache-gb"),
     "too little": (["--cache-gb", "0.1", "--host-cache-gb", "1e-6"], "set --host-cache-gb to 0."),
-    "not a number": (["--cache-gb", "0.1", "--host-cache-gb", "nan"], "it must be more than 0"),
-    "a directory alone": (["--cache-gb", "0.1", "--disk-cache-dir", "DIR/new"], "which needs --host-cache-gb"),
-    "a limit alone": ([*MEMORY, "--disk-cache-gb", "1"], "which needs --disk-cache-dir"),
+    "not a number": (["--cache-gb", "0.1", "--host-cache-gb", "nan"], "it must be a number of GiB, more than 0"),
+    "a directory alone": (["--cache-gb", "0.1", "--disk-cache-dir", "DIR/new"], "but requires --host-cache-gb"),
+    "a limit alone": ([*MEMORY, "--disk-cache-gb", "1"], "but requires --disk-cache-dir"),
     "below a file": (
         [*MEMORY, "--disk-cache-dir", "DIR/file/x"],
         "--disk-cache-dir DIR/file/x: cannot be created or written to",

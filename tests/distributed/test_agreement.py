@@ -60,9 +60,9 @@ def test_build_error_on_one_rank_is_raised_on_all(broken: str, message: str, wor
     [
         (TENSOR, 1, "another block", "new KV blocks"),
         (TENSOR, 4, "another block", "new KV blocks"),
-        (TENSOR, 4, "another token", "tokens of the step"),
+        (TENSOR, 4, "another token", "scheduled tokens"),
         (TENSOR, 1, "another slot", "reserved states"),
-        (PIPELINE, 1, "another token", "tokens of the step"),
+        (PIPELINE, 1, "another token", "scheduled tokens"),
         (PIPELINE, 4, "another slot", "reserved states"),
     ],
 )
@@ -78,7 +78,7 @@ def test_error_names_the_first_decision_that_differs_between_ranks(
     assert 0 <= agreement_cases.STEPS_TOGETHER + num_steps - parted_at < every
 
 
-@pytest.mark.parametrize(("num_on_both", "other"), [(0, "nothing"), (1, "step 1, request 0, tokens of the step")])
+@pytest.mark.parametrize(("num_on_both", "other"), [(0, "nothing"), (1, "step 1, request 0, scheduled tokens")])
 def test_rank_that_lacks_a_request_is_detected(num_on_both: int, other: str, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.error_of_a_missing_request, TENSOR, num_on_both)
     assert first == second

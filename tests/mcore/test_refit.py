@@ -407,7 +407,7 @@ def test_invalid_weights_version_leaves_the_engine_suspended(refit: Refit) -> No
     run = refit.run
     run.engine.suspend()
     for call in (run.engine.resume, run.engine.flush):
-        with pytest.raises(ValueError, match="weights_version is 12; it must be Unicode text"):
+        with pytest.raises(ValueError, match="weights_version is 12; it must be a str that can be encoded as UTF-8"):
             call(12)  # type: ignore[arg-type]
     assert run.engine.is_suspended and run.context.weights_version == "0"
     run.engine.resume("12")

@@ -471,7 +471,7 @@ def test_conversations_of_a_killed_engine_are_restored_from_disk(tmp_path: Path)
     [
         ({"host_cache_gb": 2.0**19}, "this host has only .* GiB available: lower --host-cache-gb"),
         ({"host_cache_gb": 1e-6}, "too small for a state and the KV before it: set --host-cache-gb to "),
-        ({"host_cache_gb": 0}, "it must be more than 0"),
+        ({"host_cache_gb": 0}, "it must be a number of GiB, more than 0"),
         ({"disk_cache_gb": 1e-6, "disk_cache_dir": "x"}, "one entry takes .* bytes: set --disk-cache-gb to "),
     ],
 )
@@ -488,9 +488,9 @@ def test_invalid_tier_sizes_are_refused_with_a_one_line_error(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "prefix_caching": False}, "which needs prefix caching"),
-        ({"disk_cache_dir": "x"}, "disk_cache_dir is 'x', which needs --host-cache-gb"),
-        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "disk_cache_gb": 3.0}, "which needs --disk-cache-dir"),
+        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "prefix_caching": False}, "but requires prefix_caching=True"),
+        ({"disk_cache_dir": "x"}, "disk_cache_dir is 'x', but requires --host-cache-gb"),
+        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "disk_cache_gb": 3.0}, "but requires --disk-cache-dir"),
     ],
 )
 def test_tier_settings_without_their_prerequisite_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -66,7 +66,7 @@ def test_block_may_contain_several_hashes_or_part_of_one(block_size: int) -> Non
 
 
 def test_block_size_that_does_not_match_the_hash_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="block size 96 and 64 tokens per hash do not match"):
+    with pytest.raises(ValueError, match="a block has 96 tokens and a hash covers 64 tokens"):
         block_texts(load_of(asked(64, 0, 0)), 96)
 
 

@@ -36,7 +36,7 @@ def test_different_decision_changes_the_fingerprint_and_is_reported(last: Entry)
     one, other = log_of(COMMON), log_of([COMMON[0], last])
     assert one.fingerprint() != other.fingerprint()
     reported = first_difference([one.recent(), other.recent()])
-    assert reported.startswith("decision 1 is the first that differs: rank 0: step 1, request 1, tokens of the step")
+    assert reported.startswith("decision 1 is the first that differs: rank 0: step 1, request 1, scheduled tokens")
     assert str(Decision(1, *last)) in reported
 
 
@@ -57,7 +57,7 @@ def test_decision_log_is_bounded_and_reports_forgotten_differences() -> None:
     one, other = log_of(many), log_of([(DecisionKind.EVICT, -1, (-5,)), *many[1:]])
     assert len(one.recent().decisions) < 5000
     assert one.num_noted == 10_000 and one.fingerprint() != other.fingerprint()
-    assert "no longer remembered" in first_difference([one.recent(), other.recent()])
+    assert "which the log no longer contains" in first_difference([one.recent(), other.recent()])
 
 
 def test_eviction_decisions_are_labeled_with_the_pools() -> None:
