@@ -1,7 +1,7 @@
-"""Apply each request's logit biases, penalties for earlier tokens, and token masks.
+"""Change logits as requests ask: logit biases, penalties for repeated tokens, and token masks.
 
-The changes at a position depend only on the text before it, also at positions after drafts. Tokens therefore do not
-depend on drafts, the batch or the cache.
+The changes at a position depend only on the request's text before it, including drafts. The sampled tokens therefore do
+not depend on the number of drafts, the batch or the cache.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,11 @@ class SeenTokens:
         return not self._texts
 
     def penalise(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
-        """Apply penalties in place to logits, [logits, vocab] float32, for requests given with their first rows."""
+        """Apply penalties to logits, [logits, vocab] float32, in place.
+
+        Args:
+            requests: Pairs of a request's first logits row and the request.
+        """
         self._count(requests, logits)
         rows: list[int] = []
         texts: list[int] = []
@@ -114,11 +118,11 @@ class SeenTokens:
 
 
 _Requests = Sequence[tuple[int, RunningRequest]]
-"""Requests, and where the logits of each begin."""
+"""Pairs of a request's first logits row and the request."""
 
 
 class LogitsChanges:
-    """Changes that requests make to logits before sampling, with the token counts for penalties on the device."""
+    """Applies the changes of all requests to the logits of a step. Token counts for penalties are on the device."""
 
     def __init__(self, masks: GrammarMasks) -> None:
         self.masks = masks
@@ -148,7 +152,7 @@ class LogitsChanges:
         return logits
 
     def forget(self, request_id: int) -> None:
-        """Forget the token counts of a request."""
+        """Forget the grammar matcher and the token counts of a request."""
         self.masks.forget(request_id)
         self._seen.forget(request_id)
 
@@ -168,7 +172,7 @@ def _add_biases(requests: _Requests, logits: Tensor) -> None:
 
 
 def _mask_ends(requests: _Requests, logits: Tensor) -> None:
-    """Mask the end tokens of requests with fewer than `min_tokens` tokens."""
+    """Mask end tokens wherever a request has generated fewer than `min_tokens` tokens, drafts included."""
     masked = []
     for start, request in requests:
         sampling = request.spec.sampling

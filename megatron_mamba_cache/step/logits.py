@@ -1,4 +1,4 @@
-"""Which tokens of a step need logits, and the settings and random numbers that sample from them."""
+"""Find the tokens of a step that need logits, and write the settings and random numbers for sampling from them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -55,17 +55,17 @@ class StepLogits:
     top_p: Tensor  # [logits] float32
     uniforms: Tensor  # [logits] float64 in [0, 1)
     accept_uniforms: Tensor  # [logits] float64, filled if drafts were sampled from distributions
-    residual_uniforms: Tensor  # likewise
+    residual_uniforms: Tensor  # [logits] float64, as above
     draws: Draws
-    any_changed: bool  # whether a request changes its logits, other than by a grammar mask
-    any_scored: bool  # whether a request wants log-probabilities
+    any_changed: bool  # True if a request changes its logits, other than by a grammar mask
+    any_scored: bool  # True if a request asked for log-probabilities
 
     def clone(self) -> "StepLogits":
         """Return a copy that later steps cannot overwrite."""
         return replace(with_own_tensors(self), verify=with_own_tensors(self.verify))
 
     def sampling(self, logits: Tensor) -> SamplingRows:
-        """Return the settings for the first n rows of logits, [n, vocab]; further rows are padding."""
+        """Return these logits, [n, vocab], with the sampling settings of the first n rows; further rows are padding."""
         settings = (setting[: len(logits)] for setting in (self.temperature, self.top_k, self.top_p))
         return SamplingRows(logits, *settings)
 
@@ -85,7 +85,7 @@ def write_logits(
     cu_logits[:] = starts
     of_request = np.repeat(np.arange(num_requests, dtype=np.int32), np.diff(cu_logits))
     buffers.host("logit_requests")[: starts[-1]] = of_request
-    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # cumulative counts
+    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # cumulative counts of such tokens
     buffers.host("logit_tokens")[: starts[-1]] = np.arange(starts[-1], dtype=np.int32) + without_logits[of_request]
     _write_sampling(requests, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
 
@@ -117,7 +117,7 @@ def _write_sampling(
 
 
 def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
-    """Return device views of what `write_logits` wrote; `token_ids`, [tokens], are the step's input tokens."""
+    """Return the sections of `write_logits` on the device; `token_ids`, [tokens], are the step's input tokens."""
     starts, num_requests = logits_starts(requests), len(requests)
     num_logits, max_drafts = starts[-1], max((len(request.drafts) for request in requests), default=0)
     device = buffers.device
@@ -171,7 +171,7 @@ def logits_starts(requests: Sequence[RunningRequest]) -> tuple[int, ...]:
 
 
 def write_next_uniforms(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write random numbers for one-token decode requests, with positions from the token counts in the buffers."""
+    """Write random numbers for one-token decode requests, at the positions given by the section `computed`."""
     uniforms = buffers.host("uniforms").view(np.float64)
     for index, (request, computed) in enumerate(
         zip(requests, buffers.host("computed")[: len(requests)].tolist(), strict=True)

@@ -15,12 +15,12 @@ from .overlapped_step import CapturedStep
 
 
 def no_attention(*_: Tensor) -> Tensor:
-    """Raise an error. Used as `attend` where no layer may run: in a graph replay or after the forward pass."""
-    raise CacheIntegrityError("a layer requested attention outside its step's forward")
+    """Raise `CacheIntegrityError`; used as `attend` if no layer may call attention, e.g. in a step run by a graph."""
+    raise CacheIntegrityError("a layer called attention outside the forward pass of its step")
 
 
 def any_sampled(draft_distributions: Sequence[Tensor | None]) -> bool:
-    """Return whether any drafts were sampled from distributions. Their verification needs random numbers."""
+    """Return whether any drafts were sampled from distributions; their verification needs random numbers."""
     return any(sampled is not None for sampled in draft_distributions)
 
 
@@ -51,7 +51,7 @@ class Step:
     def of_graph(
         graph: CapturedStep, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> "Step":
-        """Send the scheduled requests to a graph; return the step, which the graph will compute."""
+        """Lay out the scheduled requests for a graph; return the step, which the graph will compute."""
         batch = graph.lay_out(requests, draws_ratios=any_sampled(draft_distributions))
         return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
 
@@ -67,17 +67,17 @@ class Step:
 
     @property
     def num_prefill_requests(self) -> int:
-        """Number of requests that compute prompt tokens."""
+        """Number of requests that prefill."""
         return len(self.batch.requests) - self.batch.num_decode_requests
 
     @property
     def num_padded_tokens(self) -> int:
-        """Number of computed tokens, padding included."""
+        """Number of tokens that the device computes, padding included."""
         return self.batch.num_tokens if self.graph is None else self.graph.shape.num_tokens
 
     @property
     def num_padded_requests(self) -> int:
-        """Number of computed requests, padding included."""
+        """Number of requests that the device computes, padding included."""
         return len(self.batch.requests) if self.graph is None else self.graph.shape.num_requests
 
     @property
@@ -86,11 +86,11 @@ class Step:
         return not self.num_prefill_requests and self.batch.num_tokens == len(self.requests)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
-        """Return the graph if it can verify the step, even after its logits are masked; otherwise None.
+        """Return the graph if it can verify the step from its logits, masked or not; otherwise None.
 
         Args:
             only_last_logits: True if the model returns logits only for the tokens in `StepBatch.logits`. Otherwise the
-                graph selects these logits itself, after the point at which a mask could be applied.
+                graph itself selects these logits while it verifies, so the host cannot mask them first.
         """
         graph = self.feeding_graph
         if graph is None or self.batch.logits.any_changed or not graph.can_verify:
