@@ -42,7 +42,7 @@ class HybridModelShape:
         num_heads, num_kv_heads: Number of query heads and of KV heads.
         softmax_scale: Factor for attention scores.
         fingerprint: Hash of the architecture; equal on all ranks.
-        layer_weights: Average number of weights per layer on this rank that each token uses; 0: unknown.
+        layer_weights: Average number of weights that a token uses per layer on this rank; 0: unknown.
         waits_for_experts: True if the host waits for the routing result within a step.
     """
 
@@ -86,7 +86,8 @@ class HybridModelShape:
     def scan_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Return the maximum scratch memory in bytes for one layer's prefill scan; excludes memory needed per token.
 
-        In each request, only the last chunk may be short. Only one request per step starts within a chunk.
+        This assumes that only the last chunk of a request is short, and that only one request per step starts within a
+        chunk.
         """
         num_chunks = min(num_tokens // self.grain + num_requests + 1, num_tokens)
         used = (layers.recurrence for layers in self.recurrent if layers.layers)
@@ -98,7 +99,7 @@ class HybridModelShape:
         return tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
 
     def state_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a live slot; its conv windows hold draft inputs too if draft states are in slots."""
+        """Return the layout of a live slot; if draft states are in slots, conv windows have space for draft inputs."""
         return SlotLayout.of(self.state_groups(config), config.num_draft_slots)
 
     def cached_layout(self, config: CacheConfig) -> SlotLayout:
@@ -143,7 +144,7 @@ class HybridModelShape:
         return 0 if buffers is None else buffers.num_bytes
 
     def rounding_len(self, config: CacheConfig) -> int | None:
-        """Return the number of tokens after which replay rounds a state to its dtype; None if this dtype is fp32."""
+        """Return the number of tokens after which replay rounds a state to its dtype; None if states are float32."""
         is_inexact = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
         return config.fold_len if is_inexact else None
 
@@ -170,7 +171,7 @@ class HybridModelShape:
         budget.
 
         Args:
-            gather: Function that exchanges `unit_bytes` between all ranks of the model. It is called once.
+            gather: Function that takes this rank's `unit_bytes` and returns those of all ranks; it is called once.
         """
         config = self.with_forms(config)
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
@@ -203,7 +204,7 @@ class HybridModelShape:
         return config.replays and not config.quantizes_states
 
     def request_bytes(self, config: CacheConfig) -> int:
-        """Return the minimum memory in bytes for a running request with replay: a state, a KV block and a buffer."""
+        """Return the minimum memory in bytes for a running request: a state, a KV block and a replay buffer."""
         unit = self.unit_bytes(config)
         return unit.state + unit.block + self.request_buffer_bytes(config)
 

@@ -120,10 +120,10 @@ def test_restore_of_more_slots_than_one_launch_takes_is_complete(device: str) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"values": torch.zeros(1, 2, 2, 3, 4)}, r"values \[.*\] in .torch.int8, torch.float8_e4m3fn"),
+        ({"values": torch.zeros(1, 2, 2, 3, 4)}, r"values .* \[.*\] and a dtype in .torch.int8, torch.float8_e4m3fn"),
         ({"values": torch.zeros(1, 2, 2, 4, 4, dtype=torch.int8)}, r"\[..., slots, 2, 3, 4\]"),
-        ({"scales": torch.zeros(1, 2, 2, 4, dtype=torch.float16)}, r"scales \[.*\] in .torch.float32"),
-        ({"scales": torch.zeros(2, 2, 2, 4)}, "need contiguous scales"),
+        ({"scales": torch.zeros(1, 2, 2, 4, dtype=torch.float16)}, r"scales .* \[.*\] and a dtype in .torch.float32"),
+        ({"scales": torch.zeros(2, 2, 2, 4)}, "scales must be contiguous"),
         ({"scales": torch.zeros(1, 2, 4, 2).transpose(2, 3)}, "with strides"),
     ],
 )

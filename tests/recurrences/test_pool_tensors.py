@@ -1,4 +1,4 @@
-"""States and KV blocks are views of one memory; no two overlap, and each is contiguous."""
+"""States and KV blocks are views of one allocation; they do not overlap, and each is contiguous."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_slot_copies_in_shared_memory_move_only_states(device: str) -> None:
     assert pool.tensor("ssm")[:, 2].any() and (kv[:, :, 0] == 7).all()
 
 
-def test_pool_of_a_stage_without_mamba_or_attention_has_empty_views(device: str) -> None:
+def test_pool_of_a_stage_without_mamba_or_attention_layers_has_empty_views(device: str) -> None:
     no_states = SlotLayout.of([window_and_matrix(0, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)])
     unit = UnitBytes(0, UNIT.block, UNIT.token_row)
     parts, kv = slab_tensors(no_states, BLOCKS, SHAPES[0], unit, NUM_SLABS, device)
@@ -84,7 +84,7 @@ def test_pool_of_a_stage_without_mamba_or_attention_has_empty_views(device: str)
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 def test_state_stride_is_a_multiple_of_the_head_dimension(head_dim: int) -> None:
-    """If the pool is viewed as a matrix with head_dim columns, each state starts at the beginning of a row."""
+    """When the pool is viewed as a matrix with head_dim columns, each state starts at the beginning of a row."""
     states = SlotLayout.of([window_and_matrix(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)])
     unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
     (_, ssm), _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")

@@ -48,7 +48,7 @@ def test_slabs_of_at_most_16_large_units_waste_at_most_3_percent(ratio: float, s
 
 @pytest.mark.parametrize("shape", [SlabShape(31, 1), SlabShape(5, 4), SlabShape(1, 4)])
 @pytest.mark.parametrize("num_states", [1, 2, 5])
-def test_longest_allowed_request_is_the_longest_that_fits_the_slabs(shape: SlabShape, num_states: int) -> None:
+def test_longest_allowed_request_fits_the_slabs_but_one_more_block_does_not(shape: SlabShape, num_states: int) -> None:
     for num_slabs in range(12):
         longest = shape.blocks_of_request(num_slabs, num_states)
         assert shape.slabs_of_request(longest + 1, num_states) > num_slabs

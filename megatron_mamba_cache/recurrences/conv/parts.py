@@ -207,13 +207,13 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor
     """Raise a `ValueError` unless the tensors match and the windows in the pool hold at least `window_len` inputs."""
     if x.dim() != 2 or weight.dim() != 2 or conv_pool.dim() != 3 or weight.shape[1] < 1:
         raise ValueError(
-            "shapes must be x [tokens, conv_dim], weight [conv_dim, d_conv] and conv_pool [slots, window, conv_dim], "
+            "x must have shape [tokens, conv_dim], weight [conv_dim, d_conv] and conv_pool [slots, window, conv_dim], "
             f"found x {tuple(x.shape)}, weight {tuple(weight.shape)} and conv_pool {tuple(conv_pool.shape)}"
         )
     conv_dim = x.shape[1]
     if weight.shape[0] != conv_dim or conv_pool.shape[2] != conv_dim or conv_pool.shape[1] < window_len:
         raise ValueError(
-            f"weight and conv_pool must have conv_dim {conv_dim} and a window of at least {window_len} inputs, "
+            f"weight and conv_pool must have {conv_dim} channels, and windows at least {window_len} inputs, "
             f"found weight {tuple(weight.shape)} and conv_pool {tuple(conv_pool.shape)}"
         )
     if bias is not None and (tuple(bias.shape) != (conv_dim,) or not bias.is_contiguous()):

@@ -77,7 +77,7 @@ def check_tokens(tokens: DeltaTokens, gates: GateWeights) -> None:
         )
     if not tokens.q.dtype == tokens.k.dtype == tokens.v.dtype:
         dtypes = f"q {tokens.q.dtype}, k {tokens.k.dtype}, v {tokens.v.dtype}"
-        raise ValueError(f"q, k and v must have one dtype, found {dtypes}")
+        raise ValueError(f"q, k and v must have the same dtype, found {dtypes}")
     shapes = {
         "q": (tokens.q, (num_tokens, key_heads, key_dim)),
         "k": (tokens.k, (num_tokens, key_heads, key_dim)),

@@ -81,7 +81,7 @@ def ssd_scan(
     check_pool(tokens, ssm_pool)
     if not tokens.x.dtype == tokens.B.dtype == tokens.C.dtype:
         dtypes = f"x {tokens.x.dtype}, B {tokens.B.dtype}, C {tokens.C.dtype}"
-        raise ValueError(f"x, B and C must have one dtype, found {dtypes}")
+        raise ValueError(f"x, B and C must have the same dtype, found {dtypes}")
     if quantized is not None:
         quantized.check(ssm_pool)
     check_prefill_batch(rows, tokens.x.device)
