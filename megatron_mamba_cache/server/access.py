@@ -198,7 +198,7 @@ class AccessControl:
         origin = headers.get("origin")
         if is_for_admins(path) and origin and urlsplit(origin).netloc != headers.get("host", ""):
             raise ApiError(
-                403, f"pages of other origins may not use this path, found Origin {origin}", "foreign_origin"
+                403, f"pages from other origins may not use this path; the Origin header is {origin}", "foreign_origin"
             )
         if not _is_below(path, _SERVED_PATHS):
             return

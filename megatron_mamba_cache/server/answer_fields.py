@@ -20,9 +20,10 @@ def _schema(found: Any) -> Any:
         try:
             found = strict_value(found)
         except ValueError as error:
-            raise schema_error("no_schema", f"it is not JSON: {error}") from error
+            raise schema_error("no_schema", f"the text is not valid JSON: {error}") from error
     if not isinstance(found, dict | bool):
-        raise schema_error("no_schema", f"need a JSON schema (an object, true or false), found {type(found).__name__}")
+        sentence = f"the value must be a JSON schema (an object, true or false), found {type(found).__name__}"
+        raise schema_error("no_schema", sentence)
     return found
 
 

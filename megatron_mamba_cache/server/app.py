@@ -42,7 +42,7 @@ from .transcripts import Transcripts
 
 _UNREADABLE_TO_FASTAPI = "There was an error parsing the body"
 _UNREADABLE = bad_request(
-    "the body is not valid JSON: it is not UTF-8, is nested too deeply or has a number that is too long",
+    "the body is not valid JSON: it is not UTF-8, is nested too deeply, or has a number with too many digits",
     code="invalid_json",
 )
 _NUM_TOKENIZING = 2  # number of tokenizer threads; a small number leaves CPU time for the engine

@@ -185,7 +185,7 @@ class TokenizingRoutes:
         size = self.tokenizer.vocab_size
         for index, token in enumerate(tokens):
             if token >= size:
-                raise bad_request(f"token {token} is outside the vocabulary (0 to {size - 1})", f"tokens.{index}")
+                raise bad_request(f"token {token} is outside the vocabulary of {size} tokens", f"tokens.{index}")
         return DetokenizeReply(prompt=self.tokenizer.detokenize(list(tokens), skip_special_tokens=False))
 
     def _spelled(self, token: int) -> str:

@@ -86,7 +86,7 @@ def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
 
 def unexpected() -> ApiError:
     """Return a 500 error for a request that failed because of a bug in the server."""
-    return ApiError(500, "the server failed to handle this request; its log has the reason", "internal_error")
+    return ApiError(500, "the server failed to handle this request; the reason is in its log", "internal_error")
 
 
 def engine_failed(reason: str) -> ApiError:

@@ -83,7 +83,7 @@ class LoadFile(LoadRecord):
                 for request in iter(self._queue.get, None):
                     _append(file, self._lines.line(request))
         except OSError as error:
-            logger.warning("--record-load %s: %s; no more requests are recorded", self._path, error)
+            logger.warning("--record-load %s: cannot write (%s); no more requests are recorded", self._path, error)
 
 
 class LoadLines:

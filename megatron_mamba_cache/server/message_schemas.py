@@ -47,7 +47,7 @@ def _known(role: str) -> str:
         sentence = "messages with role function are not supported by this server; send role tool"
         raise schema_error(REFUSED, sentence)
     if role not in _ROLES:
-        raise schema_error("role", f"the role must be one of {', '.join(_ROLES)}")
+        raise schema_error("role", f"the role must be one of {', '.join(_ROLES)}, found {role!r:.50}")
     return role
 
 

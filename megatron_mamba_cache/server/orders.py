@@ -145,7 +145,8 @@ class OrderMaker:
         form = self._form_maker.chat(answer, chosen, body.parallel_tool_calls)
         for name in ("ignore_eos", "min_tokens"):
             if form is not None and getattr(body, name):
-                raise bad_request(f"{form.field} decides where a reply ends; leave out {name}", name)
+                reason = "the format of a constrained reply decides where it ends"
+                raise bad_request(f"{name} cannot be combined with {form.field}: {reason}", name)
         reading = self._reading(body, chosen, is_held=form is not None)
         return replace(order, reading=reading, form=form)
 

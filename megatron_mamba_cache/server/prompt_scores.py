@@ -25,8 +25,8 @@ class PromptScoring:
         num_entries = sum(length - 1 for length in lengths) * (1 + self.top_n)
         if num_entries > _MOST_ENTRIES:
             raise bad_request(
-                f"prompt_logprobs={self.top_n} gives {num_entries} entries for these prompts; at most {_MOST_ENTRIES} "
-                "are allowed: send shorter prompts or a smaller prompt_logprobs",
+                f"prompt_logprobs={self.top_n} requests {num_entries} entries, and at most {_MOST_ENTRIES} "
+                "are allowed; send shorter prompts or a smaller prompt_logprobs",
                 "prompt_logprobs",
             )
 

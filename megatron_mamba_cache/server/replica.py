@@ -39,7 +39,7 @@ class ReplicaThread:
                 self._may_join.set()
                 self._has_begun.wait()
         if self._address is None:
-            raise RuntimeError("the engine could not join a coordinator") from self._error
+            raise RuntimeError("the engine failed before it joined the coordinator") from self._error
         return self._address
 
     def join(self, timeout_s: float) -> bool:

@@ -31,7 +31,7 @@ class ReplyForm:
     calls: CallsInReasoning | None = None  # calls that may end reasoning; None: no calls
 
     def grammar_after(self, prompt: Prompt) -> str:
-        """Return the grammar for replies to a prompt, as text. It includes reasoning unless the prompt has closed it."""
+        """Return the grammar for replies to a prompt, as text. It includes reasoning that the prompt has not closed."""
         form = self.reasoning
         if form is None or prompt.reasoning is PromptReasoning.DONE:
             return self.grammar.text
@@ -83,9 +83,9 @@ class FormMaker:
             if not callable_tools:
                 raise bad_request(f"{_CHOICE} names {choice.function.name!r:.100}, which is not in {_TOOLS}", _CHOICE)
         if not callable_tools:
-            raise bad_request(f"{_CHOICE} requires a call, but there are no {_TOOLS}", _CHOICE)
+            raise bad_request(f"{_CHOICE} requires a call, but the request has no {_TOOLS}", _CHOICE)
         if self._syntax.tool_calls is None:
-            reason = "the format of this model's calls is unknown, so none can be required; start serve with"
+            reason = "a call cannot be required because this model's call format is unknown; start serve with"
             raise bad_request(f"{reason} --tool-call-parser, or send tool_choice auto", _CHOICE)
         only_one = may_call_several is False or isinstance(choice, NamedTool)
         family = self._syntax.tool_calls

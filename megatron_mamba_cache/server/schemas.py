@@ -120,7 +120,7 @@ class GenerationFields(AnswerFields):
     def _answers_can_end(self) -> Self:
         for name in ("ignore_eos", "min_tokens"):
             if self.answer is not None and getattr(self, name):
-                sentence = f"{self.answer[0]} decides where an answer ends; leave out {name}"
+                sentence = f"{name} cannot be combined with {self.answer[0]}, which decides where the answer ends"
                 raise schema_error("no_end", sentence, name)
         return self
 

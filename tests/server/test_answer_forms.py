@@ -203,8 +203,8 @@ for _ in range(200):
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "schema"),
-    ({"guided_json": "{"}, "guided_json", "it is not JSON"),
-    ({"guided_json": "[]"}, "guided_json", "need a JSON schema (an object, true or false), found list"),
+    ({"guided_json": "{"}, "guided_json", "the text is not valid JSON"),
+    ({"guided_json": "[]"}, "guided_json", "the value must be a JSON schema (an object, true or false), found list"),
     ({"guided_json": {"type": "odd"}}, "guided_json", "is not a type of JSON Schema"),
     ({"guided_json": {"not": {"const": 1}}}, "guided_json", "not cannot be enforced"),
     ({"guided_json": {"const": "x" * 2**20}}, "guided_json", "at most 262144 are allowed"),
@@ -223,10 +223,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "not supported"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "each set a format"),
-    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex decides where an answer ends"),
-    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "guided_regex decides where an answer ends"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "ignore_eos cannot be combined with guided_regex"),
+    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "min_tokens cannot be combined with guided_regex"),
     ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice", "tool_choice names 'other', which is not in tools"),
-    ({"tool_choice": "required"}, "tool_choice", "tool_choice requires a call, but there are no tools"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice requires a call, but the request has no tools"),
 ]
 
 
@@ -268,9 +268,9 @@ def test_ignore_eos_and_min_tokens_are_refused_when_calls_are_constrained(
 ) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 4, "extra_body": fields}
-    with pytest.raises(
-        openai.BadRequestError, match=f"tools decides where a reply ends; leave out {next(iter(fields))}"
-    ):
+    name = next(iter(fields))
+    message = f"{name} cannot be combined with tools: the format of a constrained reply decides where it ends"
+    with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(tools=[strict], tool_choice=choice, **settings)
 
 

@@ -212,7 +212,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [*ASKED, {"role": "assistant", "content": [USED]}]},
-        "the reply continues the last message, which must have text and no tool_use",
+        "a final assistant message must have text and no tool_use",
     ),
     ({"system": [{"type": "image"}]}, "a block of type 'image' is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported by this server; leave it out"),

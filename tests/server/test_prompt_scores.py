@@ -97,7 +97,7 @@ def test_request_for_too_many_prompt_log_probs_is_refused_before_it_runs(
         body = {"prompt": [[1] * 6, [1] * 7], "max_tokens": 1}
         assert http.post("/v1/completions", json=body | {"prompt_logprobs": 0}).status_code == 200
         reply = http.post("/v1/completions", json=body | {"prompt_logprobs": 1})
-    message = "prompt_logprobs=1 gives 22 entries for these prompts; at most 20 are allowed"
+    message = "prompt_logprobs=1 requests 22 entries, and at most 20 are allowed"
     assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(message)
 
 

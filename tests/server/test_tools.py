@@ -218,5 +218,5 @@ def test_unexpected_exception_ends_a_stream_with_an_error_and_is_logged(
         with agent.saying("y"), agent.server.client() as http:
             reply = http.post(path, json=body | {"stream": True})
         last = reply.text.strip().splitlines()[-1]
-        assert reply.status_code == 200 and "the server failed to handle this request; its log has the reason" in last
+        assert reply.status_code == 200 and "the server failed to handle this request; the reason is in its log" in last
         assert f"a stream on {path} failed" in caplog.text

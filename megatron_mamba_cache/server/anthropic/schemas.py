@@ -136,9 +136,7 @@ class CountTokensRequest(PartlySupported):
     def _can_be_continued(self) -> Self:
         last = self.messages[-1]
         if self.continues and (last.has_calls or not last.has_text):
-            sentence = (
-                "the reply continues the last message, which must have text and no tool_use; end with a user message"
-            )
+            sentence = "a final assistant message must have text and no tool_use; otherwise, end with a user message"
             raise schema_error("not_continued", sentence, "messages")
         return self
 

@@ -58,7 +58,7 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
             return value
     if "boolean" in types and not may_be_text and text.lower() in _BOOLEANS:
         return _BOOLEANS[text.lower()]
-    raise ValueError(f"{text:.100} matches none of the types {types}")
+    raise ValueError(f"{text!r:.100} matches none of the types {sorted(types)}")
 
 
 def _literal_value(text: str) -> Any:
@@ -90,12 +90,12 @@ def _plain(value: Any) -> Any:
             return value
         case float() if math.isfinite(value):
             return value
-    raise ValueError(f"JSON cannot represent this {type(value).__name__}")
+    raise ValueError(f"JSON cannot represent a value of type {type(value).__name__}")
 
 
 def _key(key: Any) -> str:
     if isinstance(key, tuple):
-        raise ValueError("JSON has no tuple keys")
+        raise ValueError("JSON cannot represent a tuple as a key")
     return key if isinstance(key, str) else strict_text(_plain(key))
 
 
