@@ -66,7 +66,7 @@ def simulate(
     policy: DraftPolicy | AllDrafts,
     time: StepTime,
     num_requests: int,
-    chance: Callable[[int], float],
+    probability: Callable[[int], float],
     *,
     num_steps: int,
     offers: float = 1.0,
@@ -78,11 +78,11 @@ def simulate(
     so does one that a request joins.
 
     Args:
-        chance: Returns how likely the drafts of a request are right.
+        probability: Returns how likely the drafts of a request are right.
         offers: Share of the requests with a draft.
     """
     rng = random.Random(seed)
-    numbers, shadowed = count(), _ShadowDrafts(policy, chance, offers, rng)
+    numbers, shadowed = count(), _ShadowDrafts(policy, probability, offers, rng)
     requests = [_request(next(numbers)) for _ in range(num_requests)]
     num_tokens, seconds, num_drafted = 0, 0.0, 0
     joined = True
@@ -96,7 +96,7 @@ def simulate(
         seconds += time.device.drafts_s if waits and not any(counts) else 0.0
         policy.decide_next(requests, MOST)
         for request, drafted in zip(requests, counts, strict=True):
-            kept = _num_kept(rng, chance(request.request_id), drafted)
+            kept = _num_kept(rng, probability(request.request_id), drafted)
             if drafted:
                 policy.note(request.request_id, drafted, kept)
             request.computed += 1 + kept
@@ -113,9 +113,9 @@ class _ShadowDrafts:
     """Drafts of paused requests, decided one step after their right tokens are known."""
 
     def __init__(
-        self, policy: DraftPolicy | AllDrafts, chance: Callable[[int], float], offers: float, rng: random.Random
+        self, policy: DraftPolicy | AllDrafts, probability: Callable[[int], float], offers: float, rng: random.Random
     ) -> None:
-        self._policy, self._chance, self._offers, self._rng = policy, chance, offers, rng
+        self._policy, self._probability, self._offers, self._rng = policy, probability, offers, rng
         self._begun: dict[int, tuple[int, int]] = {}  # request -> right tokens, steps left
 
     def compare(self, requests: Sequence[RunningRequest]) -> None:
@@ -129,9 +129,9 @@ class _ShadowDrafts:
             if left:
                 self._policy.note(request.request_id, MOST, right)
             if self._rng.random() < self._offers:
-                right = _num_kept(self._rng, self._chance(request.request_id), MOST)
+                right = _num_kept(self._rng, self._probability(request.request_id), MOST)
                 self._begun[request.request_id] = right, min(right + 1, MOST)
-        self._policy.resume_if_paying(shadowed, [MOST * (request.request_id in self._begun) for request in shadowed])
+        self._policy.resume_if_faster(shadowed, [MOST * (request.request_id in self._begun) for request in shadowed])
 
 
 def plain_steps(time: StepTime, num_requests: int, num_steps: int) -> Simulated:
@@ -142,7 +142,7 @@ def plain_steps(time: StepTime, num_requests: int, num_steps: int) -> Simulated:
 class NoDraftPolicy(DraftPolicy):
     """Never drafts."""
 
-    def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
+    def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
         return [0] * len(requests)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
@@ -155,8 +155,8 @@ class FixedCounts(AllDrafts):
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        return [min(self._num_drafts, room) for room in rooms]
+    def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
+        return [min(self._num_drafts, room) for room in max_counts]
 
 
 def wider(time: StepTime, num_ranks: int) -> StepTime:
@@ -171,9 +171,9 @@ def _request(request_id: int) -> RunningRequest:
     return request
 
 
-def _num_kept(rng: random.Random, chance: float, num_drafted: int) -> int:
+def _num_kept(rng: random.Random, probability: float, num_drafted: int) -> int:
     kept = 0
-    while kept < num_drafted and rng.random() < chance:
+    while kept < num_drafted and rng.random() < probability:
         kept += 1
     return kept
 

@@ -34,17 +34,17 @@ ROWS = [1, 8, 48]
 shadowed = pytest.mark.parametrize("shadows", [False, True], ids=["probes", "shadows"])
 
 
-def gain(model: str, num_requests: int, chance: float, policy: DraftPolicy | AllDrafts) -> float:
+def gain(model: str, num_requests: int, probability: float, policy: DraftPolicy | AllDrafts) -> float:
     """Return the tokens per second with drafts, relative to those without."""
     time = time_of(MODELS[model])
-    with_drafts = simulate(policy, time, num_requests, lambda _id: chance, num_steps=NUM_STEPS)
+    with_drafts = simulate(policy, time, num_requests, lambda _id: probability, num_steps=NUM_STEPS)
     return with_drafts.speed / plain_steps(time, num_requests, NUM_STEPS).speed
 
 
 @cache
-def best_fixed(model: str, num_requests: int, chance: float) -> float:
+def best_fixed(model: str, num_requests: int, probability: float) -> float:
     """Return the gain of the best fixed number of drafts."""
-    return max(gain(model, num_requests, chance, FixedCounts(number)) for number in (1, 2, MOST))
+    return max(gain(model, num_requests, probability, FixedCounts(number)) for number in (1, 2, MOST))
 
 
 def policy_of(model: str, *, shadows: bool) -> DraftPolicy:
@@ -56,23 +56,23 @@ def policy_of(model: str, *, shadows: bool) -> DraftPolicy:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
 def test_inaccurate_drafts_cost_at_most_2_percent(model: str, num_requests: int, shadows: bool) -> None:
-    for chance in (0.0, 0.02, 0.05):
-        found = gain(model, num_requests, chance, policy_of(model, shadows=shadows))
-        print(f"{model}, {num_requests} requests, right {chance:.0%}: {found:.4f} of no drafts")
+    for probability in (0.0, 0.02, 0.05):
+        found = gain(model, num_requests, probability, policy_of(model, shadows=shadows))
+        print(f"{model}, {num_requests} requests, right {probability:.0%}: {found:.4f} of no drafts")
         assert found >= (0.985 if shadows else 0.98)
 
 
 @shadowed
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
-@pytest.mark.parametrize("chance", [0.15, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("probability", [0.15, 0.3, 0.5, 0.7, 0.9])
 def test_adaptive_counts_gain_nearly_as_much_as_the_best_fixed_count(
-    model: str, num_requests: int, chance: float, shadows: bool
+    model: str, num_requests: int, probability: float, shadows: bool
 ) -> None:
-    fixed = best_fixed(model, num_requests, chance)
-    found = gain(model, num_requests, chance, policy_of(model, shadows=shadows))
+    fixed = best_fixed(model, num_requests, probability)
+    found = gain(model, num_requests, probability, policy_of(model, shadows=shadows))
     print(
-        f"{model}, {num_requests} requests, right {chance:.0%}: {found:.3f} of no drafts, best fixed number {fixed:.3f}"
+        f"{model}, {num_requests} requests, right {probability:.0%}: {found:.3f} of no drafts, best fixed {fixed:.3f}"
     )
     assert found >= (0.94 if shadows else 0.9) * max(1.0, fixed) and found >= 0.96
 
