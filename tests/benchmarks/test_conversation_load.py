@@ -95,7 +95,7 @@ def test_workload_from_a_trace_has_its_lengths_times_and_prefixes(load: ModuleTy
         ({"speed": 1}, "speed"),
     ],
 )
-def test_error_names_the_invalid_line(
+def test_error_names_the_invalid_line_of_the_trace(
     load: ModuleType, tmp_path: Path, changed: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match="line 2: ") as error:

@@ -59,7 +59,7 @@ def test_benchmark_steps_use_distinct_states_and_move_the_reported_bytes(bench: 
     assert not (before == states.pool).flatten(1).all(dim=1).any()
 
 
-def test_gates_are_initialized_as_in_models(bench: Any) -> None:
+def test_gates_are_initialized_as_in_published_models(bench: Any) -> None:
     gates = bench.random_gates((2, 4096), "cpu")
     steps = torch.nn.functional.softplus(gates.dt_bias)
     assert gates.A_log.exp().min() > 0 and 15 < gates.A_log.exp().max() <= 16.01

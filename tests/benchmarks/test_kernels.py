@@ -108,7 +108,7 @@ def test_peer_libraries_are_listed_in_the_row_of_the_same_case(kernel_figures: M
 
 
 @pytest.mark.parametrize(("longest_ns", "holds"), [(27.0, True), (30.0, False)])
-def test_growth_is_the_ratio_of_the_largest_to_the_smallest_time_per_token(
+def test_spread_of_times_per_token_is_largest_over_smallest_for_long_prompts(
     longest_ns: float, holds: bool, kernels: ModuleType, kernel_figures: ModuleType
 ) -> None:
     figures = [

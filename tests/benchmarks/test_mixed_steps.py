@@ -15,7 +15,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_every_benchmark_turn_runs_in_one_step_with_all_requests(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_steps_are_timed_for_every_prompt_length(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed, serving = import_module("mixed_steps"), import_module("loads.serving_engine")
     monkeypatch.setattr(mixed, "REPEATED", 2)
     monkeypatch.setattr(mixed, "NUM_ALONE", 3)

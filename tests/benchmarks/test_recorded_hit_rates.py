@@ -37,12 +37,12 @@ def trace(tmp_path: Path) -> Path:
     return file
 
 
-def test_workload_is_named_without_its_folder(recorded: ModuleType) -> None:
+def test_name_of_a_recorded_load_does_not_contain_its_folder(recorded: ModuleType) -> None:
     part = recorded.RecordedPart(Path("/a/b/load.jsonl.gz"), 50, 20, Path("/c/other.jsonl"))
     assert part.name == "half of load.jsonl.gz, after session 20, 50 sessions, then half of other.jsonl"
 
 
-def test_sessions_are_skipped_and_counted(recorded: ModuleType, trace: Path) -> None:
+def test_part_of_a_recorded_load_has_the_selected_sessions(recorded: ModuleType, trace: Path) -> None:
     every = recorded.texts_of(recorded.RecordedPart(trace))
     part = recorded.texts_of(recorded.RecordedPart(trace, first_sessions=5, skip_sessions=4))
     assert [text.prompt_len for text in part] == [text.prompt_len for text in every[4:9]]
@@ -80,7 +80,7 @@ def test_reported_free_bytes_exclude_padding(sized: ModuleType) -> None:
     assert sizes.free_bytes(space) == slabs["unused"] * sizes.state_bytes + used - held
 
 
-def test_fragmentation_case_is_measured_and_reported(recorded: ModuleType, trace: Path) -> None:
+def test_savings_of_a_recorded_load_are_within_the_bound_and_reported(recorded: ModuleType, trace: Path) -> None:
     pytest.importorskip("scipy")
     case = recorded.Case(recorded.RecordedPart(trace), "nano", 0.5)
     (figure,) = recorded.measure([case], recorded.RULES, {("turns.jsonl", "nano", 0.5): 0.25}, 1)

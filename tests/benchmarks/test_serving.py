@@ -100,7 +100,7 @@ def test_workload_ends_after_its_time_limit(serving: ModuleType, load: ModuleTyp
     assert found.figures.generated_per_s > 0 and found.figures.per_token is None
 
 
-def test_turns_longer_than_a_request_are_left_out(open_loop: ModuleType, load: ModuleType) -> None:
+def test_turns_beyond_the_maximum_request_length_are_left_out(open_loop: ModuleType, load: ModuleType) -> None:
     turns = tuple(load.Turn(0.0, (1,) * 10, 5) for _ in range(3))
     conversation = load.Conversation(1.0, (0,) * 20, turns)
     for max_length, num_turns in ((65, 3), (64, 2), (50, 2), (49, 1), (35, 1)):
@@ -108,7 +108,7 @@ def test_turns_longer_than_a_request_are_left_out(open_loop: ModuleType, load: M
     assert open_loop.fitting([conversation], 34) == []
 
 
-def test_stopped_clock_excludes_the_time(open_loop: ModuleType) -> None:
+def test_time_with_a_stopped_clock_does_not_count(open_loop: ModuleType) -> None:
     clock = open_loop.LoadClock()
     with clock.stopped():
         open_loop.time.sleep(0.2)
@@ -150,14 +150,14 @@ def test_upper_bound_for_skipped_tokens_is_the_longest_known_prefix(
     assert skippable_tokens([known, asking], 2) == [0, in_twos]
 
 
-def test_reply_counts_as_known_up_to_its_progress(open_loop: ModuleType, skippable_tokens: Any) -> None:
+def test_reply_tokens_count_as_known_once_they_are_generated(open_loop: ModuleType, skippable_tokens: Any) -> None:
     first = turn_of(open_loop, [1], [2, 3, 4, 5, 6], 0.0)
     text = [1, 2, 3, 4, 5, 6, 7]
     found = [skippable_tokens([first, turn_of(open_loop, text, [0], moment)], 1)[1] for moment in (0.5, 1.5, 2.5, 9.0)]
     assert found == [1, 1, 2, 5]
 
 
-def test_percentiles_are_values_that_occurred(figures: ModuleType) -> None:
+def test_percentiles_are_measured_values(figures: ModuleType) -> None:
     assert figures.percentiles([3.0]) == figures.Percentiles(3.0, 3.0, 3.0)
     assert figures.percentiles(range(100, 0, -1)) == figures.Percentiles(50, 95, 99)
     assert figures.percentiles([1, 2, 3, 4]) == figures.Percentiles(2, 4, 4)
@@ -248,7 +248,9 @@ def test_plots_without_matplotlib_are_refused_before_measuring(
         (["--rate", "0"], "must be more than 0, found 0"),
     ],
 )
-def test_bad_flag_exits_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flag_exits_with_a_one_line_error(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     finished = run_script_here(capsys, REPOSITORY / "benchmarks" / "serving.py", "--shape", "tiny", *flags)
     assert finished.status == 2 and message in finished.stderr.splitlines()[-1]
 

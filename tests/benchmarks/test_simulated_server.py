@@ -58,7 +58,7 @@ def test_simulated_request_takes_one_prefill_and_one_step_per_token() -> None:
     assert request.ended_s == pytest.approx(request.first_token_s + 99 * 0.01)
 
 
-def test_simulated_turn_starts_after_the_answer_and_skips_cached_tokens() -> None:
+def test_simulated_turn_arrives_after_the_preceding_reply_and_skips_cached_tokens() -> None:
     turns = [TimedRequest(text(1, 300, 100), None, 0.0), TimedRequest(text(1, 450, 1), 0, 5.0)]
     first, second = served_by_card(turns, plenty())
     assert second.arrived_s == pytest.approx(first.ended_s + 5.0)

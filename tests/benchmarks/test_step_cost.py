@@ -26,7 +26,9 @@ def serving_engine(step_cost: ModuleType) -> ModuleType:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes captured steps without CUDA")
-def test_number_of_host_calls_grows_with_requests(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_work_grows_slowly_with_the_number_of_requests(
+    serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host_work = import_module("host_work")
     for name, count in (("NUM_PROFILED", 3), ("NUM_TIMED", 3), ("NUM_COUNTED", 30), ("NUM_REPLY", 100)):
         monkeypatch.setattr(host_work, name, count)
@@ -70,7 +72,7 @@ def test_correct_drafts_are_all_accepted_and_wrong_drafts_never(
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_deterministic_model_follows_the_last_token(
+def test_next_token_of_the_deterministic_model_depends_only_on_the_last(
     step_cost: ModuleType, serving_engine: ModuleType, is_tied: bool
 ) -> None:
     sure, tiny = import_module("loads.sure_model"), serving_engine.SHAPES["tiny"]

@@ -21,7 +21,7 @@ def test_open_loop_requests_arrive_at_their_recorded_times() -> None:
     ]
 
 
-def test_each_agent_waits_only_for_its_own_answers() -> None:
+def test_each_agent_waits_only_for_its_own_replies() -> None:
     assert [(request.after, request.delay_s) for request in closed_loop(LOAD, 64)] == [
         (None, 0.0),
         (None, 5.0),
