@@ -70,7 +70,7 @@ class ChatClient:
             except (OSError, HTTPException) as error:
                 raise ChatError(f"{self.url}: the connection was lost: {error}") from error
             except _UNREADABLE as error:
-                raise ChatError(f"{self.url} does not list models as OpenAI's API does") from error
+                raise ChatError(f"{self.url} does not return a list of models in the format of OpenAI's API") from error
         if not models:
             raise ChatError(f"{self.url} lists no models; give a model name with --model")
         return models[0]
@@ -94,7 +94,7 @@ class ChatClient:
             except (OSError, HTTPException) as error:
                 raise ChatError(f"{self.url}: the connection was lost: {error}") from error
             except _UNREADABLE as error:
-                raise ChatError(f"{self.url} does not reply as OpenAI's API does") from error
+                raise ChatError(f"{self.url} does not reply in the format of OpenAI's API") from error
             finally:
                 turn.seconds = time.perf_counter() - start
 
@@ -118,7 +118,7 @@ def _events(reply: Any) -> Iterator[dict[str, Any]]:
 
 
 def _note(turn: Turn, event: Mapping[str, Any]) -> str:
-    """Record a stream event in the turn, and return the new text; "" if the event has none."""
+    """Record a stream event in the turn, and return the event's text; "" if it has none."""
     if event.get("error"):
         error = event["error"]
         raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))

@@ -78,7 +78,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     missing = [flag for flag, value in given.items() if value is None]
     if arguments.model is not None:
         if len(missing) < len(given):
-            raise UsageError(f"--model cannot be combined with {' or '.join(given)}; give a model or its sizes")
+            raise UsageError(f"--model cannot be combined with {' or '.join(given)}; give the model or the bytes")
         return _sizes_of(Path(arguments.model), arguments.block_size, arguments.cached_state_dtype, arguments.log_level)
     if arguments.cached_state_dtype != "live":
         raise UsageError(
@@ -95,7 +95,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
 def _sizes_of(
     directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"], log_level: str
 ) -> CacheSizes:
-    """Return the bytes of a model's KV blocks and states; all dtypes but `cached_state_dtype` are the defaults."""
+    """Return the bytes of a model's KV blocks and states, with the default dtypes except `cached_state_dtype`."""
     try:
         with quiet_libraries(log_level):
             _, shape = described_shape(directory)

@@ -161,7 +161,7 @@ def _draft_settings(
 
 
 def _card_of(model: Any, fraction: float) -> Card:
-    """Return the GPU's free memory and what steps of the model need; collective over the model's ranks."""
+    """Return the free memory of the GPU and the model's widest layer; collective over the model's ranks."""
     torch.cuda.empty_cache()
     (free,) = ranks_of_process().least([torch.cuda.mem_get_info()[0]])
     widest = max((weight.shape[0] for weight in model.decoder.parameters() if weight.dim() == 2), default=0)

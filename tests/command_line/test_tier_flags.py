@@ -28,9 +28,9 @@ BAD = {
     "a limit alone": ([*MEMORY, "--disk-cache-gb", "1"], "but requires --disk-cache-dir"),
     "below a file": (
         [*MEMORY, "--disk-cache-dir", "DIR/file/x"],
-        "--disk-cache-dir DIR/file/x: cannot be created or written to",
+        "--disk-cache-dir DIR/file/x cannot be created or written to",
     ),
-    "a file": ([*MEMORY, "--disk-cache-dir", "DIR/file"], "--disk-cache-dir DIR/file: cannot be created or written to"),
+    "a file": ([*MEMORY, "--disk-cache-dir", "DIR/file"], "--disk-cache-dir DIR/file cannot be created or written to"),
     "a limit below one entry": (
         [*MEMORY, "--disk-cache-dir", "DIR/new", "--disk-cache-gb", "1e-6"],
         "bytes: set --disk-cache-gb to 0.",

@@ -161,15 +161,15 @@ def foreign_server(body: bytes) -> Iterator[str]:
 def test_error_names_the_url_of_a_server_with_another_api(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(body) as url:
         assert main(["chat", "--url", url, "--say", "a"]) == 1
-        assert capsys.readouterr().err == f"{url} does not list models as OpenAI's API does\n"
+        assert capsys.readouterr().err == f"{url} does not return a list of models in the format of OpenAI's API\n"
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"data: {broken\n\n", "does not reply as OpenAI's API does"),
-        (b"data: \xff\n\n", "does not reply as OpenAI's API does"),
-        (b"data: 3\n\n", "does not reply as OpenAI's API does"),
+        (b"data: {broken\n\n", "does not reply in the format of OpenAI's API"),
+        (b"data: \xff\n\n", "does not reply in the format of OpenAI's API"),
+        (b"data: 3\n\n", "does not reply in the format of OpenAI's API"),
         (b'data: {"error": "out of memory"}\n\n', "out of memory"),
     ],
 )
