@@ -215,7 +215,7 @@ class HybridModelShape:
         return slab.slabs_of_request(num_blocks, config.num_request_slots) * slab.slab_bytes(unit) + unit.block
 
     def check(self, config: CacheConfig) -> None:
-        """Raise `ValueError` if the block size does not match the model's chunk size."""
+        """Raise a `ValueError` if the block size is not a multiple of the model's chunk size."""
         if config.prefix_caching and config.block_size_tokens % self.grain:
             raise ValueError(
                 f"block_size_tokens must be a multiple of the recurrence's chunk size {self.grain}, found "

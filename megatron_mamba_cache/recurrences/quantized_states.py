@@ -6,8 +6,8 @@
 and no operations are fused, so all kernels that quantize states, and the reference, write the same bits. If the scale
 of a channel would be denormal, the channel is stored as zeros.
 
-A tile of the restore kernel covers all rows of some channels of a head. Each resident program takes every n-th tile of
-the slots that are not padding. Safe in CUDA graphs: no host sync, one launch, grid fixed at capture.
+A tile of the restore kernel covers all rows of some channels of a head. Each of n concurrent programs takes every n-th
+tile of the slots that are not padding. Safe in CUDA graphs: no host sync, one launch, grid fixed at capture.
 """
 
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ class GateWeights:
 
 def write_strengths(b: Tensor) -> Tensor:
     """Return beta [..., value heads], rounded to the dtype of `b`, in the dtype in which references compute."""
-    # On a CPU, torch's sigmoid rounds the last few elements of a tensor differently.
+    # Do not use torch.sigmoid: on a CPU, it rounds the last few elements of a tensor differently.
     return (1 / (1 + torch.exp(-b.to(compute_dtype(b))))).to(b.dtype).to(compute_dtype(b))
 
 

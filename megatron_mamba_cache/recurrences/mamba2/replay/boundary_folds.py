@@ -29,7 +29,7 @@ from .ring import BoundaryFolds, ReplayRing, check_boundary_folds, check_ring_le
 from .tiling import folds_by_mma
 
 _ROWS = 256
-_LANES = 4  # int32 in 16 bytes
+_LANES = 4  # number of int32 values in 16 bytes
 WIDTH = 32
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 4

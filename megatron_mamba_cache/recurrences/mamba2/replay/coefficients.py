@@ -1,6 +1,6 @@
-"""Factors for the outputs of a replayed step, shared by the kernels in `outputs`; B and time steps go into the ring.
+"""Compute the factors for the outputs of a replayed step; append its B and time steps to the ring.
 
-With S the base, L the sum of dt * A since the base, and C_t the C of the step's token t,
+With S the base state, L the sum of dt * A since the base, and C_t the C of the step's token t,
 
     y_t = exp(L_t) (C_t S) + sum over j <= t of exp(L_t - L_j) dt_j (B_j . C_t) x_j + D x_t
 
@@ -38,8 +38,8 @@ class ReplayCoefficients:
     Args:
         base: [requests, max_tokens, heads]; factor of the product of C and the base.
         inputs: [requests, max_tokens, heads, ring_len + own]; factor of each x: first those in the ring, oldest first,
-            then those of the step. Factors of later tokens of the request are 0.
-        own: Space for the factors of the step's tokens, a power of two.
+            then those of the step. Factors of tokens after the output's token are 0.
+        own: Number of factors for the step's own tokens, including padding; a power of two.
     """
 
     base: Tensor

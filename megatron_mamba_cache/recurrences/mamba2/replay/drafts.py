@@ -1,4 +1,4 @@
-"""Draft storage by replay: drafts need no state slots, because rings keep the inputs of the tokens after the base."""
+"""Draft storage by replay: drafts need no slots, because rings keep the inputs of tokens after the live state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .boundary_folds import fold_boundaries, plan_boundary_folds
 from .ring import BoundaryFolds, ReplayRing
 
 _CONV, _SSM = 0, 1  # indices of the tensors in the pool's only state group
-_STEP_VALUES = 2  # dt, and dt * A
+_STEP_VALUES = 2  # number of values per head and token: dt and dt * A
 
 
 class ReplayedLayer(NamedTuple):

@@ -1,13 +1,13 @@
 """Operands of bf16 mma instructions of one warp, in Gluon: layouts, exact splits of float32, and slices of a state.
 
 Tiles are loaded in layouts that match the operands, so no data moves between lanes. This permutes the rows and columns
-of the operands. With indices written as tuples of bit fields, highest first, and a lane as (l, q), three and two bits,
+of the operands. In the formulas, an index is a tuple of bit fields, highest first, and a lane is (l, q), with three and
+two bits:
 
     element k = (tile, g, q, e) of the inner dimension is d_state element or token (q, tile, g, e)
     row m = (tile, h, l) of the left operand is column (l, tile, h) of the head
 
-Layouts are constructed during compilation, because as kernel arguments they could not be serialized by compilation
-hooks.
+Layouts are constructed during compilation, because compilation hooks cannot serialize them as kernel arguments.
 """
 
 from triton.experimental import gluon
@@ -65,7 +65,7 @@ def as_left(tile, OPERAND: gl.constexpr):
     """Convert a tile [depth, width] to a left operand [width, depth]; no data moves between lanes."""
     DEPTH: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
-    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, WIDTH // 16, 2])  # q, tile, g, e, l, tile, h
+    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, WIDTH // 16, 2])  # [q, tile, g, e, l, tile, h]
     return gl.convert_layout(tile.permute((5, 6, 4, 1, 2, 0, 3)).reshape([WIDTH, DEPTH]), OPERAND)
 
 
@@ -86,7 +86,7 @@ def as_right_rows(tile, OPERAND: gl.constexpr):
     """
     DEPTH: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
-    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, COLUMNS // 8])  # q, tile, g, e, l, tile
+    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, COLUMNS // 8])  # [q, tile, g, e, l, tile]
     return gl.convert_layout(tile.permute((1, 2, 0, 3, 5, 4)).reshape([DEPTH, COLUMNS]), OPERAND)
 
 
@@ -95,7 +95,7 @@ def from_sums(sums, TILE: gl.constexpr):
     """Convert accumulators [width, columns] of `as_left` and `as_right_rows` operands to a tile [columns, width]."""
     WIDTH: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
-    sums = sums.reshape([WIDTH // 16, 2, 8, COLUMNS // 8, 8])  # tile, h, l, tile of columns, column in the tile
+    sums = sums.reshape([WIDTH // 16, 2, 8, COLUMNS // 8, 8])  # [tile, h, l, tile of columns, column in the tile]
     return gl.convert_layout(sums.permute((4, 3, 2, 0, 1)).reshape([COLUMNS, WIDTH]), TILE)
 
 

@@ -5,10 +5,11 @@
 `coefficients` computes the factors and appends B and time steps to the ring. A second kernel does the rest: on a Hopper
 GPU, one in `outputs_sums` or `outputs_mma`, otherwise the Triton kernel here, which supports all shapes and devices.
 
-If a request's computed tokens have reached a further multiple of `ring_len`, the kernel first folds ring entries into
-the base: S = exp(dt * A) * S + B (dt * x). It folds one token at a time, as `state_verify` does, or, on a Hopper GPU
-with bf16 x and B, one period at a time. The state is cast to the pool's dtype at every multiple of `ring_len`, so
-the bits of a base depend only on its tokens. The kernel appends x last, because x may overwrite folded entries.
+If the number of computed tokens has reached a multiple of `ring_len` since the last fold, the kernel first folds ring
+entries into the base: S = exp(dt * A) * S + B (dt * x). It folds one token at a time, as `state_verify` does, or, on a
+Hopper GPU with bf16 x and B, one period of `ring_len` tokens at a time. The state is cast to the pool's dtype at every
+multiple of `ring_len`, so the bits of a base depend only on its tokens. The kernel appends x last, because x may
+overwrite folded entries.
 
 Each program has one request and `width` columns of one head's state [d_state, head_dim], with all of d_state, so no sum
 spans programs. Safe in CUDA graphs: no host sync, two launches, and the grids depend only on the shapes of the

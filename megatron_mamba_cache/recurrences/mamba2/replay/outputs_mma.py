@@ -186,7 +186,7 @@ def _state_mma_kernel(
         new_x,
         mask=(u < count)[:, None],
     )
-    is_odd = (new_x.to(gl.float32) * 0.0 != 0.0).to(gl.int32)  # infinite, or NaN
+    is_odd = (new_x.to(gl.float32) * 0.0 != 0.0).to(gl.int32)  # 1 for infinity and NaN
     if gl.max(gl.max(is_odd, axis=0), axis=0) == 0:
         sums = _multiply_right(new_x, of_new, sums, LEFT, RIGHT)
     else:

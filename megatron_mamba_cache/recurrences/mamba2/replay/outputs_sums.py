@@ -179,7 +179,7 @@ def _state_sums_kernel(
 def replay_by_sums(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
     """Launch the sums kernel, which folds, appends x and writes the outputs; arguments as in `replay_portably`."""
     pool = arguments["pool"]
-    # Each lane loads 16 contiguous bytes along head_dim; the lanes left over divide d_state.
+    # Each lane loads 16 contiguous bytes along head_dim; the other lanes split d_state.
     lanes = 32 * tiling.num_warps * (_ACCESS // pool.element_size()) // tiling.width
     _state_sums_kernel[(num_heads * (arguments["HEAD_DIM"] // tiling.width),)](
         **arguments, WIDTH=tiling.width, LANES=lanes, enable_fp_fusion=True, **overlapping(pool.device)
