@@ -1,4 +1,4 @@
-"""Narrow JSON schemas so that llguidance, which does not enforce some limits exactly, never allows an invalid value.
+"""Narrow JSON schemas where llguidance does not enforce a limit exactly, so that it never allows an invalid value.
 
 If a schema cannot be narrowed, `GrammarError` is raised.
 """
@@ -16,7 +16,7 @@ from .schema_words import also, at_location, list_of, locations_in, mapping_of, 
 
 _MOST_EXACT = 2**53
 """Larger integers may not be exact in float64, which llguidance uses."""
-_LARGEST_INTEGER = 2**63 - 1024  # exact in float64; llguidance uses 64-bit integers for bounds, even for type number
+_LARGEST_INTEGER = 2**63 - 1024  # exact in float64; llguidance stores bounds as 64-bit integers, even for type number
 _WORDS_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 """Characters that JSON can write only as `\\u` escapes."""
@@ -132,11 +132,11 @@ def _check_constants(schema: dict[str, Any]) -> None:
     for word in ("const", "enum"):
         for value in values_in(schema.get(word)):
             if isinstance(value, int) and abs(value) > _MOST_EXACT and _float_of(value, word) != value:
-                raise GrammarError(f"{word} holds {value}, beyond 2**53, which float64 cannot distinguish")
+                raise GrammarError(f"{word} holds {value}, beyond 2**53, which float64 cannot represent exactly")
 
 
 def _narrow_count(schema: dict[str, Any]) -> None:
-    """Remove `minProperties` if enough properties are required; if one is missing, require any optional property."""
+    """Remove `minProperties` if enough properties are required by name; if one is missing, require any other one."""
     least, required = schema.get("minProperties"), list_of(schema.get("required"))
     num_required = len(set(map(str, required)))
     is_free = schema.get("additionalProperties") is not False or schema.get("patternProperties")
@@ -161,7 +161,7 @@ def _float_of(value: int, word: str) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise GrammarError(f"{word} holds an integer of more than 308 digits") from error
+        raise GrammarError(f"{word} holds an integer of more than 308 digits, too large for float64") from error
 
 
 def _narrowed_pattern(pattern: str) -> str:

@@ -110,7 +110,10 @@ def test_random_replies_end_and_satisfy_their_schema(name: str, grammars: Gramma
 BAD = {"minItems": 3, "maxItems": 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unique texts": (of(a={"type": "array", "items": TEXT, "uniqueItems": True}), "properties.a: uniqueItems"),
-    "many orders": ({"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True}, "uniqueItems of 9 values"),
+    "many orders": (
+        {"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True},
+        "uniqueItems with 9 values",
+    ),
     "overlap": (of(a={"oneOf": [TEXT, {"const": "a"}]}), "properties.a: oneOf cannot be enforced"),
     "numbers overlap": (
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
@@ -119,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "look-ahead": (of(a={"type": "string", "pattern": "^(?!x).*$"}), "properties.a: the pattern '^(?!x).*$' has"),
     "class of POSIX": ({"type": "string", "pattern": "^[[:alpha:]]$"}, "the pattern has '[:alpha:]', which"),
     "class of Java": (of(a={**TEXT, "pattern": "^[a-z&&[^b]]$"}), "properties.a: the pattern has '&&', which"),
-    "an end inside": ({"type": "string", "pattern": "a$b"}, "the pattern /a$b/ has `^`, `$` or the end of a word"),
+    "an end inside": ({"type": "string", "pattern": "a$b"}, "the pattern /a$b/ has `^`, `$` or a word boundary"),
     "index": ({"anyOf": [ONE, {"$ref": f"#/anyOf/{'1' * 5000}"}]}, "$ref names"),
     "word ends": ({"type": "string", "pattern": r"\bfoo\b"}, "has lookahead or lookbehind"),
     "if": ({"anyOf": [{"if": TEXT, "then": False}]}, "anyOf.0: if cannot be enforced"),
