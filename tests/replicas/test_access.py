@@ -239,8 +239,8 @@ def test_joining_secret_is_private_and_removed_at_exit(monkeypatch: pytest.Monke
     [
         ("a" * 64, 0o604, r"open to other users \(mode 604\); run chmod 600"),
         ("a" * 64, 0o660, r"open to other users \(mode 660\)"),
-        ("a" * 63, 0o600, "63 characters that are not 64 hexadecimal digits"),
-        ("g" * 64, 0o600, "64 characters that are not 64 hexadecimal digits"),
+        ("a" * 63, 0o600, "must contain 64 hexadecimal digits, found 63 characters"),
+        ("g" * 64, 0o600, "must contain 64 hexadecimal digits, found 64 characters"),
         ("é" * 32, 0o600, "is not text"),
         (None, 0, "No such file"),
     ],
@@ -262,7 +262,7 @@ def test_key_file_and_no_key_are_mutually_exclusive(tmp_path: Path) -> None:
 
 def test_pyzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(channels.zmq, "has", lambda _feature: False)
-    with pytest.raises(ModuleNotFoundError, match="pyzmq is installed without CURVE"):
+    with pytest.raises(ModuleNotFoundError, match="a coordinator key needs a pyzmq with CURVE"):
         RoutingSettings(key_file=keyed(tmp_path)).access()
     assert isinstance(RoutingSettings().access(), LoopbackAccess)
 

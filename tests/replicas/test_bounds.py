@@ -155,7 +155,7 @@ def test_all_clients_together_may_use_all_pending_bytes(service: Service) -> Non
             client.submit(request, TOKENS)
             assert replica.take() == 3 * number + request
     clients[4].submit(0, TOKENS)
-    assert f"max_pending_bytes={12 * REQUEST_BYTES}; wait for answers" in clients[4].error()
+    assert f"max_pending_bytes={12 * REQUEST_BYTES}); wait for replies" in clients[4].error()
     replica.finish(0, [5])
     assert clients[0].answer()[0] == 0
     assert_served(replica, clients[4], 1)
@@ -225,7 +225,7 @@ def test_length_of_names_in_a_hello_is_bounded() -> None:
     fields = {"replica": "a", "member": 0, "num_members": 1, "domain": "", "proof": ""}
     assert hello_of(fields) == Hello("a")
     for name in ("replica", "domain", "proof"):
-        with pytest.raises(WireError, match="a name in the hello has more than 128 characters"):
+        with pytest.raises(WireError, match="a name in the hello message has more than 128 characters"):
             hello_of({**fields, name: "x" * 129})
 
 
