@@ -192,8 +192,14 @@ def test_expert_gemms_of_few_tokens_ignore_experts_on_other_ranks(ops: str, devi
         ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "the same dtype"),
         ({"ids": torch.zeros(3, 1)}, "int32"),
         ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
-        ({"shared_weight": torch.zeros(4, 9)}, "shared expert needs weight .* and one row .* per token"),
-        ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "needs contiguous torch.float32 weight and rows"),
+        (
+            {"shared_weight": torch.zeros(4, 9)},
+            "shared expert's weight must have shape .* and its input one row .* per token",
+        ),
+        (
+            {"shared_weight": torch.zeros(4, 8).bfloat16()},
+            "weight and input of the shared expert must be contiguous torch.float32",
+        ),
     ],
 )
 def test_expert_gemms_of_few_tokens_refuse_mismatched_arguments(changes: dict, reason: str) -> None:

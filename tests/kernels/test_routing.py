@@ -279,7 +279,7 @@ def test_expert_routing_accepts_zero_tokens(device: str) -> None:
         ({"rule": RoutingRule(2, num_groups=3)}, "into 3 equal groups"),
         ({"shared": SharedGate(torch.zeros(2, 4), torch.zeros(1, 4))}, r"x \[3, inputs\]"),
         ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(2, 4))}, r"weight \[1, inputs\]"),
-        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "with the same dtype on"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "gate must have the same dtype on"),
         ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "gate must be contiguous"),
     ],
 )

@@ -1,11 +1,11 @@
-"""Router logits: multiply tokens with the router's weights, in fp32.
+"""Router logits: multiply tokens by the router's weights, accumulating in fp32.
 
-Up to 2,048 tokens (4,096 with at most 128 experts) would use few multiprocessors. So the input dimension is split into
-parts, and the routing kernel adds the partial logits in a fixed order. A single token in a 16-bit dtype uses
-`multiply_one_token`.
+An ordinary GEMM for up to 2,048 tokens (4,096 with at most 128 experts) would use few multiprocessors. The input
+dimension is therefore split into parts, and the routing kernel adds the partial logits in a fixed order. A single token
+in a 16-bit dtype uses `multiply_one_token`.
 
-Safe in CUDA graphs. A token's logits are bit-identical for all batch sizes within each of these ranges: 1 token, up to
-256, up to 2,048, up to 4,096, and more.
+Safe in CUDA graphs. A token's logits are bit-identical for all batch sizes within one range; the ranges end at 1, 256,
+2,048 and 4,096 tokens.
 """
 
 import torch
