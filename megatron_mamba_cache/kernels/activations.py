@@ -1,9 +1,9 @@
 """Activation functions applied between the two GEMMs of a feed-forward layer.
 
 This package's GEMM kernels apply the activation themselves, before they round. The kernels below apply it to the result
-of another library's GEMM. Torch would need two launches and would read the non-contiguous halves without vectorized
-loads. Layout: contiguous; the input of `gated_silu` is [tokens, 2 * width], gates first. Safe in CUDA graphs: no host
-sync.
+of another library's GEMM. For `gated_silu`, torch would need two launches and would read the non-contiguous halves
+without vectorized loads. Layout: contiguous; the input of `gated_silu` is [tokens, 2 * width], gates first. Safe in
+CUDA graphs: no host sync.
 """
 
 from typing import Literal
@@ -127,5 +127,5 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def squared_relu_ref(x: Tensor) -> Tensor:
-    """Torch reference for `squared_relu`; Megatron's function is not used, as each number of tokens recompiles it."""
+    """Torch reference for `squared_relu`; Megatron's function would recompile for each number of tokens."""
     return F.relu(x).square()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.sampling.logits_changes import PenalisedRows, penalise
+from ..kernels.sampling.logits_changes import PenalizedRows, penalize
 from ..policy.requests import RunningRequest
 from .grammar_masks import GrammarMasks
 
@@ -39,7 +39,7 @@ class SeenTokens:
         """True if no request has counted tokens."""
         return not self._texts
 
-    def penalise(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
+    def penalize(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
         """Apply penalties to logits, [logits, vocab] float32, in place.
 
         Args:
@@ -62,9 +62,9 @@ class SeenTokens:
         numbers = [*rows, *texts, 0, *accumulate(counts), *drafts]
         sent = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
         num = len(rows)
-        penalise(
+        penalize(
             logits,
-            PenalisedRows(
+            PenalizedRows(
                 logits_rows=sent[:num],
                 texts=sent[num : 2 * num],
                 cu_drafts=sent[2 * num : 3 * num + 1],
@@ -145,9 +145,9 @@ class LogitsChanges:
         self.masks.apply(logits)
         _add_biases(changed, logits)
         _mask_ends(changed, logits)
-        penalised = [(start, request) for start, request in changed if request.spec.sampling.logits.depends_on_text]
-        if penalised:
-            self._seen.penalise(penalised, logits)
+        penalized = [(start, request) for start, request in changed if request.spec.sampling.logits.depends_on_text]
+        if penalized:
+            self._seen.penalize(penalized, logits)
         _mask_improbable(changed, logits)
         return logits
 

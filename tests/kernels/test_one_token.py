@@ -56,5 +56,7 @@ def test_one_token_gemm_uses_a_matmul_for_unsupported_shapes(device: str) -> Non
     ):
         assert not can_multiply_one_token(*others)
         if INTERPRETED or device == "cuda":
-            with pytest.raises(ValueError, match="contiguous, share a 16-bit dtype, and hold one token"):
+            with pytest.raises(
+                ValueError, match="contiguous and have the same 16-bit dtype, and x must hold one token"
+            ):
                 multiply_one_token(*others)

@@ -18,7 +18,7 @@ from tests.mcore.overlapped_runs import (
     EVENTS_DURING_A_STEP,
     assert_nothing_is_copied_for,
     is_ahead,
-    penalised,
+    penalized,
     start,
     step_until_ahead,
 )
@@ -215,7 +215,7 @@ def test_no_step_overlaps_while_another_request_is_paused() -> None:
 
 
 LOOKED_AT: dict[str, Callable[[], SamplingParams]] = {
-    "penalties": lambda: penalised(40),
+    "penalties": lambda: penalized(40),
     "log-probs": lambda: greedy(40, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2),
     "stop words": lambda: greedy(40, stop_words=["95 95 95"]),
 }

@@ -30,8 +30,8 @@ def test_penalties_prevent_repeated_tokens(server: RunningServer) -> None:
     long: dict[str, Any] = {"prompt": "x = 1\n" * 40, "max_tokens": 200, "temperature": 0.5, "seed": 1}
     fields: Any = [{}, {"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 5}]
     replies = at_once(lambda extra: answered(server, **long, **extra)["token_ids"], fields)
-    plain, *penalised = (len(set(reply)) for reply in replies)
-    assert min(penalised) > plain, (plain, penalised)
+    plain, *penalized = (len(set(reply)) for reply in replies)
+    assert min(penalized) > plain, (plain, penalized)
 
 
 def test_reply_ends_at_a_stop_token_after_min_tokens(server: RunningServer) -> None:

@@ -23,7 +23,7 @@ from .interface import (
 
 _HEAD_DIMS = range(8, 257, 8)
 PAGE_MULTIPLE = 256
-"""The page size of flash-attn 2 must be a multiple of this number of tokens."""
+"""Number of tokens of which flash-attn 2's page size must be a multiple."""
 
 
 class _FlashAttention(ABC):

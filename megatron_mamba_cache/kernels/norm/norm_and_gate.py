@@ -43,7 +43,7 @@ def _norm_and_gate_kernel(
 def norm_and_gate(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of each head of `y`, times `weight` and silu(z).
 
-    Results are bit-identical for any batch size. The reference runs for float64 inputs and if a gradient is needed.
+    Results are bit-identical for any batch size. float64 inputs, and inputs that need a gradient, use the reference.
 
     Args:
         y, z: [tokens, heads * head_dim]; channels contiguous.

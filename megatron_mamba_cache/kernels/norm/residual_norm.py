@@ -1,4 +1,4 @@
-"""Fused residual add and RMS norm, between two layers.
+"""Fused residual add and RMS norm between two layers.
 
 Layout: contiguous tokens. Grid: one program per token, which holds its channels in registers. The sum is rounded before
 it is normalized, so both results are bit-identical to separate passes. Arithmetic is in fp32. Safe in CUDA graphs: no
@@ -45,11 +45,11 @@ def add_and_norm(
 
     Args:
         output, residual: [..., channels], contiguous.
-        weight: [channels]; no kernel that may still be running may write it.
+        weight: [channels]; must not be written by a kernel that may still be running.
         offset: Added to the weights in fp32; 1 for a zero-centered norm.
 
     Returns:
-        Both [..., channels], contiguous, in the residual's dtype.
+        The sum and the norm, each [..., channels], contiguous, in the residual's dtype.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.

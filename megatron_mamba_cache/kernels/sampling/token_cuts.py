@@ -9,12 +9,13 @@ is taken over the tokens at or above it: their number for top-k, their total wei
    Once few tokens are left between two pivots, the row skips the remaining rounds.
 2. Each tile lists its tokens between these pivots and sums the weights above them. If both top-k and top-p are set, it
    lists all tokens that top-k may keep.
-3. One program per row searches the listed logits by bisection over their bit patterns. If a list is too short, which
-   takes thousands of almost equal logits, the program searches the whole row, more slowly.
+3. One program per row searches the listed logits by bisection over their bit patterns. If a tile's tokens do not fit
+   in its list, which only happens with thousands of almost equal logits, the program searches the whole row, more
+   slowly.
 
-Layout: logits row-major, vocabulary contiguous. The time is that of reading the logits from L2, once per round and once
-to list them. Rows that are greedy or keep all tokens are skipped. Safe in CUDA graphs: no host sync, and the grids
-depend only on the shape of the logits.
+Layout: logits row-major, vocabulary contiguous. Reading the logits from L2, once per round and once to list them,
+dominates the run time. Rows that are greedy or keep all tokens are skipped. Safe in CUDA graphs: no host sync, and the
+grids depend only on the shape of the logits.
 """
 
 from dataclasses import dataclass
