@@ -295,7 +295,7 @@ def test_ranks_on_several_hosts_without_a_shared_key_are_refused(monkeypatch: py
     others(("elsewhere", key.fingerprint))
     replica_identity.check_ranks(groups, key)
     for access in (other_key, LoopbackAccess(), InsecureAccess()):
-        with pytest.raises(ValueError, match="give all of them the same key file, or none"):
+        with pytest.raises(ValueError, match="give all ranks the same key file, or none"):
             replica_identity.check_ranks(groups, access)
     others(("elsewhere", "insecure"))
     replica_identity.check_ranks(groups, InsecureAccess())

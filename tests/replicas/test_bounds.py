@@ -138,7 +138,7 @@ def test_one_client_may_use_a_quarter_of_the_pending_bytes(service: Service) -> 
     client, other = service.client(), service.client("other")
     for number in range(4):
         client.submit(number, TOKENS)
-    assert "this client's requests and" in client.error()
+    assert "this client's unfinished requests have" in client.error()
     taken = [replica.take() for _ in range(3)]
     assert_served(replica, other)
     replica.finish(taken[0], [5])
