@@ -17,7 +17,7 @@ from ..kernels.one_token import can_multiply_one_token, multiply_one_token
 
 
 class OneTokenColumnLinear(ColumnParallelLinear):
-    """Megatron's column-parallel linear with a single-token kernel."""
+    """Megatron's column-parallel linear layer with a dedicated kernel for a single token."""
 
     @override
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
@@ -27,7 +27,7 @@ class OneTokenColumnLinear(ColumnParallelLinear):
 
 
 class OneTokenRowLinear(RowParallelLinear):
-    """Megatron's row-parallel linear with a single-token kernel; the result is then summed over ranks."""
+    """Megatron's row-parallel linear layer with a dedicated kernel for a single token."""
 
     @override
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
@@ -37,18 +37,18 @@ class OneTokenRowLinear(RowParallelLinear):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [..., inputs] @ weight [outputs, inputs].T; a single token uses its own kernel."""
+    """Return x [..., inputs] @ weight [outputs, inputs].T; a single token has a dedicated kernel."""
     return multiply_one_token(x, weight) if can_multiply_one_token(x, weight) else F.linear(x, weight)
 
 
 def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
-    """Return whether the layer is a plain GEMM, without bias, gradient or sequence parallelism."""
+    """Return whether the layer is only a GEMM, without bias, gradient or sequence parallelism."""
     has_others = settings.get("bias") is not None or settings.get("sequence_parallel")
     return not has_others and not wants_gradient(x, weight)
 
 
 class FeedForward(MLP):
-    """Dense feed-forward layer with our kernels."""
+    """Megatron's dense feed-forward layer with our kernels."""
 
     linear_fc1: OneTokenColumnLinear
 
@@ -90,7 +90,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
     gate_weight: Tensor | None
 
     def ungated(self, hidden_states: Tensor) -> Tensor:
-        """Return the output [..., hidden] before the gate, not summed over ranks."""
+        """Return this rank's output, [..., hidden], before the gate and before the sum over tensor-parallel ranks."""
         output: Tensor = FeedForward.forward(self, hidden_states)[0]
         return output
 
@@ -104,7 +104,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
 
 
 def fused_activation(config: Any) -> Activation:
-    """Return the feed-forward activation that kernels fuse into the first GEMM; "none" if they cannot."""
+    """Return the configured activation if kernels can fuse it with the first GEMM, otherwise "none"."""
     name, is_gated = getattr(config.activation_func, "__name__", ""), config.gated_linear_unit
     if name == "squared_relu" and not is_gated:
         return "squared_relu"

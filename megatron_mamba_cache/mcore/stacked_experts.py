@@ -15,14 +15,15 @@ from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes
 from .feed_forward import fused_activation
 
 STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")
-"""Suffixes of the names of parameters that hold several experts' weights."""
+"""Suffixes of the names of parameters that hold the weights of several experts."""
 
 
 class StackedExperts(MegatronModule):
-    """This rank's experts, split over tensor-parallel ranks in the same way as Megatron's.
+    """This rank's routed experts, each split over the tensor-parallel ranks like Megatron's experts.
 
     Args:
-        config: Megatron's configuration; experts read and write vectors of `moe_latent_size`, or else `hidden_size`.
+        config: Megatron's configuration; the experts' inputs and outputs have `moe_latent_size` channels if it is set,
+            otherwise `hidden_size`.
         pg_collection: Contains the process groups `ep`, `tp` and `expt_dp`.
 
     Attributes:
@@ -48,7 +49,7 @@ class StackedExperts(MegatronModule):
         return nn.Parameter(torch.empty(self.num_experts, *sizes, device=device, dtype=dtype), requires_grad=False)
 
     def takes(self, shared: SharedExpert, x: Tensor) -> bool:
-        """Return whether `forward` can also compute the shared expert for these tokens."""
+        """Return whether `forward` can also compute the shared expert for tokens x."""
         return self._apart is None and shared.first.shape[1:] == x.shape[1:] and takes_shared_expert(x)
 
     def forward(
@@ -60,7 +61,7 @@ class StackedExperts(MegatronModule):
         shared: SharedExpert | None = None,
         overlapped: OverlappedExpert | None = None,
     ) -> Tensor:
-        """Return the weighted sum over each token's experts on this rank; see `routed_experts`."""
+        """Return the weighted sum of the outputs of each token's experts on this rank; see `routed_experts`."""
         return routed_experts(
             x,
             ids,
@@ -86,7 +87,7 @@ class StackedExperts(MegatronModule):
         """Return views of each expert's weights under Megatron's checkpoint keys, for saving or loading in place.
 
         Args:
-            metadata: With `singleton_local_shards`, each expert has a separate key.
+            metadata: If its `singleton_local_shards` is True, each expert has a separate key.
         """
         has_own_keys = (metadata or {}).get("singleton_local_shards", False)
         rank, num_ranks = self._tensor_rank, self._num_tensor_ranks
@@ -115,7 +116,7 @@ class StackedExperts(MegatronModule):
 
 
 def _activation(config: Any) -> tuple[Activation, Any]:
-    """Return the activation fused into the first GEMM, and the function applied to the result, or None."""
+    """Return (activation fused with the first GEMM, None), or ("none", function to apply to the GEMM's result)."""
     fused, is_gated = fused_activation(config), config.gated_linear_unit
     if fused != "none":
         return fused, None

@@ -181,7 +181,7 @@ class HeldRequests:
     def _admit(self, target: RunningRequest, budget: int) -> HeldRequest | None:
         context, length = self._context, target.length
         max_len = context.cache_config.max_sequence_length
-        if length > min(max_len, context.max_blocks_of_a_request * context.cache.block_size):
+        if length > min(max_len, context.max_blocks_per_request * context.cache.block_size):
             return None
         text = np.empty(max_len, np.int64)
         text[:length] = target.tokens(0, length)
