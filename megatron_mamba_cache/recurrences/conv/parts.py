@@ -84,7 +84,7 @@ def begin_row(
     y, inputs, weight, bias, windows, ends, rows, row, num_chunks, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr,
 ):  # fmt: skip
-    """Compute a request's first D_CONV - 1 tokens; store its final window, and windows that include initial inputs."""
+    """Convolve a request's first D_CONV - 1 tokens; store its final window, and windows that include earlier inputs."""
     WINDOW: tl.constexpr = D_CONV - 1
     inside = channel < CONV_DIM
     start = tl.load(rows.cu_seqlens + row)
@@ -155,7 +155,7 @@ def convolve_run(
     y, inputs, weight, bias, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile whose tokens all belong to one request and follow its first D_CONV - 1 tokens."""
+    """Convolve a tile whose tokens all belong to one request and follow its first D_CONV - 1 tokens."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -182,7 +182,7 @@ def convolve_part(
     y, inputs, weight, bias, low, high, num_tokens, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile's tokens of the request [low, high), except its first D_CONV - 1; zero the tokens after it."""
+    """Convolve a tile's tokens of the request [low, high), except its first D_CONV - 1; zero the tokens after it."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)

@@ -8,7 +8,7 @@ The step itself has already folded ring entries up to the last multiple of `ring
 fold starts there. Each program handles _ROWS requests.
 
 The fold kernel applies ring entries to the base of each request and writes the result to the target. Grid: as many
-programs as the GPU holds at a time. Each program reads the targets of all requests, and takes every n-th tile, over all
+programs as can run concurrently. Each program reads the targets of all requests, and takes every n-th tile, over all
 layers, of the requests that have one. A single request thus uses the whole GPU, and a step without targets is cheap.
 
 Safe in CUDA graphs: no host sync, one launch per kernel, and the grids are fixed at capture.
@@ -93,7 +93,7 @@ def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, blo
 def fold_boundaries(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
-    """Write each request's state after its first `ends` tokens to its target slot, all layers, in place.
+    """Write each request's state after its first `ends` tokens to its target slot, in all layers, in place.
 
     Ring entries from `folded` to `ends` - 1 are applied to the base as in `state_replay`. If `ends` is a multiple of
     `ring_len`, the state is bit-identical to the base of a later step, unless it is quantized. A request without a

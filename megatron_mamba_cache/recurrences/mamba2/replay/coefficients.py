@@ -1,6 +1,6 @@
 """Compute the factors for the outputs of a replayed step; append its B and time steps to the ring.
 
-With S the base state, L the sum of dt * A since the base, and C_t the C of the step's token t,
+With S the base state and L_t the sum of dt * A over the tokens after the base up to token t,
 
     y_t = exp(L_t) (C_t S) + sum over j <= t of exp(L_t - L_j) dt_j (B_j . C_t) x_j + D x_t
 
@@ -8,9 +8,9 @@ This kernel computes the factors of C_t S and of each x_j (including D), appends
 tokens to the ring, and zeroes the outputs of padding. The kernels in `outputs` do the rest.
 
 Sums of log decays are float64, because differences of long float32 sums would lose accuracy. If the previous launch is
-the convolution, this kernel reads all inputs that the convolution does not write while it still runs. Grid: one program
-per request and block of heads, and one more request that zeroes the outputs after the last request. Safe in CUDA
-graphs: no host sync, one launch, and the grid depends only on the shapes of the arguments.
+the convolution, this kernel overlaps with it and first reads the inputs that the convolution does not compute. Grid:
+one program per request and block of heads; the programs of one additional request zero the outputs after the last
+request. Safe in CUDA graphs: no host sync, one launch, and the grid depends only on the shapes of the arguments.
 """
 
 from dataclasses import dataclass

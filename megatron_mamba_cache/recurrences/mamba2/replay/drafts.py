@@ -59,7 +59,7 @@ class ReplayStorage:
     def cache_boundaries(
         self, stored: StoredStates, replay: ReplayBatch | None, rows: AlignBatch, block_size: int
     ) -> None:
-        """Store the states and conv windows at block boundaries that requests reached, as computed on the device."""
+        """Store the state and conv window of each request that reached a block boundary, as decided on the device."""
         assert replay is not None
         folds = plan_boundary_folds(replay, rows, self._ring_len, block_size)
         storage = stored.storage(_SSM)

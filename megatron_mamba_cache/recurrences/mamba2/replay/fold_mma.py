@@ -1,6 +1,6 @@
 """Folds by bf16 tensor-core matmuls, in Gluon, for Hopper GPUs and bf16 rings.
 
-All kernels that fold in this way give bit-identical results. A period is `ring_len` positions that start at a multiple
+All kernels that use these folds give bit-identical states. A period is `ring_len` positions that start at a multiple
 of `ring_len`. For the ring entries j of one period, with L the sum of dt * A over them and L_j the same sum over the
 entries after j, the new state is
 
@@ -85,7 +85,10 @@ def _load_slice(
 
 @gluon.jit
 def _elements(SLICE: gl.constexpr, EIGHTHS: gl.constexpr, D_STATE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the d_state indices of a slice: equally many from each eighth. The slice of B in a lane is one eighth."""
+    """Return the d_state indices of a slice: equally many from each eighth of d_state.
+
+    A lane loads B for the indices from one eighth.
+    """
     r = gl.arange(0, 8 * EIGHTHS, layout=LAYOUT)
     return r // EIGHTHS * (D_STATE // 8) + SLICE * EIGHTHS + r % EIGHTHS
 

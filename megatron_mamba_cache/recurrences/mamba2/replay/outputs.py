@@ -146,7 +146,7 @@ def fold_entries(
 ):  # fmt: skip
     """Fold the ring entries from `position` to `end` - 1 into the float32 `state` [d_state, width], and return it.
 
-    It is rounded to the pool's dtype at every multiple of RING, and nowhere else.
+    `state` is cast to the pool's dtype at every multiple of RING, and nowhere else.
 
     Args:
         x, b, steps: Pointers to the head's inputs at index 0 of the ring.

@@ -82,6 +82,9 @@ def _has_gluon(device: torch.device) -> bool:
 
 
 def hopper_width(head_dim: int, d_state: int) -> int | None:
-    """Return the maximum number of columns of a head that a warp keeps in registers; None if Gluon cannot replay it."""
+    """Return the maximum number of columns of a head that a warp keeps in registers.
+
+    Return None if no Gluon kernel supports heads of this shape.
+    """
     widths = [width for width in (64, 32, 16) if head_dim % width == 0 and width * d_state <= _LARGEST_TILE]
     return widths[0] if widths and d_state >= 16 and d_state & (d_state - 1) == 0 else None
