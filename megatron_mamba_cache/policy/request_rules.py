@@ -18,7 +18,7 @@ class RequestRules:
     Args:
         num_blocks: Maximum number of KV blocks per request.
         scores_prompts: True if the engine can compute prompt log-probabilities.
-        ranks_prompts: True if the engine can compute the rank of each prompt token, too.
+        ranks_prompts: True if the engine can also compute the rank of each prompt token.
     """
 
     config: CacheConfig
@@ -33,18 +33,18 @@ class RequestRules:
         return min(self.config.max_sequence_length, self.num_blocks * self.config.block_size_tokens + 1)
 
     def error_of(self, spec: RequestSpec) -> str | None:
-        """Return a message with the value, limit and setting if a request can never run; None if it can."""
+        """Return an error message with the value, limit and setting if a request can never run; None if it can."""
         sampling = spec.sampling
         problem = self._problem_of_prompt(spec.prompt) or self._problem_of_length(spec)
         problem = problem or _problem_of_sampling(sampling) or self._problem_of_log_probs(spec.log_probs)
         if problem is None and sampling.grammar and sampling.logits.min_tokens:
             least = sampling.logits.min_tokens
-            problem = f"min_tokens is {least}; a reply that follows a grammar ends where the grammar does; leave it out"
+            problem = f"min_tokens is {least}, but a grammar determines where its reply ends; leave min_tokens out"
         return problem or sampling.logits.problem(self.vocab_size)
 
     def _problem_of_prompt(self, prompt: npt.NDArray[np.int64]) -> str | None:
         if prompt.ndim != 1:
-            return f"the prompt has shape {prompt.shape}; one row of token ids is needed"
+            return f"the prompt has shape {prompt.shape}; it must be a vector of token ids"
         if not len(prompt):
             return "the prompt is empty; at least 1 token is needed"
         worst = prompt.min() if prompt.min() < 0 else prompt.max()
@@ -94,12 +94,12 @@ class RequestRules:
             )
         for name, count in (("top_n_logprobs", settings.top_n), ("prompt_top_n", prompt_top_n or 0)):
             if not 0 <= count <= self.vocab_size:
-                return f"{name} is {count}; it must be from 0 to the vocabulary's {self.vocab_size}"
+                return f"{name} is {count}; it must be between 0 and the vocabulary size {self.vocab_size}"
         return None
 
 
 def unfit_token(tokens: Iterable[object]) -> object | None:
-    """Return the first token that is not a 64-bit integer; None if all are."""
+    """Return the first token that is not a 64-bit integer; None if all tokens are."""
     return next((token for token in tokens if not (isinstance(token, int) and -(2**63) <= token < 2**63)), None)
 
 

@@ -83,8 +83,8 @@ def test_top_n_lists_all_tokens_even_if_their_texts_are_equal(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("count", "settings", "words"),
     [
-        (-1, SCORED, "from 0 to"),
-        (97, SCORED, "from 0 to the vocabulary's 96"),
+        (-1, SCORED, "between 0 and the vocabulary size"),
+        (97, SCORED, "between 0 and the vocabulary size 96"),
         (True, SCORED, "must be an int"),
         (2, {}, "needs return_log_probs=True"),
         (2, {"return_log_probs": True, "skip_prompt_log_probs": True}, "skip_prompt_log_probs=False"),

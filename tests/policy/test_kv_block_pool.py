@@ -453,7 +453,7 @@ def test_check_integrity_detects_a_cached_block_with_no_state_after_it() -> None
     ("corrupt", "message"),
     [
         (lambda kv: kv._tree._block_of.popitem(), "inverse"),
-        (lambda kv: kv._tree._num_children.__setitem__(0, 9), "children"),
+        (lambda kv: kv._tree._num_children.__setitem__(0, 9), "child counts"),
         (lambda kv: setattr(kv, "num_cached", 0), "and 0 are counted"),
         (lambda kv: kv._refs.__setitem__(3, 1), "but 0 and 2 are"),
     ],

@@ -150,7 +150,7 @@ def test_router_refuses_invalid_settings_and_calls() -> None:
     subject.route(0, everywhere(blocks([])))
     with pytest.raises(ValueError, match="request 0 is in flight"):
         subject.route(0, everywhere(blocks([])))
-    with pytest.raises(ValueError, match="replica a already takes part"):
+    with pytest.raises(ValueError, match="replica a has already joined"):
         subject.join(NAMES[0])
 
 

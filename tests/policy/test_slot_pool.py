@@ -354,7 +354,7 @@ def test_flushing_both_pools_works_while_a_state_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda pool: pool._owners._owners.__setitem__(0, SlotOwner.LIVE), "counted"),
+        (lambda pool: pool._owners._owners.__setitem__(0, SlotOwner.LIVE), "slot counts by owner"),
         (lambda pool: pool.slot_by_block.clear(), "listed as cached"),
         (lambda pool: pool._pins.__setitem__(9, 1), "pins"),
         (lambda pool: pool._evictable.clear(), "evictable"),
