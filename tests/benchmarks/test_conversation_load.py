@@ -89,9 +89,9 @@ def test_workload_from_a_trace_has_its_lengths_times_and_prefixes(load: ModuleTy
         ({"new_tokens": 0}, "new_tokens must be a whole number of at least 1, found 0"),
         ({"reply_tokens": 2.5}, "reply_tokens must be a whole number"),
         ({"prefix_tokens": -1}, "prefix_tokens must be a whole number of at least 0"),
-        ({"think_s": -1}, "think_s must be seconds"),
-        ({"arrival_s": "soon"}, "arrival_s must be seconds"),
-        ({"session": None}, "session must be text or a number"),
+        ({"think_s": -1}, "think_s must be a number of seconds of at least 0"),
+        ({"arrival_s": "soon"}, "arrival_s must be a number of seconds of at least 0"),
+        ({"session": None}, "session must be a string or a number"),
         ({"speed": 1}, "speed"),
     ],
 )
