@@ -16,7 +16,7 @@ from .pool import StatePool
 from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""Maximum number of boundaries per prompt without a stride: end of the KV match, second to last and last boundary."""
+"""Maximum number of boundaries per prompt without a stride: the end of the KV match and the last two boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _StoredOffset:
 
 
 class StateSlotAllocator:
-    """Allocates slots from an engine's pools for the Mamba states at the ends of KV blocks.
+    """Allocator that assigns slots of an engine's pools to the Mamba states at the ends of KV blocks.
 
     The methods have the signatures of Megatron's allocator and return the same results, such as -1 for a missing slot.
     """

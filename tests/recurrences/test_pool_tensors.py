@@ -26,7 +26,7 @@ def tensors(slab: SlabShape, device: str) -> tuple[StatePool, Tensor]:
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)
-def test_kv_blocks_and_states_in_shared_memory_do_not_overlap(slab: SlabShape, device: str) -> None:
+def test_kv_blocks_and_states_in_one_allocation_do_not_overlap(slab: SlabShape, device: str) -> None:
     pool, kv = tensors(slab, device)
     num_slots, num_blocks = NUM_SLABS * slab.slots_per_slab, NUM_SLABS * slab.blocks_per_slab + 1
     assert pool.tensors[0].shape[1] == num_slots and kv.shape == (2, 2, num_blocks, 4, 2, 8)
@@ -61,7 +61,7 @@ def test_layers_of_one_state_or_kv_block_are_contiguous(slab: SlabShape, device:
     assert all((tensor.data_ptr() - first) % 256 == 0 for tensor in (conv[1, 1], ssm[2, 1], kv[0, 0, 1]))
 
 
-def test_slot_copies_in_shared_memory_move_only_states(device: str) -> None:
+def test_slot_copies_change_only_states_and_no_kv_blocks(device: str) -> None:
     pool, kv = tensors(SHAPES[0], device)
     kv[:, :, 0] = 7  # all blocks in slab 0
     pool.tensor("conv")[:, 1].normal_()

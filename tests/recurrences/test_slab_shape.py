@@ -38,7 +38,7 @@ def test_slots_and_blocks_in_a_slab_are_aligned_and_large_enough(state: int, blo
 
 
 @given(st.floats(1 / 200, 200), st.integers(MIB, 64 * MIB))
-def test_slabs_of_at_most_16_large_units_waste_at_most_3_percent(ratio: float, smaller: int) -> None:
+def test_slab_with_at_most_16_of_the_larger_unit_wastes_at_most_3_percent(ratio: float, smaller: int) -> None:
     larger = int(smaller * max(ratio, 1 / ratio))
     unit = UnitBytes(*((larger, smaller) if ratio >= 1 else (smaller, larger)), 512)
     shape = SlabShape.fitting([unit])

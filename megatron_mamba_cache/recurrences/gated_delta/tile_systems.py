@@ -2,7 +2,7 @@
 
 For token i of a tile, where G_i is the sum of g from the start of the tile up to and including token i:
 
-    A[i, j] = beta_i (k_i . k_j) exp(G_i - G_j) for j < i        solved = (I + A)^-1 diag(beta), below its diagonal
+    A[i, j] = beta_i (k_i . k_j) exp(G_i - G_j) for j < i        solved = (I + A)^-1 diag(beta), without its diagonal
     scores[i, j] = (q_i . k_j) exp(G_i - G_j) for j <= i
 
 These terms and `factors` include the normalization of q and k, so the scan reads q and k unnormalized. The inverse (WY
