@@ -81,7 +81,7 @@ def test_boundary_state_can_be_computed_at_any_position(ends_off_a_multiple: int
 
 
 @BOTH_POOLS
-def test_only_target_slots_of_boundary_states_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
+def test_boundary_state_op_writes_only_target_slots(dtype: torch.dtype, op: Op, device: str) -> None:
     """Requests without a target, and padding with a target, have arbitrary counts."""
     torch.manual_seed(2)
     requests = decoded(2, 4, device, dtype)
@@ -100,7 +100,7 @@ def test_only_target_slots_of_boundary_states_are_written(dtype: torch.dtype, op
     assert same_bits(requests.pool[:4], before[:4])
 
 
-def test_stored_state_may_be_updated_in_place(op: Op, device: str) -> None:
+def test_boundary_state_op_may_overwrite_its_source_slot(op: Op, device: str) -> None:
     torch.manual_seed(3)
     requests = decoded(1, 4, device, torch.float32)
     (request,) = requests.requests

@@ -123,7 +123,7 @@ def test_causal_conv_is_bitwise_equal_in_any_batch_size(op: Op, device: str) -> 
     assert same_bits(y[length:], alone)
 
 
-def test_causal_conv_keeps_nan_in_its_request_and_zeros_padding(op: Op, device: str) -> None:
+def test_causal_conv_nan_stays_in_its_request_and_padding_becomes_zero(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [RowSpec(5, final=0), RowSpec(2, final=1), RowSpec(4, final=2)]
@@ -244,7 +244,7 @@ def test_causal_conv_windows_of_random_requests_match_the_reference(d_conv: int,
     assert same_bits(pool, expected_pool)
 
 
-def test_causal_conv_computes_the_same_bits_with_every_tiling(device: str) -> None:
+def test_causal_conv_result_does_not_depend_on_the_tiling(device: str) -> None:
     torch.manual_seed(5)
     weight, bias = make_weights(4, device)
     x = torch.randn(sum(spec.length for spec in SPECS), CONV_DIM, device=device)

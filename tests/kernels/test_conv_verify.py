@@ -112,7 +112,7 @@ def test_conv_verify_equals_single_token_steps_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(2 if INTERPRETED else 8))
-def test_conv_verify_is_unaffected_by_drafts_rejected_before(
+def test_conv_verify_is_unaffected_by_drafts_rejected_in_earlier_steps(
     seed: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(seed)
@@ -160,7 +160,7 @@ def test_conv_verify_matches_the_packed_convolution(
         assert same_bits(pool[spec.columns[0], num_drafts : num_drafts + d_conv - 1], window)
 
 
-def test_conv_verify_keeps_nan_in_its_request_and_zeros_extra_tokens(op: Op, device: str) -> None:
+def test_conv_verify_nan_stays_in_its_request_and_extra_tokens_become_zero(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]

@@ -156,7 +156,7 @@ def test_expert_gemms_of_few_tokens_are_bitwise_equal_in_any_batch(activation: s
         assert same_bits(run("kernel", layer, x[own], ids[own], weights[own], shared=shared), together[own])
 
 
-def test_expert_gemms_of_few_tokens_accept_inputs_wider_than_a_tile(
+def test_expert_gemms_of_few_tokens_support_inputs_wider_than_a_tile(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair_gemms, "_WIDEST", 32)

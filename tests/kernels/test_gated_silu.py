@@ -24,7 +24,7 @@ def test_gated_silu_kernel_matches_its_reference(dtype: torch.dtype, shape: tupl
 
 
 @pytest.mark.parametrize("op", [gated_silu, gated_silu_ref])
-def test_gated_silu_saturates_for_large_gates_and_keeps_nan(op: object, device: str) -> None:
+def test_gated_silu_saturates_for_large_gates_and_propagates_nan(op: object, device: str) -> None:
     gates = torch.tensor([-1000.0, 1000.0, float("nan"), 1.0], device=device)
     others = torch.tensor([3.0, 3.0, 3.0, float("nan")], device=device)
     out = op(torch.cat((gates, others))).tolist()

@@ -81,7 +81,7 @@ def test_kv_append_skips_tokens_with_a_negative_block(blocks: list[int], op: Op,
 @both_ops
 @settings(max_examples=15)
 @given(data=st.data())
-def test_kv_append_writes_tokens_only_to_their_slots(op: Op, data: st.DataObject) -> None:
+def test_kv_append_writes_only_the_slots_of_its_tokens(op: Op, data: st.DataObject) -> None:
     every = [(block, offset) for block in range(NUM_BLOCKS) for offset in range(BLOCK)]
     slots = data.draw(st.permutations(every))[: data.draw(st.integers(1, len(every)))]
     slots = [(-1, offset) if data.draw(st.booleans()) else (block, offset) for block, offset in slots]

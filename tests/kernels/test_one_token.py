@@ -36,7 +36,7 @@ def test_one_token_gemm_matches_a_matmul(
 
 
 @pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
-def test_one_token_gemm_keeps_nan(activation: Activation, device: str) -> None:
+def test_one_token_gemm_propagates_nan(activation: Activation, device: str) -> None:
     x, weight = torch.ones(1, 16).bfloat16().to(device), torch.ones(4, 16).bfloat16().to(device)
     weight[1, 3] = float("nan")
     out = multiply_one_token(x, weight, activation)

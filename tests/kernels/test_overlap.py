@@ -154,7 +154,7 @@ def test_kernel_launched_early_accesses_no_memory_before_its_wait(
 
 # The variant that gathers rows takes many seconds to compile.
 @pytest.mark.parametrize("top_k", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_long_tile_gemm_waits_for_the_previous_kernel_first(
+def test_long_tile_gemm_waits_for_the_previous_kernel_before_the_next_may_start(
     top_k: int | None,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,

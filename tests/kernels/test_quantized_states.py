@@ -108,7 +108,7 @@ def test_restore_writes_only_the_dequantized_state(
     assert same_bits(pool, expected)
 
 
-def test_restore_of_more_slots_than_one_launch_takes_is_complete(device: str) -> None:
+def test_restore_of_more_slots_than_one_launch_handles_is_complete(device: str) -> None:
     num_pairs = quantized_states.SLOTS_AT_A_TIME + 3 if not INTERPRETED else 9
     quantized, pool = patterned(5, (1, 2, 2), device, 1), torch.zeros(1, num_pairs, 1, 2, 2, device=device)
     src = torch.arange(num_pairs, dtype=torch.int32, device=device) % 5

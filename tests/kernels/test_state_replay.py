@@ -162,7 +162,7 @@ def test_float32_replay_equals_state_verify_bit_for_bit(op: Op, device: str) -> 
         assert request.folded > 0 and same_bits(pool[0], requests.pool[request.slot])
 
 
-def test_state_replay_may_start_at_any_position(op: Op, device: str) -> None:
+def test_state_replay_can_start_at_any_position(op: Op, device: str) -> None:
     """After prefill, the stored state may be at any position, and the ring is empty."""
     torch.manual_seed(2)
     requests = ReplayedRequests(texts(2, 30, device), SHAPE, 8, 3, starts=[5, 11])
@@ -186,7 +186,7 @@ def test_nan_token_in_state_replay_affects_only_later_tokens_of_its_request(op: 
 
 
 @BOTH_POOLS
-def test_bf16_replay_states_are_cast_once_per_ring_length(dtype: torch.dtype, op: Op, device: str) -> None:
+def test_stored_replay_states_are_cast_once_per_ring_length(dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(4)
     requests = ReplayedRequests(texts(1, 9, device), SHAPE, 4, 9, dtype=dtype)
     (request,) = requests.requests
