@@ -136,8 +136,8 @@ class RequestsInFlight:
         of_client = self._bytes_of[request.client]
         if of_client > self._max_bytes // _CLIENTS_SHARE or self._num_bytes > self._max_bytes:
             raise PendingLimitError(
-                f"this client's unfinished requests have {of_client} bytes (limit: {self._max_bytes // _CLIENTS_SHARE}) "
-                f"and those of all clients {self._num_bytes} bytes (limit: max_pending_bytes={self._max_bytes}); wait "
+                f"this client's unfinished requests have {of_client} bytes (limit {self._max_bytes // _CLIENTS_SHARE}) "
+                f"and those of all clients {self._num_bytes} bytes (limit max_pending_bytes={self._max_bytes}); wait "
                 "for replies before sending more"
             )
 
