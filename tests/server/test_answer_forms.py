@@ -56,7 +56,7 @@ def is_city(arguments: str) -> bool:
     return bool(jsonschema_rs.is_valid(CITY, json.loads(arguments)))
 
 
-def test_required_call_is_made_in_every_call_format(caller: openai.OpenAI) -> None:
+def test_required_tool_call_is_generated_in_every_call_format(caller: openai.OpenAI) -> None:
     def ask(seed: int) -> None:
         settings: Any = {"model": "small_python_model", "messages": ASKED, "tools": [WEATHER, NOW], "seed": seed}
         chat = caller.chat.completions.create(tool_choice="required", parallel_tool_calls=False, **settings)
@@ -121,7 +121,7 @@ def test_openai_client_parses_a_reply_into_its_pydantic_model(client: openai.Ope
     assert isinstance(first.function.parsed_arguments, City)
 
 
-def test_responses_api_returns_formatted_answers_and_required_calls(client: openai.OpenAI) -> None:
+def test_responses_api_supports_answer_formats_and_required_tool_calls(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(model="small_python_model", input="A city?", text_format=City)
     assert isinstance(parsed.output_parsed, City) and parsed.text.format.type == "json_schema"  # type: ignore[union-attr]
     flat: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
@@ -135,7 +135,7 @@ def test_responses_api_returns_formatted_answers_and_required_calls(client: open
     assert plain.output_text.startswith("{")
 
 
-def test_messages_api_returns_formatted_answers_and_required_calls(server: RunningServer) -> None:
+def test_messages_api_supports_answer_formats_and_required_tool_calls(server: RunningServer) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     settings: Any = {"model": "small_python_model", "max_tokens": 200, "messages": ASKED}
     tools: Any = [{"name": "get_weather", "input_schema": CITY}]

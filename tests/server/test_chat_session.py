@@ -82,7 +82,7 @@ def test_chat_command_ends_at_the_end_of_input(
     assert len(turns_in(capsys.readouterr().out)) == 1
 
 
-def test_interrupted_reply_is_cancelled_and_stays_in_the_conversation(
+def test_interrupted_reply_is_cancelled_but_stays_in_the_conversation(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = ChatClient.stream
@@ -182,7 +182,7 @@ def test_malformed_reply_from_the_server_gives_a_one_line_error(
     assert message in error and error.count("\n") == 1
 
 
-def test_token_counts_are_not_shown_when_the_server_sends_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_command_omits_token_counts_when_the_server_sends_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(b'data: {"choices": [{"delta": {"content": "b"}}]}\n\n') as url:
         assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 0
     assert re.fullmatch(r"b\n\[first token after \d+ ms, cut off\]\n", capsys.readouterr().out)

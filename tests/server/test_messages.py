@@ -72,7 +72,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>'
         (CALL.partition("%")[0] + '{"city": "Oslo", "days": tru', {"malformed_input": '{"city": "Oslo", "days": tru'}),
     ],
 )
-def test_streamed_message_equals_the_whole_message(
+def test_streamed_message_equals_the_message_without_streaming(
     agent: Agent, client: anthropic.Anthropic, reply: str, arguments: dict[str, Any]
 ) -> None:
     whole = asked(agent, client, reply)
@@ -184,7 +184,7 @@ def test_reply_continues_a_final_assistant_message(
 
 
 @pytest.mark.parametrize("begun", ["", [], [{"type": "text", "text": " "}]])
-def test_empty_final_assistant_message_changes_nothing(
+def test_empty_final_assistant_message_does_not_change_the_reply(
     agent: Agent, client: anthropic.Anthropic, begun: str | list[Any]
 ) -> None:
     asked(agent, client, "Yes.")

@@ -81,7 +81,9 @@ def test_each_prompt_has_its_own_log_probs(server: RunningServer) -> None:
         ({"prompt_logprobs": True}, "integer"),
     ],
 )
-def test_unavailable_prompt_log_probs_are_refused(server: RunningServer, fields: dict[str, Any], words: str) -> None:
+def test_unsupported_prompt_log_prob_requests_are_refused(
+    server: RunningServer, fields: dict[str, Any], words: str
+) -> None:
     with server.client() as http:
         for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
             reply = http.post(f"/v1/{path}", json=body | fields)

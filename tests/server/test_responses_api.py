@@ -50,7 +50,7 @@ def test_response_has_one_item_for_each_part_of_the_reply(agent: Agent) -> None:
     assert response.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_streamed_response_equals_the_whole_response(agent: Agent) -> None:
+def test_streamed_response_equals_the_response_without_streaming(agent: Agent) -> None:
     whole = asked(agent, REPLY)
     with (
         agent.saying(REPLY),

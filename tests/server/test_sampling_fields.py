@@ -65,7 +65,7 @@ FIELDS = {
 }
 
 
-def test_seed_determines_tokens_with_drafts_and_cache(server: RunningServer) -> None:
+def test_seed_determines_the_tokens_despite_drafts_and_caching(server: RunningServer) -> None:
     prompt = PROMPT * 20
     first = answered(server, prompt=prompt, **FIELDS)["token_ids"]
     assert answered(server, prompt=prompt, **FIELDS)["token_ids"] == first

@@ -143,7 +143,9 @@ def test_each_new_token_decodes_a_bounded_number_of_tokens(tokenizer: HuggingFac
 
 
 @pytest.mark.parametrize("split", [1, 2])
-def test_character_that_the_prompt_begins_is_part_of_the_reply(tokenizer: HuggingFaceTokenizer, split: int) -> None:
+def test_character_split_between_prompt_and_reply_is_part_of_the_reply(
+    tokenizer: HuggingFaceTokenizer, split: int
+) -> None:
     single = {tokenizer.bytes_of(token): token for token in reversed(range(tokenizer.vocab_size))}
     parts = [single.get(bytes([byte])) for byte in "日".encode()]
     if None in parts or tokenizer.detokenize(parts) != "日":

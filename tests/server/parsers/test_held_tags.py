@@ -67,7 +67,7 @@ def words_of(tokenizer: HuggingFaceTokenizer, markers: Sequence[str]) -> list[li
     [("hermes", "think"), ("qwen3_coder", "think"), ("nemotron_nano_v2", "deepseek_r1"), ("granite", "granite")],
 )
 @pytest.mark.parametrize("asks", ["required", "answer", "strict"])
-def test_constrained_replies_are_parsed_into_the_parts_of_their_grammar(
+def test_constrained_replies_are_parsed_into_the_required_answers_and_calls(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
 ) -> None:
     tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
