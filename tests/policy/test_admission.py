@@ -91,7 +91,7 @@ def test_cached_blocks_without_a_state_are_shared_but_recomputed() -> None:
     assert match(pools, 20) == PrefixMatch(tuple(blocks), 0)
 
 
-def test_state_at_the_prompt_end_is_not_used_because_no_token_would_remain() -> None:
+def test_state_at_the_prompt_end_is_not_reused_because_one_token_must_be_computed() -> None:
     pools = Pools()
     blocks = pools.cache(3, states_at=(0, 2))
     assert match(pools, 12) == PrefixMatch(tuple(blocks), 4)
@@ -105,7 +105,7 @@ def test_prompt_that_must_be_recomputed_still_shares_cached_blocks() -> None:
 
 
 @given(st.integers(0, 6), st.sets(st.integers(0, 5)), st.integers(1, 30), st.booleans())
-def test_match_is_the_last_state_within_cached_blocks_and_the_prompt(
+def test_match_ends_at_the_last_state_within_cached_blocks_and_the_prompt(
     num_cached: int, states: set[int], prompt_len: int, may_skip: bool
 ) -> None:
     pools = Pools()
@@ -155,7 +155,7 @@ def test_matched_blocks_do_not_count_as_free_for_new_blocks() -> None:
     assert pools.plan(17) is Refusal.NO_BLOCKS
 
 
-def test_request_is_not_admitted_when_other_requests_hold_the_blocks() -> None:
+def test_request_is_not_admitted_when_other_requests_hold_too_many_blocks() -> None:
     pools = Pools(num_blocks=4)
     pools.kv.allocate(3)
     assert isinstance(pools.plan(4), AdmissionPlan)
@@ -181,7 +181,7 @@ def test_request_waits_for_a_reserved_slot_rather_than_evict_its_state() -> None
     assert pools.plan(6) is Refusal.NO_SLOT
 
 
-def test_matched_state_is_given_up_if_only_its_slot_can_be_freed() -> None:
+def test_matched_state_is_not_reused_if_the_request_needs_its_slot() -> None:
     pools = Pools(num_slots=2)
     blocks = pools.cache(1, states_at=(0,))
     pools.slots.take_live()
@@ -207,13 +207,13 @@ def test_planned_blocks_and_state_slot_do_not_share_a_memory_slab() -> None:
     assert shared_memory(0).plan(1) is Refusal.NO_SLOT
 
 
-def test_matched_state_is_given_up_if_the_request_needs_its_slab_as_slot() -> None:
+def test_matched_state_is_not_reused_if_the_live_slot_needs_its_slab() -> None:
     pools = shared_memory(2)
     blocks = pools.cache(1, states_at=(0,))
     assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
 
 
-def test_matched_state_is_given_up_if_the_blocks_need_its_slab() -> None:
+def test_matched_state_is_not_reused_if_the_kv_blocks_need_its_slab() -> None:
     pools = shared_memory(4)
     blocks = pools.cache(2, states_at=(1,))
     assert pools.plan(17) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 3, 17)

@@ -129,7 +129,7 @@ def test_evicting_one_of_two_requests_that_share_a_block_frees_nothing() -> None
     cache.check_integrity([busy])
 
 
-def test_evicted_request_frees_its_memory_but_stays_cached() -> None:
+def test_evicted_request_frees_its_memory_but_its_prefix_stays_cached() -> None:
     cache = small_cache(num_blocks=4)
     old, young = full_requests(cache, 2, 2)
     assert grow_requests([old, young], cache, 0).evicted == (young,)
@@ -150,7 +150,7 @@ def test_cached_state_is_evicted_for_a_block_before_any_request_pauses() -> None
     cache.check_integrity([request])
 
 
-def test_younger_request_is_evicted_so_its_state_memory_holds_blocks() -> None:
+def test_younger_request_is_evicted_to_use_its_state_memory_for_blocks() -> None:
     cache = small_cache(slabs=(3, 1, 1))
     old, young = full_twins(cache, 2, first_id=0)
     assert grow_requests([old, young], cache, 0) == GrowthOutcome(evicted=(young,))

@@ -52,7 +52,7 @@ def test_branch_points_are_the_last_block_ends_shared_with_other_prompts(
     assert all(deepest[left_out] <= deepest[taken] for left_out in set(deepest) - set(found) for taken in found)
 
 
-def test_request_that_must_recompute_adds_no_branch_point() -> None:
+def test_request_that_must_recompute_its_prompt_adds_no_branch_point() -> None:
     assert branch_points(view_of([1] * 8), [view_of([1] * 6, may_skip=False)], 2) == ()
 
 
@@ -156,7 +156,7 @@ def test_error_while_hashing_a_prompt_names_only_its_request() -> None:
     assert not queue.requests
 
 
-def test_search_for_shared_prefixes_stops_after_a_fixed_queue_length() -> None:
+def test_shared_prefixes_are_searched_in_a_limited_number_of_queued_requests() -> None:
     queue = Queue(small_cache(1000, 400), burst(BRANCH_WINDOW + 10, 0, BLOCK + 1))
     waiting = [queue.candidate(spec.request_id) for spec in queue.waiting]
     queue.requests = RunningRequests(queue.cache, 1, ENOUGH)

@@ -47,7 +47,7 @@ def test_decision_fingerprint_includes_the_step_number() -> None:
     assert late.fingerprint() != log_of(COMMON[:1]).fingerprint()
 
 
-def test_rank_that_made_no_decision_is_reported_as_nothing() -> None:
+def test_missing_decision_of_a_rank_is_reported_as_nothing() -> None:
     reported = first_difference([log_of(COMMON).recent(), log_of(COMMON[:1]).recent()])
     assert reported.endswith("rank 1: nothing")
 
@@ -60,5 +60,5 @@ def test_decision_log_is_bounded_and_reports_forgotten_differences() -> None:
     assert "which the log no longer contains" in first_difference([one.recent(), other.recent()])
 
 
-def test_eviction_decisions_are_labeled_with_the_pools() -> None:
+def test_eviction_decisions_are_labeled_with_their_pool() -> None:
     assert str(Decision(4, DecisionKind.EVICT, -1, (1, 2))).startswith("step 4, pools, evictions")

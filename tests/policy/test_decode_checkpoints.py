@@ -280,7 +280,7 @@ def test_request_waits_for_a_reserved_slot_and_then_evicts_the_state() -> None:
 
 
 @pytest.mark.parametrize("max_requests", [1, 2, 3])
-def test_one_more_slot_than_max_requests_is_enough(max_requests: int) -> None:
+def test_max_requests_can_run_with_one_extra_state_slot(max_requests: int) -> None:
     cache = small_cache(num_slots=max_requests + 1, num_blocks=32)
     for turn in range(3):
         requests = []

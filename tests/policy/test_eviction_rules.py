@@ -79,7 +79,7 @@ def test_lru_rule_gives_all_states_the_same_priority(entry: CachedEntry) -> None
 
 
 @given(ENTRIES, st.sampled_from(sorted(EVICTION_RULES)))
-def test_every_eviction_rule_marks_states_at_text_ends(entry: CachedEntry, name: str) -> None:
+def test_every_eviction_rule_has_separate_kinds_for_states_at_text_ends(entry: CachedEntry, name: str) -> None:
     assert (EVICTION_RULES[name](STATE_LEN).weigh(entry).kind in ENDS) == entry.is_end
 
 
@@ -132,14 +132,14 @@ def test_cost_rule_orders_states_by_hit_likelihood_per_byte(lost: int) -> None:
         CachedEntry(8, 8, num_branch_hits=1, num_continuations=0, is_end=False),
     ],
 )
-def test_state_with_several_continuations_or_branch_hits_is_a_branch(entry: CachedEntry) -> None:
+def test_state_with_several_continuations_or_branch_hits_has_a_branch_kind(entry: CachedEntry) -> None:
     kind_of = partial(_kind, RecomputeCost(STATE_LEN))
     assert kind_of(entry) not in {kind_of(end(8)), kind_of(inside(8))}
     as_end = kind_of(entry._replace(is_end=True))
     assert as_end in ENDS and (as_end == kind_of(end(8))) == (not entry.num_branch_hits)
 
 
-def test_prompt_end_is_its_own_kind_only_inside_an_unbranched_text() -> None:
+def test_prompt_end_has_its_own_kind_only_inside_an_unbranched_text() -> None:
     kind_of = partial(_kind, RecomputeCost(STATE_LEN))
     assert kind_of(prompt_end(8)) not in {kind_of(end(8)), kind_of(inside(8)), kind_of(branch(8))}
     for entry in (end(8), branch(8), branch(8, 1)):
@@ -294,7 +294,7 @@ def test_state_that_becomes_a_text_end_is_counted_as_one_when_evicted() -> None:
     assert rule.states == [ENDS[0], ENDS.stop, ENDS[0]]
 
 
-def test_resuming_at_the_last_state_of_a_text_is_no_branch() -> None:
+def test_resuming_at_the_last_state_of_a_text_is_not_a_branch_hit() -> None:
     rule = BranchRecorder()
     pools, path = held_path(rule)
     for block in path:
@@ -319,7 +319,7 @@ def test_cost_rule_keeps_a_shared_prefix_that_lru_loses_to_one_off_prompts() -> 
     assert skipped == {"lru": 0, "cost": len(prefix)}
 
 
-def test_last_state_of_a_conversation_outlives_its_earlier_ones() -> None:
+def test_last_state_of_a_conversation_is_evicted_after_its_earlier_states() -> None:
     cache = small_cache(num_blocks=64, num_slots=5, eviction="cost")
     text = [1] * (2 * BLOCK)
     for turn in range(4):

@@ -119,7 +119,7 @@ def test_held_state_is_evicted_when_a_running_request_needs_its_slot() -> None:
     cache.slots.check_integrity()
 
 
-def test_cache_write_count_excludes_tokens_already_resumable() -> None:
+def test_count_of_newly_cached_tokens_excludes_already_resumable_tokens() -> None:
     cache = small_cache(64, 16)
     assert run(cache, asked(0, 7, 3 * BLOCK + 1, 0, PromptBreakpoint(BLOCK))).num_written == 3 * BLOCK
     assert run(cache, asked(1, 7, 3 * BLOCK + 1, 0)).num_written == 0

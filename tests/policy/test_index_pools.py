@@ -15,7 +15,7 @@ from megatron_mamba_cache.policy.slabs import SlabIndexPool, SlabSpace
 from tests.policy.split_space import SplitSpace
 
 
-def test_lowest_indices_are_allocated_first_and_released_ones_reused() -> None:
+def test_lowest_indices_are_allocated_first_and_released_indices_are_reused() -> None:
     indices = FixedIndexPool(4)
     assert indices.take(3) == [0, 1, 2]
     for index in (2, 0):

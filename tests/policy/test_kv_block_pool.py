@@ -424,7 +424,7 @@ def test_flush_frees_every_block_and_slot_of_a_cached_chain() -> None:
     assert (pools.kv.num_free, pools.slots.num_free) == (4, 20)
 
 
-def test_block_cannot_be_registered_after_a_block_from_before_a_flush() -> None:
+def test_block_cannot_be_registered_with_a_parent_from_before_a_flush() -> None:
     pools = new_pools(6)
     held = hold(pools, [1])
     (new,) = pools.kv.allocate(1)

@@ -76,7 +76,7 @@ def test_oldest_requests_get_the_last_free_blocks() -> None:
     assert plan_preemption(requests, 2, 10) == PreemptionPlan((1, 2), (3,), ())
 
 
-def test_older_paused_request_resumes_before_a_younger_one_continues() -> None:
+def test_older_paused_request_resumes_before_a_younger_request_continues() -> None:
     assert plan_preemption([demand(2), demand(1, paused=True)], 1, 10) == PreemptionPlan((1,), (2,), ())
 
 
@@ -85,7 +85,7 @@ def test_requests_of_equal_age_are_ordered_by_index() -> None:
     assert plan_preemption(requests, 1, 10) == PreemptionPlan((0,), (1, 2), ())
 
 
-def test_youngest_request_is_evicted_if_none_could_run() -> None:
+def test_youngest_request_is_evicted_if_no_request_could_run() -> None:
     assert plan_preemption([demand(0), demand(1), demand(2)], 0, 100) == PreemptionPlan((0, 1), (), (2,))
 
 
@@ -106,7 +106,7 @@ def test_evicting_a_request_does_not_free_blocks_it_shares() -> None:
     assert plan_preemption(requests, 0, 0) == PreemptionPlan((), (), (1,))
 
 
-def test_youngest_request_is_evicted_if_paused_ones_hold_too_many_blocks() -> None:
+def test_youngest_request_is_evicted_if_paused_requests_hold_too_many_blocks() -> None:
     requests = [
         content(0, shared=SHARED),
         demand(1, num_own=0, shared=SHARED),

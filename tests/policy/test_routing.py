@@ -164,7 +164,7 @@ def test_recent_keys_drop_the_least_recently_noted_key() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["route", "finish", "publish", "drop", "flush", "leave"]), st.integers(0, 99)))
 )
-def test_replica_loads_sum_in_flight_tokens_and_stay_bounded(calls: list[tuple[str, int]]) -> None:
+def test_replica_load_is_the_sum_of_tokens_in_flight_and_stays_bounded(calls: list[tuple[str, int]]) -> None:
     """For publishes, drops and ends in any order: loads add up, and routing is bounded and repeatable."""
     subject, twin = router(max_keys=5), router(max_keys=5)
     prompts = [blocks([number % 3] * 8 + [number] * 5) for number in range(100)]

@@ -128,7 +128,7 @@ def test_only_requests_waiting_for_a_shared_prefix_count_as_deferred() -> None:
     assert counters.admissions_deferred == 1 and len(requests) == 1
 
 
-def test_failed_release_keeps_that_request_and_the_following_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_release_keeps_that_request_and_the_following_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = running(4)
     first, second, third, fourth = requests
     release = requests.cache.release

@@ -250,7 +250,7 @@ def test_pinning_without_a_state_and_unpinning_without_a_pin_raise() -> None:
         pool.unpin(BlockId(0))
 
 
-def test_dropping_a_state_frees_its_slot_and_ignores_blocks_without_one() -> None:
+def test_dropping_a_state_frees_its_slot_and_ignores_blocks_without_a_state() -> None:
     pool = SlotPool(2)
     (slot,) = cache(pool, 0)
     pool.drop(BlockId(0))
@@ -270,7 +270,7 @@ def test_dropping_a_pinned_state_raises() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_flush_drops_every_state_but_frees_pinned_ones_after_unpin() -> None:
+def test_flush_frees_the_slots_of_pinned_states_only_after_their_unpin() -> None:
     pool = SlotPool(3)
     pinned, _ = cache(pool, 0, 1)
     pool.pin(BlockId(0))

@@ -18,7 +18,7 @@ def test_copies_are_estimated_as_free_until_every_rank_has_measured() -> None:
     assert AgreedTimes(lambda: mine, least_with([0, 0, 0, 0, 0])).now() == COPIES_TAKE_NOTHING
 
 
-def test_estimate_uses_the_slowest_copies_and_fastest_prefill_of_ranks() -> None:
+def test_estimate_uses_the_slowest_copies_and_fastest_prefill_of_all_ranks() -> None:
     times = AgreedTimes(lambda: CopyTimes(5, 50, 9, 7, 70), least_with([8, -6, -40, -8, -60]))
     assert times.now() == CopyTimes(6, 50, 8, 8, 70)
 
