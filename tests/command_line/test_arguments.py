@@ -143,7 +143,7 @@ def test_closed_stdout_prints_no_traceback(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-def test_missing_sampling_flags_are_greedy_when_one_is_given() -> None:
+def test_missing_sampling_flags_default_to_greedy_when_one_is_given() -> None:
     def sampling(*flags: str) -> tuple[float, int, float]:
         parsed = with_sampling(command_parser().parse_args(["generate", *flags]), EDITING)
         return parsed.temperature, parsed.top_k, parsed.top_p
@@ -180,7 +180,7 @@ def test_error_names_a_flag_with_an_alias_only_once(command: str, capsys: pytest
     assert capsys.readouterr().err == "mamba-cache: error: --model: expected one argument\n"
 
 
-def test_error_for_limits_that_do_not_fit_gives_the_model_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_too_few_tokens_per_step_names_the_conflicting_limit(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_here(capsys, "--max-tokens-per-step", "8", "--random-model")
     assert finished.status == 2 and "max_tokens is 8; it must be at least max_requests=16" in finished.stderr
 

@@ -89,7 +89,7 @@ def test_8b_model_on_a_139_gib_gpu_runs_256_requests() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "more_tokens"), [(8192, 4096), (2048, 0), (6144, 2048), (32_768, 4096)])
-def test_small_layers_leave_memory_for_graphs(max_tokens: int, more_tokens: int) -> None:
+def test_models_with_small_layers_reserve_more_memory_for_graphs(max_tokens: int, more_tokens: int) -> None:
     """Its graphs hold up to 8,192 prompt tokens or a whole step, where others' hold 4,096."""
     card, given = Card(40 * GIB, 1.0, 21_504), {"max_tokens": max_tokens}
     larger, smaller = (
@@ -99,7 +99,7 @@ def test_small_layers_leave_memory_for_graphs(max_tokens: int, more_tokens: int)
     assert larger - smaller == pytest.approx(4 * 21_504 * 2 * more_tokens, rel=1e-6)
 
 
-def test_small_gpu_runs_fewer_requests_and_still_caches() -> None:
+def test_small_gpu_runs_fewer_requests_and_still_has_room_for_a_cache() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(12 * GIB, 0.9, 21_504), {})
     assert 1 <= settings["max_requests"] < 64
     assert settings["cache_gb"] > 0.5 + settings["max_requests"] * 0.1
@@ -191,7 +191,7 @@ def test_pipeline_stage_with_one_layer_type_uses_all_memory_for_it(pattern: str)
 
 
 @pytest.mark.parametrize("free_gib", [16, 24, 40, 120])
-def test_draft_model_fits_wherever_its_model_fits(free_gib: int) -> None:
+def test_draft_model_fits_on_every_gpu_that_its_model_fits_on(free_gib: int) -> None:
     card = Card(free_gib * GIB, 0.9, 21_504)
     drafts = {"num_speculative_tokens": 2}
     engine = card_settings(DENSE_8B, 131_072, replace(card, share=1 - DRAFTER_SHARE), drafts)
@@ -210,7 +210,7 @@ def test_error_for_a_too_small_gpu_gives_the_remedy(free_gib: int, given_fields:
         card_settings(DENSE_8B, 131_072, Card(free_gib * GIB, 0.9, 21_504), given_fields)
 
 
-def test_more_requests_raise_step_tokens_and_logits_memory() -> None:
+def test_more_requests_increase_step_tokens_and_logits_memory() -> None:
     card = Card(140 * GIB, 1.0, 21_504)
     settings = card_settings(SMALL, 4096, card, {"max_requests": 10_000})
     assert settings["max_tokens"] == 10_000
@@ -375,7 +375,7 @@ def test_ranks_with_different_layers_agree_on_request_length() -> None:
     assert len(lengths) == 1 and lengths.pop() < 2**24
 
 
-def test_ranks_with_different_layers_agree_on_state_length_and_warn(
+def test_ranks_with_different_layers_agree_on_tokens_per_state_and_warn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = CacheConfig(cache_gb=2.0, max_sequence_length=4096).resolved()

@@ -114,7 +114,7 @@ def test_environment_variable_gives_the_config_file_of_every_command(
         assert command_parser().parse_args(words).log_level == "warning"
 
 
-def test_kubernetes_service_variables_set_no_flag(
+def test_kubernetes_service_variables_do_not_set_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {

@@ -199,7 +199,7 @@ def test_comparison_run_disables_drafts_and_cache(
     assert (warming_up, compared, reported) == ((2, True), (0, False), (2, True))
 
 
-def test_report_explains_why_nothing_was_skipped(run_lines: Callable[..., Finished]) -> None:
+def test_generate_reports_why_no_prompt_tokens_were_cached(run_lines: Callable[..., Finished]) -> None:
     finished = run_lines([{"prompt": PREFIX}], "--no-prefix-caching")
     assert "skipped 0 of" in finished.stdout and "nothing was skipped: prefix caching is off" in finished.stdout
     assert finished.stderr.count("WARNING") == 1 and "UserWarning" not in finished.stderr

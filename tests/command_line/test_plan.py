@@ -75,7 +75,7 @@ def test_plan_reads_model_sizes_from_the_configuration(trace: Path, capfd: pytes
     assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
 
 
-def test_cache_of_a_quantized_model_is_sized_as_in_bf16(
+def test_plan_uses_the_same_sizes_for_a_quantized_model_as_for_bf16(
     trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
@@ -88,7 +88,7 @@ def test_cache_of_a_quantized_model_is_sized_as_in_bf16(
     assert sizes[0] == sizes[1]
 
 
-def test_sizes_of_a_multimodal_model_are_those_of_its_language_model(
+def test_plan_uses_only_the_language_model_of_a_multimodal_model(
     trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN["Qwen3.6-35B-A3B"]))

@@ -34,7 +34,7 @@ def directories(tmp_path: Path) -> tuple[Path, Path]:
     return quantized, plain
 
 
-def test_generate_matches_the_dequantized_weights(
+def test_generate_with_quantized_weights_matches_dequantized_weights(
     directories: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = tmp_path / "lines.jsonl"

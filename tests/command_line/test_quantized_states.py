@@ -15,7 +15,7 @@ PROMPT = "def add(a, b):\n    return a + b\n" * 12
 MEMORY = ["--cache-gb", "0.1", "--host-cache-gb", "0.1"]
 
 
-def test_cached_state_dtype_flag_sets_the_config_field() -> None:
+def test_cached_state_dtype_flag_sets_the_field_of_the_cache_config() -> None:
     for command in ("generate", "serve"):
         parsed = command_parser().parse_args([command, "--cached-state-dtype", "int8"])
         assert config_of(parsed).cached_state_dtype == "int8"
@@ -39,7 +39,7 @@ def test_generate_reuses_quantized_states_with_tiers_and_drafts(
     assert summary["cached_tokens"] >= len(PROMPT) // 64 * 64
 
 
-def test_different_outputs_are_reported_without_failing(
+def test_different_outputs_after_quantization_are_reported_without_failing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "first_difference", lambda *_: Difference(0, 1, 2, 3))

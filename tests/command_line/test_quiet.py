@@ -16,7 +16,7 @@ from megatron_mamba_cache.replicas.launch import _Quiet
 from tests.command_line.command_runs import REPOSITORY, run_here, run_process
 
 
-def test_slow_phases_are_reported_even_if_warnings_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_slow_phases_is_shown_even_if_warnings_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     warnings = logging.getLogger("megatron_mamba_cache.mcore.engine")
     with quiet_libraries():
         warnings.warning("seen")

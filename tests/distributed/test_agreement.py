@@ -10,7 +10,7 @@ TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def test_capacity_is_the_minimum_over_all_ranks_also_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
+def test_capacity_is_the_minimum_over_all_ranks_even_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.capacities, layout, "M*M*", [40, 30], [9, 12], [5, 4])
     num_live = 4
     assert first == second

@@ -96,7 +96,7 @@ def test_every_flag_in_the_documentation_exists(page: Path) -> None:
     assert set(FLAG.findall(page.read_text(encoding="utf-8"))) <= known
 
 
-def test_flags_of_other_programs_are_used_and_not_ours() -> None:
+def test_flags_of_other_programs_are_documented_and_differ_from_our_flags() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages())
     foreign = set().union(*FOREIGN.values())
     assert foreign <= set(FLAG.findall(text))

@@ -367,7 +367,7 @@ def test_embeddings_are_tied_when_outer_or_text_config_says_so(
     assert not load_hugging_face(directory, torch.float32).architecture.tie_embeddings
 
 
-def test_skipped_tensors_may_have_any_dtype(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_tensors_that_are_skipped_may_have_any_dtype(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
     tensors, counted = tensors_of(directory), torch.tensor(3)
     others = {"model.visual.norm.num_batches_tracked": counted, "mtp.fc.weight": torch.ones(8, 8).to(torch.float8_e5m2)}

@@ -225,7 +225,7 @@ def test_error_for_extreme_config_values_is_one_short_line(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("[enforce fail] can't allocate memory"), MemoryError()], ids=repr)
-def test_out_of_memory_error_names_the_largest_sizes(
+def test_out_of_memory_error_names_the_largest_dimensions(
     error: Exception, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

@@ -375,7 +375,7 @@ def test_draft_model_skips_a_cached_prompt_prefix() -> None:
         assert propose(CheckedDraftModel.start(small_model(), max_tokens=256), {9: text})[9].tokens == draft.tokens
 
 
-def test_prompt_waits_while_another_prefills_the_same_prefix() -> None:
+def test_request_waits_while_another_prefills_the_same_prefix() -> None:
     drafter, prefix = CheckedDraftModel.start(small_model(), max_tokens=256), some_tokens(4 * BLOCK)
     texts = {i: [*prefix, 2 + i] for i in range(2)}
     assert [bool(draft.tokens) for draft in propose(drafter, texts).values()] == [True, False]
@@ -393,7 +393,7 @@ def test_draft_model_skips_generated_tokens_in_the_next_turn() -> None:
     assert skipped == len(text) // BLOCK * BLOCK > 20
 
 
-def test_draft_model_shares_no_prefixes_between_tenants() -> None:
+def test_draft_model_does_not_share_prefixes_between_tenants() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
     for index, tenant in enumerate(["", "other"]):
         drafter.propose([DraftRequest(request_of(text, request_id=index, tenant=tenant, sampling=GREEDY), 2)])

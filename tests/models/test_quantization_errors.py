@@ -158,7 +158,7 @@ def test_error_names_field_and_value_in_a_separate_file(directory: Path) -> None
     assert_refused(directory, f"{file}: quantization.quant_algo='W4A16_AWQ' is not supported, only 'FP8'")
 
 
-def test_reading_sizes_refuses_an_unsupported_quantization(directory: Path) -> None:
+def test_reading_the_architecture_refuses_an_unsupported_quantization(directory: Path) -> None:
     set_fields(directory, quantization_config=CONFIGS["4-bit (GPTQ)"])
     with pytest.raises(ValueError, match=re.escape("4-bit (GPTQ) is not supported")):
         read_sizes(directory)

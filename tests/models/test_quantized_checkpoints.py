@@ -50,7 +50,7 @@ def number_quantized(directory: Path, ending: str) -> int:
 
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantized_weight_is_code_times_scale_cast_once(
+def test_dequantized_weight_is_code_times_scale_cast_only_once(
     kind: str, dtype: torch.dtype, wide: Path, tmp_path: Path
 ) -> None:
     logged = assert_loads_exactly(copy_of(wide, tmp_path), kind, dtype=dtype)

@@ -255,7 +255,7 @@ def test_bad_key_file_is_refused_with_the_remedy(text: str | None, mode: int, me
     assert "openssl rand -hex 32" in str(refused.value) or "chmod 600" in str(refused.value)
 
 
-def test_key_file_and_no_key_are_mutually_exclusive(tmp_path: Path) -> None:
+def test_key_file_and_insecure_setting_are_mutually_exclusive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="insecure is True, but key_file is also set"):
         RoutingSettings(key_file=keyed(tmp_path), insecure=True)
 

@@ -221,7 +221,7 @@ def test_number_of_pending_signals_is_bounded() -> None:
         signals.ask(Headers.PAUSE)
 
 
-def test_length_of_names_in_a_hello_is_bounded() -> None:
+def test_length_of_names_in_a_hello_message_is_bounded() -> None:
     fields = {"replica": "a", "member": 0, "num_members": 1, "domain": "", "proof": ""}
     assert hello_of(fields) == Hello("a")
     for name in ("replica", "domain", "proof"):

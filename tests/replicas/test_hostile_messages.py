@@ -60,7 +60,7 @@ def resident(processes: list[psutil.Process]) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_messages", [FEW, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "many"])
-def test_random_messages_change_no_token_and_leak_no_memory(num_messages: int, fleet: Fleet, tmp_path: Path) -> None:
+def test_random_messages_do_not_change_tokens_or_leak_memory(num_messages: int, fleet: Fleet, tmp_path: Path) -> None:
     fleet.launch_world([{"world": (rank, 2, str(tmp_path / "store")), "layout": (2, 1)} for rank in range(2)])
     publishers = [address for replica in fleet.replicas for address in replica.listening]
     assert len(publishers) == 2  # of prompts and of their number

@@ -52,7 +52,7 @@ def test_signal_from_a_reconnected_client_is_answered(service: Service) -> None:
     assert back.receive()[0] == Headers.PAUSE_ACK.value
 
 
-def test_requests_of_a_dead_replica_are_retried_and_its_late_replies_ignored(
+def test_requests_of_a_dead_replica_are_retried_and_its_late_replies_are_ignored(
     service: Service,
 ) -> None:
     first, second = service.replicas("ab")
@@ -99,7 +99,7 @@ def test_request_fails_after_too_many_replicas_died_or_none_is_left(service: Ser
     assert client.answer()[0] == 2
 
 
-def test_replica_needs_all_of_its_processes_to_serve(service: Service) -> None:
+def test_replica_serves_only_after_all_of_its_processes_have_joined(service: Service) -> None:
     first = service.replica("a0", replica="a", num_members=2)
     client = service.client()
     client.submit(0, TOKENS)
