@@ -118,7 +118,7 @@ def write_attention_inputs(
 ) -> Tensor:
     """Normalize and rotate queries and keys, append keys and values to the caches, and return the queries packed.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         query: [padded tokens, kv_heads, queries, dim]; the queries of one KV head are contiguous.

@@ -60,7 +60,7 @@ def append_kv(
 ) -> Tensor | None:
     """Write the keys and values of new tokens to the paged caches in place; return the queries packed.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches.

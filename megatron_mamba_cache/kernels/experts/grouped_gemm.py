@@ -153,7 +153,7 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply each row by its expert's weights, and apply the activation.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         x: [tokens, inputs] if `top_k` is given, else [pairs, inputs] sorted by expert; inputs contiguous.

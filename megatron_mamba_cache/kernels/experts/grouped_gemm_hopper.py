@@ -178,7 +178,7 @@ def multiply_on_hopper(
 ) -> None:
     """Multiply rows by their experts' weights, apply the activation, and write to `out` [pairs, outputs].
 
-    The arguments are those of `grouped_gemm`. Long because the kernel has many named arguments.
+    The arguments are those of `grouped_gemm`. The function is long because the kernel has many arguments.
 
     Args:
         x, weight: bf16, aligned to 16 bytes. The number of inputs must be a multiple of DEPTH, and in a gated layer the

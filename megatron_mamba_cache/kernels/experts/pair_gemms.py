@@ -174,7 +174,7 @@ def pair_gemm(
 ) -> tuple[Tensor, Tensor]:
     """Multiply each token by the weights of each of its experts and of the shared expert; apply the activation.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.

@@ -54,7 +54,7 @@ def routed_experts(
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts on this rank.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         x: [tokens, inputs].

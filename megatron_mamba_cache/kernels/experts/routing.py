@@ -84,7 +84,7 @@ def _route_kernel(
     IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PADDING: tl.constexpr, NORMALIZES: tl.constexpr,
     GATE_INPUTS: tl.constexpr, GATE_WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Select the experts for one token and compute their weights. Long because it has many arguments."""
+    """Select the experts for one token and compute their weights. The kernel is long because it has many arguments."""
     await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -139,8 +139,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Select the experts for each token, highest score first, and compute their weights.
 
-    Among experts with equal scores, the lowest index wins. float64 logits use the reference. Long because
-    all arguments are documented.
+    Among experts with equal scores, the lowest index wins. float64 logits use the reference. The
+    function is long because all of its arguments are documented.
 
     Args:
         logits: [parts, tokens, experts], summed over parts; experts contiguous.

@@ -61,7 +61,7 @@ def _sum_kernel(
     NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
     UNROLLS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ROWS outputs of a token over its experts and the shared expert. Long because it has many arguments."""
+    """Sum ROWS outputs of a token over all of its experts. The kernel is long because it has many arguments."""
     if FOLLOWS_PAIRS:
         release(OVERLAPS)  # no need to wait: routing ended before the first GEMM started
     else:
@@ -127,7 +127,7 @@ def summed_gemm(
 ) -> Tensor:
     """Multiply the rows of each token by their experts' weights, and return the weighted sum over experts.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         rows: [tokens * top_k, inputs], contiguous; rows for experts on other ranks are not read.
