@@ -144,7 +144,7 @@ def test_changed_copy_of_the_settings_is_validated() -> None:
         dataclasses.replace(CacheConfig(), buffer_size_gb=-1.0)
 
 
-def test_no_flags_mean_the_defaults() -> None:
+def test_settings_without_flags_are_the_defaults() -> None:
     assert parsed() == CacheConfig()
 
 
@@ -174,12 +174,12 @@ def test_given_settings_are_the_defaults_for_flags() -> None:
     assert config == CacheConfig(block_size_tokens=64, max_requests=3, buffer_size_gb=2.0)
 
 
-def test_flag_wins_over_a_setting() -> None:
+def test_flag_overrides_a_setting() -> None:
     assert parsed("--inference-dynamic-batching-block-size=64", block_size_tokens=128).block_size_tokens == 64
     assert not parsed("--no-prefix-caching", prefix_caching=True).prefix_caching
 
 
-def test_flag_of_zero_counts_as_given() -> None:
+def test_flag_with_value_zero_overrides_the_default() -> None:
     assert parsed("--inference-dynamic-batching-prefix-caching-mamba-gb=0").cache_gb == 4.0
     assert parsed("--num-speculative-tokens=0", num_speculative_tokens=4).num_speculative_tokens == 0
 
@@ -222,7 +222,7 @@ def test_unusable_draft_states_are_refused(settings: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize(("block", "fold_len"), [(256, 16), (16, 16), (24, 8), (4, 4)])
-def test_replay_length_is_the_longest_that_divides_the_block_size(block: int, fold_len: int) -> None:
+def test_fold_length_is_the_largest_that_divides_the_block_size(block: int, fold_len: int) -> None:
     config = CacheConfig(block_size_tokens=block, draft_states="replay", num_speculative_tokens=3).resolved()
     assert (config.fold_len, config.replays, config.num_draft_slots) == (fold_len, True, 0)
     either = dataclasses.replace(config, draft_states="auto")
@@ -231,7 +231,7 @@ def test_replay_length_is_the_longest_that_divides_the_block_size(block: int, fo
     assert either.resolved(prefers_replay=True) == config
 
 
-def test_requested_draft_states_do_not_depend_on_speed() -> None:
+def test_explicit_draft_states_setting_overrides_the_models_preference() -> None:
     assert not CacheConfig(draft_states="window").resolved(prefers_replay=True).replays
     assert CacheConfig(draft_states="replay").resolved(prefers_replay=False).replays
     odd = CacheConfig(block_size_tokens=6, cuda_graph_prefill_tokens=0)

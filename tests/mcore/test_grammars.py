@@ -48,7 +48,7 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize("seeds", SCHEMAS, ids=lambda seeds: f"from {seeds.start}")
-def test_replies_follow_their_schemas_with_any_drafts_and_cache(seeds: range) -> None:
+def test_replies_follow_their_json_schemas_with_and_without_drafts_and_cache(seeds: range) -> None:
     check_schemas(seeds)
 
 

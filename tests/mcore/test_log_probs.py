@@ -56,7 +56,7 @@ def test_request_for_generated_log_probs_only_reuses_the_cache(max_tokens: int) 
     assert not request.prompt_log_probs
 
 
-def test_only_requests_that_want_log_probs_get_them() -> None:
+def test_log_probs_are_returned_only_for_requests_that_ask_for_them() -> None:
     run = start_run()
     run.add(0, some_tokens(30), greedy(6, return_log_probs=True))
     run.add(1, some_tokens(30, seed=1))

@@ -99,7 +99,7 @@ def test_invalid_prompt_top_n_is_refused(count: Any, settings: dict[str, Any], w
     assert words in str(run.finished[0].events[0].payload)
 
 
-def test_token_ranks_are_refused_by_an_engine_that_keeps_all_logits() -> None:
+def test_token_ranks_are_refused_if_the_engine_materializes_all_logits() -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes), materialize_only_last_token_logits=False)
     ranked = greedy(2, **SCORED)

@@ -371,7 +371,7 @@ def test_weights_version_loaded_again_reuses_no_earlier_states(resident: Refit) 
         resident.assert_exact(request_id)
 
 
-def test_coordinator_is_sent_only_cache_changes_after_a_suspend(refit: Refit) -> None:
+def test_suspended_engine_reports_only_cache_changes_to_the_coordinator(refit: Refit) -> None:
     run, reported = refit.run, ReportedKeys()
     run.engine._reports = reports = CacheReports(run.context, reported)
     run.run(0, some_tokens(PROMPT_LEN))

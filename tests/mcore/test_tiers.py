@@ -314,7 +314,9 @@ def test_prefix_is_stored_again_after_its_file_was_corrupt(tmp_path: Path) -> No
     run.assert_exact()
 
 
-def test_every_state_reaches_the_disk_with_one_write_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_state_reaches_the_disk_although_only_one_write_runs_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_moves, "MOST_STORES", 1)
     run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
     Conversations().turn(run)
@@ -364,7 +366,7 @@ def test_corrupt_disk_file_is_a_cache_miss_and_is_removed(tmp_path: Path, spoil:
     run.assert_exact()
 
 
-def test_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_makes_no_request_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 

@@ -249,7 +249,7 @@ def test_warmup_without_kernel_launches_changes_no_state_or_counter(pattern: str
 
 
 @needs_compiler
-def test_tile_order_of_one_shared_expert_is_built_without_a_kernel() -> None:
+def test_tile_order_of_a_single_expert_is_computed_without_a_kernel_launch() -> None:
     _order_of_one.cache_clear()
     with recorded_launches(on_hopper=True) as record:
         for num_tokens in (1, 300, 1000):

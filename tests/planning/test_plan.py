@@ -45,7 +45,7 @@ def test_reply_is_unknown_when_the_next_prompt_differs_after_the_last_block() ->
     assert first.keys == of_same.keys[:2] and first.keys[1] != of_other.keys[1]
 
 
-def test_repeated_prompt_does_not_hide_the_next_turn() -> None:
+def test_reply_is_found_in_the_next_turn_although_the_prompt_is_repeated_before_it() -> None:
     load = load_of(asked(128, 64, 0, 1), asked(128, 0, 0, 1), asked(192, 0, 0, 1, 2))
     first, _, last = block_texts(load, 64)
     assert first.keys == last.keys
@@ -128,7 +128,7 @@ def test_no_tokens_are_skipped_without_room_for_a_state() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_host_tier_restores_only_what_the_device_evicted(seed: int) -> None:
+def test_host_tier_raises_the_hit_rate_but_not_above_that_of_an_unlimited_cache(seed: int) -> None:
     load = random_load(seed)
     result = plan(load, SIZES, [0.002, 0.006], [0.0, 0.003, 0.1])
     shares = {(cache.cache_gb, cache.host_cache_gb): cache.replayed.share for cache in result.caches}
