@@ -152,7 +152,6 @@ def test_waiting_requests_without_room_do_not_delay_steps() -> None:
 
 
 def test_queue_is_settled_only_after_the_scheduler_has_visited_a_new_request() -> None:
-    """A waiting request leaves the queue unsettled until the scheduler has visited it."""
     runner = start().context.runner
     runner.queue.note_waiting(has_waiting=False)
     runner.queue.note_scheduled(is_settled=True)
