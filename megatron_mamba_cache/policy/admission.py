@@ -160,7 +160,7 @@ MOST_BRANCH_POINTS = 4
 
 
 def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: int) -> tuple[int, ...]:
-    """Return the boundaries at which the most other prompts diverge, ascending; at most `MOST_BRANCH_POINTS`."""
+    """Return the `MOST_BRANCH_POINTS` block boundaries, or fewer, at which most other prompts diverge; ascending."""
     num_sharing: Counter[int] = Counter()
     for other in others:
         num_shared = num_common(prompt.keys, other.keys) if other.may_skip else 0

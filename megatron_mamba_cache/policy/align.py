@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AlignCopy:
-    """Plan to copy the state at a block boundary from one of a request's columns to another.
+    """Plan to copy the state at a block boundary from a column of the draft window to the column of its block.
 
     Args:
         source_column: Column of the draft window that holds the SSM state at the boundary.
         shift: Number of accepted drafts before the boundary, by which the conv window is shifted left.
         destination_column: Index of the request's block that ends at the boundary.
         moves_bytes: False if the state is already in its destination, so nothing is copied.
-        num_accepted_after: Number of accepted tokens from which the next step computes the column of its initial state.
+        num_accepted_after: Number of accepted tokens from which the next step computes the column that it starts from.
     """
 
     source_column: int

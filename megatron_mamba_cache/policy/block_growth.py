@@ -54,7 +54,7 @@ def plan_preemption(requests: Sequence[RequestDemand], num_available: int, pause
     """Give the available blocks to the oldest requests, pause the rest, and evict the youngest if too many are paused.
 
     Requests are evicted, youngest first, while paused requests hold more than `paused_capacity` blocks in total, or
-    while no request would be active.
+    while all remaining requests would be paused.
 
     Args:
         num_available: Number of blocks available now, including evictable cached blocks.

@@ -61,7 +61,7 @@ class BlockTree:
         return not self._num_children[block]
 
     def tail(self, block: BlockId, refs: Sequence[int], states: Container[BlockId]) -> list[BlockId]:
-        """Return a block and its ancestors, up to the first that has another child, a reference or a state, excluded.
+        """Return a block and its ancestors, stopping before the first that has another child, a reference or a state.
 
         Args:
             block: First block of the result. If it is unregistered or has a child, the result is empty.

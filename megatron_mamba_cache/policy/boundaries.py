@@ -33,7 +33,7 @@ def select_boundaries(
 
     Args:
         kv_match_end: End position of the prompt's leading cached KV blocks; 0 if there are none.
-        branches: Boundaries at which other texts diverge from the prompt.
+        branches: Boundaries at which other prompts diverge from this prompt.
 
     Raises:
         ValueError: If the positions are out of order, or `kv_match_end` is not a boundary.

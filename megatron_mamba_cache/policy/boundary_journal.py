@@ -8,7 +8,7 @@ from .identifiers import BlockId, BlockKey
 
 
 class CachedTexts(Protocol):
-    """Interface of the KV blocks to the slot pool. A KV block can be reused only together with a state."""
+    """Interface of the KV block pool that the slot pool uses: KV can be reused only together with a state."""
 
     def is_end(self, block: BlockId) -> bool:
         """Return whether no block is cached after this one."""

@@ -116,7 +116,7 @@ class ReplayStates(DraftStates):
         return StateCursor(live_slot, self._free.pop())
 
     def most_drafts(self, computed: int, limit: int) -> int:
-        """Limit drafts to the positions before the next conversion of the state to its 16-bit dtype.
+        """Return the number of drafts, up to `limit`, before the next conversion of the state to its 16-bit dtype.
 
         A step converts a state only before its first token. Drafts past the next conversion position would read the
         fp32 state, and the results would depend on the number of drafts.

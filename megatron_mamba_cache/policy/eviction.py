@@ -71,7 +71,7 @@ class _Class:
         self.late: list[_Item] = []  # a heap
 
     def push(self, item: _Item, replaced: _Item) -> bool:
-        """Add an item; if `replaced` is the last item of `run`, remove it and return True."""
+        """Add an item. If `replaced` is the last item of `run`, remove it and return True; otherwise return False."""
         run = self.run
         has_left = bool(run) and run[-1] is replaced
         if has_left:

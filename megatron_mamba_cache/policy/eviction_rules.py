@@ -105,10 +105,10 @@ class LeastRecentlyUsed:
         return 1.0
 
     def count_state(self, kind: int) -> None:
-        """Do nothing."""
+        """Do nothing, because this rule needs no counts."""
 
     def count_hit(self, kind: int) -> None:
-        """Do nothing."""
+        """Do nothing, because this rule needs no counts."""
 
 
 class RecomputeCost:

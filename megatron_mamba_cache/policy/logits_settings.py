@@ -64,7 +64,7 @@ PLAIN_LOGITS = LogitsSettings()
 
 
 def logits_settings_of(found: Any) -> LogitsSettings:
-    """Convert a mapping from field names to values; return `PLAIN_LOGITS` if nothing changes the logits.
+    """Return the settings that a mapping of field names to values contains; `PLAIN_LOGITS` if they change nothing.
 
     Raises:
         ValueError: If a key is unknown or a value has the wrong type.

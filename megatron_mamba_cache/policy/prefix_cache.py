@@ -53,7 +53,7 @@ class PrefixCache:
         draft_states: Manages the slots or buffers for the drafts of running requests.
         checkpoints: Boundaries at which decode caches states: "all", "none", or only each request's newest ("rolling").
         epoch: Number of flushes so far. It is part of the keys, so entries from earlier epochs are never found.
-        tiers: Host memory and disk; None without these tiers.
+        tiers: Host and disk tiers; None for no tiers.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PrefixCache:
         positions = [index.position for index in spec.breakpoints]
         if spec.num_replayed:
             prompt_end = spec.prompt_len - spec.num_replayed
-            positions += [prompt_end - 1, prompt_end]  # a repeat of the same prompt computes its last token
+            positions += [prompt_end - 1, prompt_end]  # a repeat of the prompt must compute its last token
         return (*parting, *(position // self.block_size * self.block_size for position in positions))
 
     def admit(self, candidate: Candidate, plan: AdmissionPlan, branches: tuple[int, ...] = ()) -> RunningRequest:
@@ -250,7 +250,7 @@ class PrefixCache:
             CacheCapacityError: If too few blocks are available.
         """
         edges = self.at_edges(requests)
-        for request in edges:  # blocks before states, which are optional and may share their memory
+        for request in edges:  # reserve blocks first: states are optional, but may take the memory
             if request.computed + 1 == len(request.block_ids) * self.block_size:
                 self.grow(request)
         for request in edges if self._keeps_decode_states else ():
@@ -284,7 +284,7 @@ class PrefixCache:
         """Drop everything cached; running requests publish nothing until they are prefilled again.
 
         Args:
-            epoch: New epoch, greater than the current one; None to add 1 to it.
+            epoch: New epoch, which must be greater than the current epoch; None to increment the current epoch.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         if weights_version is not None:

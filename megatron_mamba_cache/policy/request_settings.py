@@ -18,8 +18,7 @@ class SamplingSettings:
     """Sampling settings and end conditions of a request.
 
     Args:
-        temperature, top_k, top_p: top_k 0 and top_p 0 set no limit; temperature 0 or top_k 1
-            selects greedy decoding.
+        temperature, top_k, top_p: Temperature 0 or top_k 1 selects greedy decoding; top_k 0 and top_p 0 mean no limit.
         seed: Seed of the request's counter-based random numbers.
         termination_id: Token that ends the request; -1 for none; None for the tokenizer's end token.
         stop_words: Token sequences of the stop strings that end the request.
@@ -38,7 +37,7 @@ class SamplingSettings:
 
     @property
     def changes_logits(self) -> bool:
-        """True if the logits are changed before a token is sampled."""
+        """True if settings or a grammar change the logits before a token is sampled."""
         return self.logits is not PLAIN_LOGITS or bool(self.grammar)
 
     @property

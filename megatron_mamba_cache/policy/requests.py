@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ReservedState:
-    """Slot reserved for the state at a boundary, which the next step writes; not found by prompts until published."""
+    """Slot reserved for the state at a boundary. The next step writes it; no request can reuse it until published."""
 
     position: int  # token position of the boundary
     slot: SlotId
@@ -108,7 +108,7 @@ class RunningRequest:
     The first `computed` tokens have KV and are included in the live state. The next step computes `scheduled` more
     tokens, of which the last are `drafts`. The token at position `computed` is the next input.
 
-    Only a request's methods change its fields, `cursor` excepted. `PrefixCache` makes the same change to the pools.
+    Only a request's methods change its fields, except `cursor`. `PrefixCache` makes the same change to the pools.
     """
 
     spec: RequestSpec
@@ -285,5 +285,5 @@ class RunningRequest:
 
 
 def num_decoding(requests: Sequence[RunningRequest]) -> int:
-    """Return the number of decode requests in a step, whose decode requests come before its prefill requests."""
+    """Return the number of decode requests; `requests` must list them before the prefill requests."""
     return bisect_left(requests, True, key=lambda request: request.is_prefilling)

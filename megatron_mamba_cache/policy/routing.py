@@ -204,14 +204,14 @@ class PrefixRouter:
 
 
 class RoundRobinRouter(PrefixRouter):
-    """Router that sends prompts to replicas round robin, for comparison."""
+    """Router that sends prompts to replicas round robin, as a baseline."""
 
     def __init__(self) -> None:
         super().__init__(max_keys=1)
         self._turn = 0
 
     def publish(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
-        """Do nothing."""
+        """Do nothing, because cached prefixes are ignored."""
 
     def route(self, request_id: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
         """Choose the next replica in order of joining; the prompt's blocks are ignored."""

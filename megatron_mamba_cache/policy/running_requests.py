@@ -120,9 +120,8 @@ class RunningRequests:
         if self.is_full:
             return Refusal.TOO_MANY_REQUESTS
         plan = self.cache.plan(candidate, budget)
-        while (
-            plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._requests
-        ):  # no running request will free memory
+        # Without running requests, only restores for other waiting requests can free memory.
+        while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._requests:
             if not self.cache.tiers.make_room(candidate.request_id):
                 break
             plan = self.cache.plan(candidate, budget)
@@ -134,7 +133,7 @@ class RunningRequests:
         return request
 
     def drop(self, requests: Collection[RunningRequest]) -> None:
-        """Remove requests; their published blocks and states stay cached. If a release raises, the rest stays."""
+        """Remove requests; their published blocks and states stay cached. If one raises, the rest stay."""
         for request in list(requests):
             self._release(request)
 

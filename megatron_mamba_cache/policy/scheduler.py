@@ -27,7 +27,7 @@ class FailedSteps:
         return bool(self._counts)
 
     def count(self, request_ids: Iterable[int]) -> list[int]:
-        """Count a failed step for each of its requests; return the ids of requests to refuse."""
+        """Count a failed step for each request in it; return the ids of the requests to refuse."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
@@ -42,7 +42,7 @@ class FailedSteps:
         self._counts.clear()
 
     def next_isolated(self) -> int | None:
-        """Return the id of the request to run alone, the same until its count is reset; None if no request must."""
+        """Return the id of a request that must run alone, the same until its count is reset; None if there is none."""
         suspects = (request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ISOLATION)
         return next(suspects, None)
 
@@ -80,7 +80,7 @@ class QueueState:
     is_settled: bool = False
 
     def note_waiting(self, *, has_waiting: bool) -> None:
-        """Record whether a request waits only for memory; if so from now on, it may be able to join the next step."""
+        """Record whether a request waits only for memory. A request that has begun to may join the next step."""
         if has_waiting is not self.has_waiting:
             self.has_waiting, self.is_settled = has_waiting, self.is_settled and not has_waiting
 

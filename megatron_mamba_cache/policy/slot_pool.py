@@ -108,7 +108,7 @@ class SlotPool:
         return self._running.owner_of(slot)
 
     def count_by_owner(self) -> dict[str, int]:
-        """Return the number of slots by the lower-case name of the owner; "free" counts slots for cached states."""
+        """Return the number of slots by owner, keyed by lower-case name; "free" counts only slots for cached states."""
         running = {owner.value: self._running.count(owner) for owner in (SlotOwner.LIVE, SlotOwner.DRAFT)}
         return {owner.value: self._owners.count(owner) for owner in SlotOwner} | running
 
@@ -124,7 +124,7 @@ class SlotPool:
         return depth
 
     def tokens_before(self, block: BlockId) -> int:
-        """Return the number of tokens from the start of the text to the cached state before the block's own."""
+        """Return the number of tokens from the start of the text to the cached state before the block's state."""
         entry = self._entry(block)
         return entry.num_tokens - entry.lost_tokens
 
@@ -137,7 +137,7 @@ class SlotPool:
         return block in self._pins
 
     def observe(self, observer: StateObserver) -> None:
-        """Set the observer, which is notified of the existing cached states and then of each change."""
+        """Set the observer. It is notified of the existing cached states now, and of each change later."""
         self._observer = observer
         for block in self.slot_by_block:
             observer.published(block)
@@ -375,7 +375,7 @@ class SlotPool:
         pinned, orphaned = self._pins.keys(), self._orphans.keys()
         if pinned - self.slot_by_block.keys() - orphaned or orphaned - pinned:
             raise CacheIntegrityError(
-                f"pinned blocks must have a cached or flushed state, and flushed blocks a pin, found pins "
+                f"pinned blocks must have a cached or flushed state, and flushed blocks must be pinned, found pins "
                 f"{self._pins}, states {self.slot_by_block} and flushed slots {self._orphans}"
             )
         if self._rolling - self.slot_by_block.keys() or self._rolling & self._pins.keys():
@@ -413,7 +413,7 @@ class SlotPool:
             self.evict()
 
     def _next_evicted(self, kinds: Container[int] | None = None) -> BlockId:
-        """Return the block whose state has the lowest priority among the given kinds; None for all kinds."""
+        """Return the block whose state has the lowest priority among states of these kinds, or of all kinds."""
         first, likelihood = self._evictable.first, self._rule.likelihood
         block = first(self._clock, likelihood, kinds)
         while self._has_changed(block):
@@ -446,7 +446,7 @@ class SlotPool:
         return self._file(block, self._evictable.last_use_of(block))
 
     def _count_kind(self, block: BlockId, kind: int) -> None:
-        """Count the state under its kind, unless that kind was the last that it was counted under."""
+        """Count the block's state as a state of this kind, unless it was last counted as one."""
         if self._kinds[block] != kind:
             self._kinds[block] = kind
             self._rule.count_state(kind)

@@ -9,7 +9,7 @@ _ROOT = BlockId(-1)
 
 
 class StateLineage:
-    """Record of each cached state's previous state, branch hits, continuations, and if it ends a prompt.
+    """For each cached state: its previous state, its branch hits and continuations, and if it ends a prompt.
 
     The record of a dropped state still links the states after it to those before it: a block's ancestors stay
     registered as long as the block, so their numbers are not reused. If a state is published between two others, the
@@ -41,7 +41,11 @@ class StateLineage:
             self._num_continuations[anchor] += 1
 
     def mark_prompt_end(self, path: Sequence[BlockId], prompt_len: int) -> None:
-        """Mark the last state within the newest prompt as its end. `path`: the text's blocks with states, in order."""
+        """Mark the last state within the newest prompt as the prompt's end.
+
+        Args:
+            path: Blocks of the text that have a state, in order.
+        """
         last = None
         for block in path:
             self._ends_prompt[block] = False
@@ -67,7 +71,7 @@ class StateLineage:
         self._num_branch_hits[block] += 1
 
     def relink(self, block: BlockId, anchor: BlockId) -> None:
-        """Set the block of a state's previous state."""
+        """Link the block's state to its previous state, at the end of the block `anchor`."""
         self._anchors[block] = anchor
 
     def num_tokens(self, block: BlockId) -> int:

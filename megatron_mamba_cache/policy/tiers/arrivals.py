@@ -50,7 +50,7 @@ def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
 
 
 def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockId]:
-    """Make a copied boundary findable; return its blocks from the start of the text, each with a reference.
+    """Let prompts find a copied boundary; return its blocks from the start of the text, each with a reference.
 
     If a block with the same key was registered during the copy, it replaces the copied block. If this function raises,
     the space is released.

@@ -33,7 +33,7 @@ class DiskIndex:
 
     @property
     def num_free_bytes(self) -> int:
-        """Number of bytes up to the limit; unknown entries of other servers may already use some of them."""
+        """Number of bytes that known entries leave free; entries of other servers may already use some of them."""
         return max(self._limit - self.num_bytes, 0)
 
     def bytes_of(self, name: EntryName) -> int:

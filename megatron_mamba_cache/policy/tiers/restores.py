@@ -70,7 +70,7 @@ class Restores:
         return bool(self._of_request or self._unclaimed)
 
     def awaits(self, request_id: int) -> bool:
-        """Return whether a copy for the request has not ended."""
+        """Return whether a copy for the request is queued or running."""
         restore = self._of_request.get(request_id)
         return restore is not None and restore.arrival is not None
 
