@@ -51,7 +51,7 @@ class Entrance:
             self._end(exchange)
 
     def cut_off(self) -> None:
-        """Mark all open requests as cut off by the server's shutdown."""
+        """Mark all open requests as interrupted by the server's shutdown."""
         for exchange in self._open.values():
             exchange.is_cut_off = True
 

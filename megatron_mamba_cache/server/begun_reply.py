@@ -20,9 +20,10 @@ class BegunReply:
     token_ids: Sequence[int]  # token ids of the whole prompt
 
     def reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> PromptReasoning:
-        """Return the state of reasoning at the end of the prompt: open, done or still allowed.
+        """Return the state of reasoning at the end of the prompt; see `PromptReasoning`.
 
         Args:
+            form: The model's reasoning tags.
             tag_ids: Token ids of the reasoning tags that are single tokens.
         """
         ids = {tag_ids.get(form.open), tag_ids.get(form.close)}

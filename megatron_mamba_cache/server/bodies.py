@@ -17,7 +17,7 @@ class ClientLeftError(Exception):
 
 
 class Bodies:
-    """Reader of request bodies that limits their memory; a body counts until its request is answered.
+    """Reader of request bodies that limits their memory; a body uses memory until its request is answered.
 
     Each owner may use an equal share of `max_buffered_bytes`, but at least `max_body_bytes`.
     """

@@ -153,5 +153,5 @@ def _request_id(scope: Scope) -> str:
 
 
 def _printable(path: bytes) -> str:
-    """Return a path as printable ASCII; percent-encode spaces and all other bytes."""
+    """Return a path as printable ASCII; percent-encode spaces and all bytes that are not printable ASCII."""
     return "".join(chr(byte) if 0x21 <= byte <= 0x7E else f"%{byte:02X}" for byte in path)

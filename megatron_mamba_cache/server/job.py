@@ -79,7 +79,7 @@ class Job:
     """One HTTP request's choices; a context manager that submits them and, on exit, cancels unfinished choices.
 
     Args:
-        prompts: Tokenized prompts, one for each of the order's readings.
+        prompts: Tokenized prompts of `order`.
         permits: Queue permits, one for each choice; each is released when the engine finishes its choice.
         arrived: Monotonic time when the HTTP request reached the queue gate, in seconds.
 

@@ -28,7 +28,7 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """Finished engine request, as passed to the recorder."""
+    """Finished engine request to record."""
 
     arrived: float  # in seconds since the epoch
     tenant: str  # name of the tenant; tenants do not share prefixes

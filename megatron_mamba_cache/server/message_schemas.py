@@ -93,7 +93,7 @@ class Message(PartlySupported):
         return self
 
     def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
-        """Yield (breakpoint as sent, breakpoint as a position) pairs in order; `index` is the message's index."""
+        """Yield each breakpoint, as sent and as a position in the conversation; `index` is the message's index."""
         end, calls = 0, self.tool_calls or []
         for number, part in enumerate(() if self.content is None or isinstance(self.content, str) else self.content):
             end += len(part.text) + (len(_LINE_END) if number else 0)

@@ -147,7 +147,7 @@ class OrderMaker:
             if form is not None and getattr(body, name):
                 reason = "the format of a constrained reply decides where it ends"
                 raise bad_request(f"{name} cannot be combined with {form.field}: {reason}", name)
-        reading = self._reading(body, chosen, is_held=form is not None)
+        reading = self._reading(body, chosen, is_constrained=form is not None)
         return replace(order, reading=reading, form=form)
 
     def _read_chat(self, tenant: Tenant, conversation: Conversation, *, add_special_tokens: bool) -> Prompt:
@@ -200,7 +200,7 @@ class OrderMaker:
             scoring=scoring,
         )
 
-    def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_held: bool) -> ReplyReading | None:
+    def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_constrained: bool) -> ReplyReading | None:
         """Return the parser settings for replies; None if all text is content."""
         syntax = self._model.syntax
         calls_tools = bool(chosen.tools) and chosen.choice != "none" and syntax.tool_calls is not None
@@ -211,7 +211,7 @@ class OrderMaker:
         parameters = {function["name"]: function.get("parameters", {}) for function in functions}
         return ReplyReading(
             None if shows_all else self._tag_ids.keys(),
-            partial(syntax.parser, parameters if calls_tools else None, is_held=is_held),
+            partial(syntax.parser, parameters if calls_tools else None, is_constrained=is_constrained),
             {number: tag for tag, number in self._tag_ids.items()},
             most_calls=1 if body.parallel_tool_calls is False else None,
         )

@@ -70,7 +70,7 @@ class ReplicaThread:
 def serve_replica(engine: MambaCacheEngine, routing: RoutingSettings) -> None:
     """Run an engine as a replica of the first process's coordinator until the coordinator stops it.
 
-    The first process handles SIGINT and SIGTERM; this process ignores SIGINT, and SIGTERM after the warmup.
+    The first process handles SIGINT and SIGTERM; this process ignores SIGINT and, after the warmup, SIGTERM.
     """
     with _ignored(signal.SIGINT), contextlib.ExitStack() as stack:
         asyncio.run(

@@ -101,9 +101,9 @@ class FormMaker:
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
         """Return a form for optional calls if a tool is strict or only some tools are allowed; otherwise None."""
         functions = [tool["function"] for tool in chosen.tools]
-        is_held = chosen.are_some or any(function.get("strict") for function in functions)
+        is_constrained = chosen.are_some or any(function.get("strict") for function in functions)
         family = self._syntax.tool_calls
-        if family is None or not is_held:
+        if family is None or not is_constrained:
             return None
         callable_tools = [
             _callable(function) if function.get("strict") else CallableTool(function["name"], None)

@@ -23,7 +23,7 @@ class Turn:
     """Message of a conversation, with its cache breakpoints."""
 
     message: dict[str, Any]
-    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # (index in the conversation, breakpoint)
+    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # (index in `Conversation.breakpoints`, breakpoint)
 
     @property
     def role(self) -> str:
@@ -75,7 +75,7 @@ Rewrite = Callable[[Sequence[Turn]], list[Turn]]
 
 
 def turns_of(conversation: Conversation) -> list[Turn]:
-    """Return the messages of a conversation, each with its breakpoints."""
+    """Return the messages of a conversation as turns, each with its breakpoints."""
     numbered = [*enumerate(conversation.breakpoints)]
     return [
         Turn(message, tuple((number, mark) for number, mark in numbered if mark.message == index))

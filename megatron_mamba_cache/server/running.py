@@ -16,7 +16,7 @@ from .exchange import write_line
 
 logger = logging.getLogger(__name__)
 
-# Longer than clients keep idle connections open. The client closes first, so no request hits a closed connection.
+# Clients keep idle connections open for less time, so they close first and never send a request to a closed one.
 KEEP_ALIVE_S = 75
 _BACKSTOP_S = 1.0
 _READY_INTERVAL_S = 0.05

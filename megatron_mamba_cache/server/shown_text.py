@@ -98,7 +98,7 @@ def _written(value: Any) -> str:
 
 
 def _without_data(found: dict[str, Any]) -> Any:
-    """Replace `data:` URLs in a JSON object with text; if the object is an image or file, return only a text."""
+    """Replace `data:` URLs in a JSON object with placeholders; replace an image or file object with one placeholder."""
     kind = _OMITTED.get(str(found.get("type")))
     if kind is not None:
         return omitted(kind)

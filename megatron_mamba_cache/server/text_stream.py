@@ -88,7 +88,7 @@ class IncrementalText:
         return self._take_held(self._reader.text(self._window))
 
     def _restart(self, tokens: Sequence[int]) -> None:
-        """Reset the window to `tokens`, whose text has been returned."""
+        """Reset the window, which is decoded again with each new token, to `tokens`; their text has been returned."""
         self._window: list[int] = []
         self._tail = _Tail(self._reader)
         for token in tokens:
@@ -174,7 +174,7 @@ def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
 
 
 class _Tail:
-    """Decoding state at the end of the window, where later tokens may still change the text.
+    """State of the decoder at the end of the text, which later tokens may still change.
 
     Attributes:
         is_run: True if the latest token belongs to a run of single-byte tokens, which are decoded together.

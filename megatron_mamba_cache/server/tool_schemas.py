@@ -39,7 +39,7 @@ class ForeignTool(BaseModel):
 
 
 def own_or_foreign(*own: str) -> Discriminator:
-    """Return a pydantic discriminator that tags tools of a type in `own`, or without a type, as own, others as foreign.
+    """Return a pydantic discriminator for own and foreign tools; tools with a type in `own`, or without one, are own.
 
     The tags contain a hyphen, so that `errors.schema_error` removes them from error messages.
     """
@@ -154,7 +154,7 @@ class AllowedTools(BaseModel):
 
 
 def _plain_choice(found: Any) -> Any:
-    """Return a tool choice with `allowed_tools` unnested, or with a flat function nested."""
+    """Normalize a tool choice: flatten `allowed_tools`, and nest the fields of a flat function."""
     inner = found.get("allowed_tools") if isinstance(found, Mapping) else None
     return {"type": "allowed_tools", **inner} if isinstance(inner, Mapping) else _nested(found)
 

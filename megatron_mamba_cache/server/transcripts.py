@@ -44,7 +44,8 @@ class Transcripts:
     def longest(self, tenant: Tenant, text: str, adds: bool | None = None) -> Transcript | None:
         """Return the tenant's longest entry that is a prefix of `text` and has the same `adds`, or None.
 
-        `adds` is the setting for adding special tokens: True, False, or None for the tokenizer's default."""
+        `adds` is the setting for adding special tokens: True, False, or None for the tokenizer's default.
+        """
         with self._lock:
             entries = self._entries.get(tenant.owner, OrderedDict())
             kind = (tenant.salt, adds)

@@ -1,4 +1,4 @@
-"""Request fields of OpenAI's and vLLM's APIs that are not supported, and values of these fields that have no effect.
+"""Unsupported request fields of OpenAI's and vLLM's APIs; their values that have no effect are accepted.
 
 To support a field, remove its entry here and add the field to a schema. Fields that cannot change a reply are ignored
 and counted. Examples are the name of a user or session, and fields that affect only speed.

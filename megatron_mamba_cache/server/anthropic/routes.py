@@ -79,7 +79,7 @@ class MessagesFormat:
         return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}
 
     def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return the parts; remove the text of reasoning if `includes_thinking` is False."""
+        """Return the parts, with the text of reasoning removed if `includes_thinking` is False."""
         if self._includes_thinking:
             return parts
         return [replace(part, text="") if isinstance(part, Reasoning) else part for part in parts]
@@ -111,8 +111,8 @@ class MessagesFormat:
 class _BlockEvents:
     """Encoder that converts one reply's parts to events for content blocks.
 
-    A call's arguments are sent as one event at the end of the call, because they must be a JSON object. Pings keep the
-    connection alive until then.
+    A call's arguments are sent in one event at the end of the call, because only then can they be converted to a JSON
+    object. Pings keep the connection alive until then.
     """
 
     def __init__(self) -> None:

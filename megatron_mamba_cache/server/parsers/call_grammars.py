@@ -30,7 +30,7 @@ class MarkedCalls:
     marker: str  # text before each call or before a list of calls
     # Returns the grammar for the text after a marker. The integer is the maximum length of a list of calls.
     rest: Callable[[Sequence[CallableTool], SpecialId, int], Grammar]
-    separator: str | None = None  # rule between calls; None: one marker precedes a list of calls
+    separator: str | None = None  # grammar rule between calls; None: one marker precedes a list of calls
     others: tuple[str, ...] = ()  # other texts that the parser treats as the start of a call
 
     def calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:

@@ -14,7 +14,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Parser for calls between markers, as one JSON object or a list of objects.
+    """Parser for tool calls written between markers as one JSON object or a list of objects.
 
     If the text after an opening marker is not a call, the marker and the text are content.
     """

@@ -69,13 +69,13 @@ class ReplyParser:
     Args:
         parse: Generator function that reads a `TextFeed` and yields the parts.
         token_tags: Tags that are single tokens; their text is a tag only at positions passed to `note_tag`.
-        is_held: True if a grammar constrains the reply.
+        is_constrained: True if a grammar constrains the reply.
     """
 
     def __init__(
-        self, parse: Callable[[TextFeed], Parsing], token_tags: Collection[str] = (), *, is_held: bool = False
+        self, parse: Callable[[TextFeed], Parsing], token_tags: Collection[str] = (), *, is_constrained: bool = False
     ) -> None:
-        self._feed = TextFeed(token_tags, is_held=is_held)
+        self._feed = TextFeed(token_tags, is_constrained=is_constrained)
         self._parsing = parse(self._feed)
         self.num_calls = 0
         """Number of tool calls that have begun."""

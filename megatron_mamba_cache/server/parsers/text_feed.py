@@ -16,11 +16,11 @@ class TextFeed:
 
     Args:
         token_tags: Tags that are single tokens. Their text is a tag only at positions passed to `note_tag`.
-        is_held: True if a grammar constrains the reply, and thereby the positions of its tags.
+        is_constrained: True if a grammar constrains the reply, and thereby the positions of its tags.
     """
 
-    def __init__(self, token_tags: Collection[str] = (), *, is_held: bool = False) -> None:
-        self.is_held = is_held
+    def __init__(self, token_tags: Collection[str] = (), *, is_constrained: bool = False) -> None:
+        self.is_constrained = is_constrained
         self._token_tags = frozenset(token_tags)
         self._tag_positions: set[int] = set()
         self._num_dropped = 0  # number of characters dropped from the start of the reply

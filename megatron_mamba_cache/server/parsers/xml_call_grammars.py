@@ -163,7 +163,7 @@ def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
 
 
 def _is_text(key: str, target: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Return True if `XmlCalls` parses a parameter as text, False if it parses JSON."""
+    """Return True if `XmlCalls` parses a parameter's value as text, False if as JSON."""
     types = types_of_parameter(root, key)
     return types == {"string"} or not (types or target.keys() & _COMBINED) or "string" in _named_types(target)
 

@@ -25,14 +25,14 @@ _BOOLEANS = {"true": True, "false": False}
 _JSON_NAMES = {**_BOOLEANS, "null": None}
 
 
-def json_of(text: str, types: Collection[str], *, is_held: bool) -> str:
+def json_of(text: str, types: Collection[str], *, is_constrained: bool) -> str:
     """Convert a parameter's text to JSON of one of the allowed types; if none fits, to a JSON string.
 
-    Empty or unknown `types` allow any type. If a grammar constrains the text (`is_held`), numbers beyond float64
+    Empty or unknown `types` allow any type. If a grammar constrains the text (`is_constrained`), numbers beyond float64
     become the nearest finite number.
     """
     known = types if JSON_TYPES.issuperset(types) else ()
-    written = strict_json(text.strip(), is_held=True) if is_held else text.strip()
+    written = strict_json(text.strip(), is_constrained=True) if is_constrained else text.strip()
     try:
         return strict_text(_value_of_values(written, known))
     except ValueError:
@@ -40,7 +40,7 @@ def json_of(text: str, types: Collection[str], *, is_held: bool) -> str:
 
 
 def _value_of_values(text: str, types: Collection[str]) -> Any:
-    """Parse a text to a value of an allowed type; raise `ValueError` if none fits."""
+    """Parse text as a value of an allowed type; raise `ValueError` if it matches none."""
     may_be_text = not types or "string" in types
     for read in (partial(strict_value, allows_controls=True), _literal_value):
         try:
@@ -186,7 +186,7 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
         yield CallArguments('"' if end else "")
     else:
         text, end = yield from gathered(_value_text(feed))
-        yield CallArguments(json_of(text, types, is_held=feed.is_held) if end else text)
+        yield CallArguments(json_of(text, types, is_constrained=feed.is_constrained) if end else text)
     return end.removeprefix("\n")
 
 
