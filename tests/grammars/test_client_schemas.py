@@ -1,4 +1,4 @@
-"""Each schema like those of clients is enforced in every reply, or refused in one line before it."""
+"""Each client-like schema is either enforced in every reply, or refused before the reply with a one-line error."""
 
 import json
 from random import Random
@@ -24,7 +24,7 @@ def grammars() -> Grammars:
 
 
 def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
-    """Check that a schema is enforced in 3 replies, or refused by name; return True if it is enforced."""
+    """Check that 3 replies satisfy a schema, or that its error names a keyword; return True if it is enforced."""
     grammar = forms.json_grammar(schema).text
     error = grammars.error_of(grammar)
     if error is not None:
@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_schema_errors_name_the_location_but_no_library_setting(name: str, grammars: Grammars) -> None:
+def test_schema_errors_name_the_location_and_no_llguidance_setting(name: str, grammars: Grammars) -> None:
     schema, words = REFUSED[name]
     error = grammars.error_of(forms.json_grammar(schema).text)
     assert error is not None and words in error and not any(word in error for word in LIBRARY_WORDS), error

@@ -1,4 +1,4 @@
-"""Simulated decode steps: times from a model's reads, and randomly right drafts."""
+"""Simulated decode steps, with step times estimated from a model's reads, and randomly accepted drafts."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -44,13 +44,13 @@ MODELS = {"8b": DENSE_8B, "nano": NANO_30B}
 
 
 def time_of(reads: StepReads, most: int = MOST) -> StepTime:
-    """Return the times of a model's steps on an H200."""
+    """Return the estimated step times of a model on an H200."""
     return StepTime(reads, GPU, 1 + most)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Tokens, drafts and time of some steps."""
+    """Number of tokens, number of drafts, and time of the simulated steps."""
 
     num_tokens: int
     seconds: float
@@ -58,7 +58,7 @@ class Simulated:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.num_tokens / self.seconds
 
 
@@ -72,14 +72,14 @@ def simulate(
     offers: float = 1.0,
     seed: int = 0,
 ) -> Simulated:
-    """Run steps of `num_requests` concurrent requests.
+    """Simulate steps with `num_requests` concurrent requests.
 
-    A step whose requests were all paused before it is overlapped; others wait for the host, with drafts or without, and
-    so does one that a request joins.
+    A step is overlapped if drafting was paused for all its requests before it, and no request joins. Other steps wait
+    for the host, with or without drafts.
 
     Args:
-        probability: Returns how likely the drafts of a request are right.
-        offers: Share of the requests with a draft.
+        probability: Function from a request id to the acceptance probability of its draft tokens.
+        offers: Fraction of the requests for which the drafter proposes tokens.
     """
     rng = random.Random(seed)
     numbers, shadowed = count(), _ShadowDrafts(policy, probability, offers, rng)
@@ -110,16 +110,16 @@ def simulate(
 
 
 class _ShadowDrafts:
-    """Drafts of paused requests, decided one step after their right tokens are known."""
+    """Simulated shadow drafts of paused requests; each is evaluated once its outcome is known."""
 
     def __init__(
         self, policy: DraftPolicy | AllDrafts, probability: Callable[[int], float], offers: float, rng: random.Random
     ) -> None:
         self._policy, self._probability, self._offers, self._rng = policy, probability, offers, rng
-        self._begun: dict[int, tuple[int, int]] = {}  # request -> right tokens, steps left
+        self._begun: dict[int, tuple[int, int]] = {}  # request id -> (number correct, steps until it is known)
 
     def compare(self, requests: Sequence[RunningRequest]) -> None:
-        """Update the planner as after a landed step."""
+        """Update the policy as the planner does after a step."""
         shadowed = self._policy.shadowed(requests)
         for request in shadowed:
             right, left = self._begun.pop(request.request_id, (0, 0))
@@ -135,12 +135,12 @@ class _ShadowDrafts:
 
 
 def plain_steps(time: StepTime, num_requests: int, num_steps: int) -> Simulated:
-    """Run steps without drafts."""
+    """Simulate steps without drafts."""
     return simulate(NoDraftPolicy(time), time, num_requests, lambda _id: 0.0, num_steps=num_steps)
 
 
 class NoDraftPolicy(DraftPolicy):
-    """Never drafts."""
+    """Policy that never drafts."""
 
     def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
         return [0] * len(requests)
@@ -150,7 +150,7 @@ class NoDraftPolicy(DraftPolicy):
 
 
 class FixedCounts(AllDrafts):
-    """Drafts the same number in every step."""
+    """Policy that drafts the same number of tokens in every step."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -160,7 +160,7 @@ class FixedCounts(AllDrafts):
 
 
 def wider(time: StepTime, num_ranks: int) -> StepTime:
-    """Return the times of a rank that shares a model's experts with others."""
+    """Return the step times of a rank of a model whose experts are split across `num_ranks` ranks."""
     reads = replace(time.reads, num_experts=time.reads.num_experts // num_ranks, num_expert_ranks=num_ranks)
     return replace(time, reads=reads)
 
@@ -181,7 +181,7 @@ def _num_kept(rng: random.Random, probability: float, num_drafted: int) -> int:
 def _with_new(
     requests: Sequence[RunningRequest], policy: DraftPolicy | AllDrafts, numbers: Iterator[int]
 ) -> Iterator[RunningRequest]:
-    """Yield the requests, each that has ended replaced by another request."""
+    """Yield the requests, with a new request in place of each that has ended."""
     for request in requests:
         if request.computed < 300 + REPLY:
             yield request

@@ -1,4 +1,4 @@
-"""Properties of the estimated acceptance probability of a draft."""
+"""Properties of the estimated acceptance probability of draft tokens."""
 
 import random
 

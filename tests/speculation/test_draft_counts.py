@@ -23,7 +23,7 @@ def brute_expected(probabilities: list[float], counts: list[int]) -> float:
 
 
 @given(ROWS)
-def test_expected_tokens_are_a_sum_of_probabilities(requests: list[tuple[float, int]]) -> None:
+def test_expected_number_of_tokens_is_a_sum_of_acceptance_probabilities(requests: list[tuple[float, int]]) -> None:
     probabilities, counts = [min(probability, 0.999) for probability, _ in requests], [count for _, count in requests]
     assert expected_tokens(np.array(probabilities), np.array(counts)) == pytest.approx(
         brute_expected(probabilities, counts)
@@ -31,7 +31,7 @@ def test_expected_tokens_are_a_sum_of_probabilities(requests: list[tuple[float, 
 
 
 @given(ROWS, st.floats(0.1, 10), st.floats(0, 3), st.floats(0, 3))
-def test_draft_counts_respect_limits_and_beat_a_plain_step(
+def test_draft_counts_respect_limits_and_are_faster_than_no_drafts(
     requests: list[tuple[float, int]], plain: float, once: float, each: float
 ) -> None:
     probabilities, max_counts = [probability for probability, _ in requests], [room for _, room in requests]
@@ -61,12 +61,12 @@ def test_request_with_higher_acceptance_gets_more_drafts() -> None:
     assert counts[0] == 4 > counts[1] > counts[2] == 0
 
 
-def test_drafter_cost_is_that_of_the_longest_draft() -> None:
+def test_drafter_time_depends_on_the_longest_draft() -> None:
     seconds = {0: 1.0, 1: 1.3, 2: 1.6, 3: 9.0, 4: 9.0}
     assert max(best_counts([0.9] * 3, [4] * 3, lambda total, most: seconds[most], 1.0)) == 2
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0, math.nextafter(1.0, 0.0)])
-def test_probabilities_of_zero_and_one_are_supported(probability: float) -> None:
+def test_acceptance_probabilities_of_zero_and_one_are_supported(probability: float) -> None:
     expected = [0] if probability == 0 else [3]
     assert best_counts([probability], [3], lambda total, most: 1.2, 1.0) == expected
