@@ -2,10 +2,11 @@
 
     PYTHONPATH=. python benchmarks/hit_rates.py [--output FILE.md] [--plot FILE.png] [--json] [--cache-gb G ...]
 
-No model and no GPU: synthetic tokens go through the real cache (`served_load.py`). Memory is one budget over slabs that
-hold KV blocks or states, with the sizes of an 8B hybrid in bf16: a KV block of 256 tokens takes 4 MiB, a state 103 MB.
-Running requests, up to 16, take theirs from the same budget. The working set is the most that an unlimited cache held
-at any one time: blocks of running requests, and blocks and states that were used again later.
+The benchmark needs neither a model nor a GPU: requests with synthetic tokens use the real cache (`served_load.py`). KV
+blocks and states share one memory budget, divided into slabs, with the sizes of an 8B hybrid model in bf16: a KV block
+of 256 tokens takes 4 MiB, and a state takes 103 MB. Up to 16 running requests use the same budget. The working set is
+the peak memory of an unlimited cache, counting only the blocks of running requests, and the blocks and states that were
+used again later.
 """
 
 import argparse
@@ -62,19 +63,19 @@ coding sessions in 20 GB of Nano's sizes unless another load is named. No script
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One load, given by name, generated from one seed."""
+    """A load, given by its name and a seed."""
 
     load: str
     seed: int
 
     def sessions(self) -> list[Conversation]:
-        """Return its conversations."""
+        """Return the conversations of the load."""
         return conversations(LOADS[self.load], self.seed, SERVER.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Savings of an unlimited cache, and the bytes of the working set."""
+    """Tokens saved by an unlimited cache, and the bytes of the working set."""
 
     prompt_tokens: int
     saved_tokens: int
@@ -83,7 +84,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Savings of one rule on one load in one budget."""
+    """Tokens saved by one eviction rule, for one load and budget."""
 
     load: str
     seed: int
@@ -96,7 +97,7 @@ class Figure:
 
 
 def main() -> None:
-    """Measure, then print the figures as a table or as JSON."""
+    """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="default: all")
     parser.add_argument("--cache-gb", nargs="+", type=float, default=list(CACHE_GB), help="GiB; default: 4 to 64")
@@ -118,7 +119,7 @@ def main() -> None:
 
 
 def measure(works: Sequence[Work], budgets: Sequence[float], num_processes: int) -> list[Figure]:
-    """Serve every load in every budget, in GiB, under every rule."""
+    """Serve every load with every budget (in GiB) under every eviction rule."""
     runs = [(work, gb, rule) for work in works for gb in budgets for rule in RULES]
     figures = []
     with ProcessPoolExecutor(num_processes) as processes:
@@ -141,7 +142,7 @@ def bound_of(work: Work) -> Bound:
 
 
 def serve(work: Work, cache_gb: float, rule: str) -> Figure:
-    """Serve a load in a budget."""
+    """Serve a load from a cache with a budget."""
     bound = bound_of(work)
     served = ServedLoad(make_cache(SIZES.slabs(int(cache_gb * GIB)), rule), SERVER, work.sessions(), Observer())
     served.run()
@@ -152,17 +153,17 @@ def serve(work: Work, cache_gb: float, rule: str) -> Figure:
 
 
 def make_cache(space: CacheSpace, rule: str) -> PrefixCache:
-    """Return an empty cache for the server's requests."""
+    """Return an empty cache for the requests of the simulated server."""
     return SIZES.make_cache(space, rule, SERVER.max_requests)
 
 
 def document(figures: Sequence[Figure]) -> dict[str, object]:
-    """Return the figures with the Python version of the run."""
+    """Return the results and the Python version as JSON types."""
     return {"python": platform.python_version(), "figures": [asdict(figure) for figure in figures]}
 
 
 def table(figures: Sequence[Figure], picture: Path | None = None) -> str:
-    """Return the figures as Markdown, seeds averaged; the ratio is also given for the worst seed."""
+    """Return the means over the seeds as a Markdown table; the ratio is also given for the worst seed."""
     seeds = len({figure.seed for figure in figures})
     command = f"{COMMAND} --seeds {seeds}{f' --plot benchmarks/results/{picture.name}' if picture else ''}"
     lines = ["# Tokens saved under each eviction rule", "", f"    {command}", ""]
@@ -176,7 +177,7 @@ def table(figures: Sequence[Figure], picture: Path | None = None) -> str:
 
 
 def plot(figures: Sequence[Figure], file: Path) -> None:
-    """Plot what both rules save over memory, one panel for each load with something to save."""
+    """Plot the tokens saved under both rules by memory size, with one panel for each load that can hit the cache."""
     from matplotlib.figure import Figure as Picture
     from matplotlib.ticker import NullLocator
 
@@ -208,7 +209,7 @@ def _row(load: str, cache_gb: float, figures: Sequence[Figure]) -> str:
 
 
 def _targets(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield each target with the measured value, means over the seeds."""
+    """Yield each goal with the measured value, both as text; values are means over the seeds."""
     loads, budgets = _loads_with_hits(figures), _budgets(figures)
     yield "Aims, and what the cost-aware rule reached:"
     yield ""
@@ -238,7 +239,7 @@ def _budgets(figures: Sequence[Figure]) -> list[float]:
 
 
 def _working_set(figures: Sequence[Figure], load: str) -> float:
-    """Return the GiB of a load's working set."""
+    """Return the working set of a load in GiB."""
     return mean(figure.working_set for figure in figures if figure.load == load) / GIB
 
 

@@ -1,10 +1,10 @@
-"""Measure steps that compute the next turns of chats next to decoding requests.
+"""Measure steps that process new turns of chats while other requests decode.
 
     PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape NAME] [--prompts N] [--json FILE]
 
-An engine has room for more requests than decode. Prompts of each length come, one at a time or several at once, and are
-computed in one step, next to all decoding requests. A line has the median step of a length, with its spread. A step of
-the decoding requests alone comes before the table.
+The engine has room for more requests than decode. Prompts of each length arrive, one or several at a time, and are
+processed in a single step together with all decoding requests. A line of the table has the median time of this step for
+one length, and its spread. The time of a step of the decoding requests alone is printed before the table.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class MixedSteps:
-    """Milliseconds of steps that compute prompts of `length` tokens each next to decoding requests, ascending."""
+    """Milliseconds, ascending, of steps that process prompts of `length` tokens each while other requests decode."""
 
     length: int
     ms: Sequence[float]
@@ -49,13 +49,13 @@ class MixedSteps:
 def mixed_steps(
     model: Any, shape: ServedShape, rows: int, most_rows: int, prompts: int, lengths: Sequence[int]
 ) -> tuple[float, list[MixedSteps]]:
-    """Return the median milliseconds of a decode step alone, and the steps with prompts, by length.
+    """Return the median milliseconds of a decode step alone, and the times of steps with prompts of each length.
 
     Args:
-        prompts: How many of a length come at once.
+        prompts: Number of prompts that arrive together.
 
     Raises:
-        RuntimeError: If they were not computed in one step.
+        RuntimeError: If the prompts were not processed in a single step.
     """
     rng = random.Random(0)
     shape = replace(shape, max_requests=most_rows)
@@ -78,7 +78,7 @@ def mixed_steps(
             in_graphs[length] += in_graph
             engine.step_modern()
             if len(engine.context.running_requests) != rows:
-                raise RuntimeError(f"prompts of {length} tokens took more than one step, or a row ended")
+                raise RuntimeError(f"prompts of {length} tokens must be processed in one step in which no request ends")
         while engine.has_unfinished_requests():
             engine.step_modern()
     found = [MixedSteps(length, sorted(ms), in_graphs[length] / REPEATED) for length, ms in times.items()]
@@ -86,17 +86,17 @@ def mixed_steps(
 
 
 def prompt_step(engine: Any) -> tuple[float, bool]:
-    """Step until prompts are computed; return the seconds of that step, and True if it was a graph."""
+    """Run steps until prompts are processed; return the seconds of that step, and True if it ran as a CUDA graph."""
     counters = engine.context.counters
     before = counters.prefill_tokens_computed
-    while True:  # a step that was launched ahead comes first
+    while True:  # an overlapped step without the prompts can come first
         graphs, seconds = counters.graph_steps, timed_step(engine)
         if counters.prefill_tokens_computed > before:
             return seconds, counters.graph_steps > graphs
 
 
 def table(rows: int, prompts: int, alone_ms: float, found: Sequence[MixedSteps]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     tokens = "prompt tokens" if prompts == 1 else f"tokens of each of {prompts} prompts"
     lines = [
         f"A step of {rows} rows alone takes {alone_ms:.2f} ms.",

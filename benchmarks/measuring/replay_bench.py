@@ -1,4 +1,4 @@
-"""Steps of one layer's replayed states, in all phases of requests under a steady load."""
+"""Benchmark steps with replayed states for one layer, with the ring lengths of requests under a steady load."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,9 @@ Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayBatch, int],
 
 
 def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_tokens: int, device: str) -> ReplayBatch:
-    """Return requests of `num_tokens` tokens after steps that each kept `kept`, spread evenly over the ring's period.
+    """Return requests of `num_tokens` tokens whose last steps each accepted `kept` tokens.
 
-    Their phases are in no order, as those of requests that came at any time.
+    Their ring lengths are spread evenly and in random order, as if the requests had arrived at random times.
     """
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = row[:-1] + first_slot
@@ -29,11 +29,11 @@ def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_to
 
 
 class ReplayBench:
-    """One layer's replay bases, rings and steps; each launch folds as many requests as under a steady load.
+    """States, rings and steps of one layer; each launch folds as many requests as under a steady load.
 
     Args:
-        kept: Tokens that the last step kept of each row.
-        num_steps: Steps that have checkpoints and rings of their own.
+        kept: Number of tokens that the last step of each request accepted.
+        num_steps: Number of steps with their own states and rings.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ReplayBench:
         ]
 
     def launches(self, replay: Replay) -> list[Callable[[], Tensor]]:
-        """Return each step's launch."""
+        """Return the launch of each step."""
         return [
             lambda rows=rows: replay(self.tokens, self.weights, self.pool, self.ring, rows, self.ring_len)
             for rows in self.steps
@@ -77,7 +77,7 @@ class ReplayBench:
         """Compare the first step with the reference.
 
         Raises:
-            RuntimeError: If outputs, checkpoints or rings are wrong.
+            RuntimeError: If outputs, states or rings are wrong.
         """
         rows = self.steps[0]
         number = rows.slots.shape[0]

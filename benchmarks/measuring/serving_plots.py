@@ -1,4 +1,4 @@
-"""Plots of the serving benchmark, by matplotlib."""
+"""Plots of the serving benchmark, drawn with matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -17,10 +17,10 @@ def can_plot() -> bool:
 def write_plots(
     folder: Path, delays: Mapping[str, Sequence[float]], figures: Mapping[str, ServingFigures]
 ) -> list[Path]:
-    """Plot the distribution of the time to first token, throughput and hits; return the PNG files.
+    """Plot the distribution of the time to first token, the throughput and the hit rates; return the PNG files.
 
     Args:
-        delays: Engine -> seconds to the first token of each request.
+        delays: Times to first token in seconds, by engine.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return [_write_delays(folder, delays), _write_throughput(folder, figures)]

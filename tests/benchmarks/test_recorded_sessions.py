@@ -65,4 +65,6 @@ def test_recorded_workload_without_later_turns_is_refused(tmp_path: Path, capsys
     load = written(tmp_path / "load.jsonl", session(request(0, 70, 4, range(2))))
     flags = ["--shape", "tiny", "--recorded", load]
     finished = run_script_here(capsys, REPOSITORY / "benchmarks" / "turn_latency.py", *flags)
-    assert finished.status == 2 and "need two conversations of two turns or more" in finished.stderr.splitlines()[-1]
+    assert (
+        finished.status == 2 and "must have two conversations of at least two turns" in finished.stderr.splitlines()[-1]
+    )
