@@ -226,7 +226,7 @@ def _attention_shape(
         dtype=shape.params_dtype,
         device=torch.device("cuda", device) if isinstance(device, int) else device,
         num_blocks=capacity.num_blocks,
-        block_bytes_apart=capacity.slab.slab_bytes(shape.unit_bytes(config)) // capacity.slab.blocks_per_slab,
+        block_stride_bytes=capacity.slab.slab_bytes(shape.unit_bytes(config)) // capacity.slab.blocks_per_slab,
     )
 
 

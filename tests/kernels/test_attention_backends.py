@@ -564,7 +564,7 @@ def test_fa2_is_used_when_blocks_are_out_of_fa3s_address_range(
     monkeypatch.setattr(flashinfer, "version", lambda distribution: release)
     far, last_near = ("fa3", None) if reads_all else ("fa2", 3)
     apart = 16 * 2**30  # so that four blocks fit within 64 GiB
-    shape = shape_of(num_heads=64, num_kv_heads=4, head_dim=8, num_blocks=6, block_bytes_apart=apart)
+    shape = shape_of(num_heads=64, num_kv_heads=4, head_dim=8, num_blocks=6, block_stride_bytes=apart)
     backend = flashinfer.FlashInferAttention(shape)
     for kv_len, blocks, kernel in [(500, [0, 3], "fa3"), (500, [3, 4], far), (500, [0, 3], "fa3"), (100, [5], far)]:
         step = Step([(1, 1), (90, kv_len)], shape)
@@ -678,7 +678,7 @@ def test_attention_reads_kv_blocks_beyond_64_gib(mix: Mix, built: BackendClass) 
         pytest.skip("needs 72 GiB of free device memory")
     torch.manual_seed(5)
     apart, num_blocks = 2**30, 66
-    shape = shape_of("cuda", torch.bfloat16, num_blocks=num_blocks, block_bytes_apart=apart)
+    shape = shape_of("cuda", torch.bfloat16, num_blocks=num_blocks, block_stride_bytes=apart)
     if (reason := built.refusal(shape)) is not None:
         pytest.skip(f"{built.name}: {reason}")
     step = Step(mix, shape)

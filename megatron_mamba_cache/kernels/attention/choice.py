@@ -68,7 +68,7 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
 
 
 def refusals_for_usual_model() -> dict[str, str | None]:
-    """Return, by backend name, why it cannot run a bf16 model with head_dim 128 on this machine; None if it can."""
+    """Return, for each backend, why it cannot run a bf16 model with head_dim 128 on this machine; None if it can."""
     shape = AttentionShape(
         num_heads=32,
         num_kv_heads=8,

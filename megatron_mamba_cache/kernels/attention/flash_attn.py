@@ -51,7 +51,7 @@ class _FlashAttention(ABC):
         return lambda q, k_cache, v_cache: attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Return the attention for a CUDA graph; in replays, requests must not be longer than in `rows`."""
+        """Return the attention to capture in a CUDA graph; requests in a replay must not be longer than in `rows`."""
         return DeviceLengths(self, rows)
 
 

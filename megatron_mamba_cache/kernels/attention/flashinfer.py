@@ -3,8 +3,8 @@
 A step makes one call for its decode requests and one for its prompts. The kernel "fa2" splits a request's KV over
 several multiprocessors, so that requests with few query tokens use the whole GPU. But all requests in a call share one
 tile size: a prompt in the decode call would make the tiles eight times too large and would disable the split. The
-kernel "fa3" is 1.6 times as fast for prompts, but each of its programs reads the whole KV for 128 query tokens and one
-head. If that leaves multiprocessors idle, CUDA graphs split the prompts' history into pieces (`split_prompts`).
+kernel "fa3" is 1.6 times as fast as "fa2" for prompts, but each of its programs reads the whole KV for 128 query tokens
+and one head. If that leaves multiprocessors idle, CUDA graphs split the prompts' history into pieces (`split_prompts`).
 
 In FlashInfer releases before 0.6, "fa3" has 32-bit offsets in units of 16 bytes. For KV blocks beyond 64 GiB it
 therefore silently reads wrong data; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens
@@ -51,7 +51,7 @@ _MOST_SHORT_QUERIES = 16  # maximum number of query tokens for a request in the 
 _FA3_TILE = 128  # number of query tokens per "fa3" program
 _MOST_PIECES = 8
 _CALL_COST, _PIECE_COST = 0.1, 0.0008  # costs of a second call and per program; unit: a wave over 8,192 tokens
-_LEAST_LEFT_OUT = 1025  # minimum prompt tokens for which a graph may be skipped; eager mode is slow below
+_LEAST_LEFT_OUT = 1025  # minimum prompt tokens to skip a graph; with fewer, eager mode is much slower
 _FA3_BYTES = 2**32 * 16  # bytes that "fa3" can address before 0.6; see FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 _FA3_READS_ALL = Version("0.6")
 
@@ -119,7 +119,7 @@ class FlashInferAttention:
         return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
-        """Return the attention for a CUDA graph; capture the largest graph first, so others share its workspace."""
+        """Return the attention to capture in a CUDA graph; capture the largest one first, as all share its memory."""
         both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
         of_prompts = self._num_pieces(sum(rows.query_lens[both[1]]), may_be_left_out)
         of_decodes = int(self._kernel == "fa3")
@@ -216,7 +216,7 @@ class FlashInferAttention:
             )
             sent_pages = torch.empty(num_pages, dtype=torch.int32, pin_memory=workspace.is_cuda)
         if kernel == "fa3":
-            self._prompts.lend_offsets(wrapper)
+            self._prompts.share_offsets(wrapper)
         attention = PagedAttention(self._shape, wrapper, is_causal=is_causal)
         return CapturedCall(attention, (sent_pages, buffers["paged_kv_indices_buf"]))
 
@@ -235,11 +235,11 @@ def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:
-    """Return the highest KV block id that "fa3" can address; None: all. A `release` of None counts as an old one."""
+    """Return the highest KV block id that "fa3" can address, or None if all; an unknown `release` counts as old."""
     reads_all = release is not None and release >= _FA3_READS_ALL
-    if reads_all or shape.num_blocks * shape.block_bytes_apart <= _FA3_BYTES:
+    if reads_all or shape.num_blocks * shape.block_stride_bytes <= _FA3_BYTES:
         return None
-    return _FA3_BYTES // shape.block_bytes_apart - 1
+    return _FA3_BYTES // shape.block_stride_bytes - 1
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:

@@ -99,7 +99,7 @@ class PagedAttention:
         """The 64 MiB buffer of token offsets that "fa3" writes in each run; None for FlashInfer 0.6 and later."""
         return getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
 
-    def lend_offsets(self, wrapper: Any) -> None:
+    def share_offsets(self, wrapper: Any) -> None:
         """Make another "fa3" wrapper use the same buffer of token offsets; the two must not run concurrently."""
         if self.offsets is not None:
             wrapper._vector_sparse_indices_buffer = self.offsets
@@ -109,7 +109,7 @@ class CapturedCall:
     """FlashInfer call inside a CUDA graph; its plan and page numbers are stored at fixed addresses.
 
     Args:
-        pages: Two buffers for page numbers, [maximum number of pages]: one in pinned host memory, one on the device.
+        pages: Two buffers for page numbers, [maximum number of pages] each: in pinned host memory and on the device.
     """
 
     def __init__(self, attention: PagedAttention, pages: tuple[Tensor, Tensor]) -> None:

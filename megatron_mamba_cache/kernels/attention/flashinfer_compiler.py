@@ -14,7 +14,7 @@ _DEFAULT_CUDA = "/usr/local/cuda"
 
 
 def origin_of_kernels() -> str:
-    """Return a clause that says where FlashInfer's kernels come from, or which programs are missing to compile them.
+    """Return a text for `doctor`: where FlashInfer gets its kernels, or which programs are missing to compile them.
 
     FlashInfer runs `nvcc`, the C++ compiler and `ninja`. It looks for CUDA in `CUDA_HOME`, in `CUDA_PATH`, next to an
     `nvcc` in `PATH`, and in /usr/local/cuda. Source: FlashInfer 0.5.3 to 0.7.2, jit/cpp_ext.py.

@@ -51,7 +51,7 @@ class AttentionShape:
         scale: Factor for the scores before softmax.
         dtype: Dtype of queries, keys, values and results.
         num_blocks: Number of KV blocks in one layer's cache; 0: unknown.
-        block_bytes_apart: Stride of these blocks in bytes, including other layers' data between them; 0: unknown.
+        block_stride_bytes: Stride of these blocks in bytes, including other layers' data between them; 0: unknown.
     """
 
     num_heads: int
@@ -62,7 +62,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     num_blocks: int = 0
-    block_bytes_apart: int = 0
+    block_stride_bytes: int = 0
 
 
 class CapturedAttention(Protocol):
@@ -98,7 +98,9 @@ class AttentionBackend(Protocol):
         """Plan a step's attention from its host lengths and block table; the next call invalidates the result."""
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedAttention:
-        """Return the attention for a CUDA graph; replays read the tensors in `rows`, and no request may become longer.
+        """Return the attention to capture in a CUDA graph; replays read the tensors in `rows`.
+
+        In a replay, no request may be longer than in `rows`.
 
         Args:
             may_be_left_out: True if a step whose prompts use blocks after `last_block` may run eagerly instead.

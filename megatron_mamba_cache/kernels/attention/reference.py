@@ -108,7 +108,7 @@ def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
-    """Yield half-open ranges of requests to compute together: one request, or several short ones with equal lengths."""
+    """Yield half-open ranges of requests to compute together: one, or several short ones with equal query lengths."""
     first, num_rows = 0, len(rows.query_lens)
     while first < num_rows:
         last, longest, query_len = first + 1, rows.kv_lens[first], rows.query_lens[first]
@@ -180,7 +180,7 @@ class ReferenceAttention:
         return paged_attention_ref(q, k_cache, v_cache, rows, self._scale)
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> "CapturedReference":
-        """Return the attention for a CUDA graph; in replays, requests must not be longer than in `rows`."""
+        """Return the attention to capture in a CUDA graph; requests in a replay must not be longer than in `rows`."""
         return CapturedReference(self, rows)
 
 

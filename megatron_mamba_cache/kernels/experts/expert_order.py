@@ -107,7 +107,7 @@ def _scatter_kernel(
 def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
     """Sort (token, expert) pairs by expert; pairs with the same expert stay in token order.
 
-    Pair number `token * top_k + slot` is the token with expert `ids[token, slot]`.
+    The pair of `token` and expert `ids[token, slot]` has the number `token * top_k + slot`.
 
     Args:
         ids: [tokens, top_k] int32, contiguous.

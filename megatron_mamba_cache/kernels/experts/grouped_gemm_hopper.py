@@ -2,8 +2,8 @@
 
 Weights are the left operand and rows the right one, so a tile can have any multiple of 32 rows, up to 224, and each
 weight is read once per tile. Programs are persistent. In a program, two groups of four warps compute a tile. Each group
-multiplies 64 rows of weights with all rows of the tile. A further 64 rows of weights may be shared: each group
-multiplies them with half of the rows. This reduces reads from shared memory. The matmul of a stage is awaited only
+multiplies 64 rows of weights by all rows of the tile. A further 64 rows of weights may be shared: each group
+multiplies them by half of the rows. This reduces reads from shared memory. The matmul of a stage is awaited only
 after that of the next stage has started. Other warps fill the pipeline stages.
 
 In a gated layer, eight gates alternate with eight gated outputs, so a thread holds both values that an output needs.
@@ -81,7 +81,7 @@ def _release(pipeline, step, sizes):
 def _compute_tile(
     pipeline, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
 ):
-    """Multiply this group's share of 64 * UNITS weights with at most 32 * STEPS rows, and store the results."""
+    """Multiply this group's share of 64 * UNITS rows of weights by up to 32 * STEPS rows, and store the results."""
     OWN: gl.constexpr = GROUPS * STEPS if UNITS >= GROUPS else 0
     SHARED: gl.constexpr = STEPS if UNITS % GROUPS else 0
     UNIT: gl.constexpr = 64 * LINE

@@ -44,7 +44,7 @@ def check_few(
     """
     if weight.dim() != 3 or ids.dim() != 2 or x.shape != (ids.shape[0] * rows_of_token, weight.shape[2]):
         raise ValueError(
-            f"shapes must be weight [experts, outputs, inputs], ids [tokens, top_k] and x [{rows_of_token} * tokens, "
+            f"weight must have shape [experts, outputs, inputs], ids [tokens, top_k] and x [{rows_of_token} * tokens, "
             f"inputs], found weight {tuple(weight.shape)}, ids {tuple(ids.shape)} and x {tuple(x.shape)}"
         )
     if x.dtype != weight.dtype or ids.dtype != torch.int32 or not x.device == weight.device == ids.device:
@@ -86,7 +86,7 @@ def _activated_gemm(
     INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AWAITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows of weights with a vector and apply the activation; return [ROWS].
+    """Multiply ROWS rows of weights by a vector and apply the activation; return [ROWS].
 
     If AWAITS, wait for the previous kernel after the first weights are loaded.
 

@@ -31,9 +31,9 @@ class SharedExpert(NamedTuple):
 
 
 def takes_shared_expert(x: Tensor) -> bool:
-    """Return True if `routed_experts` should also compute the shared expert: if it uses kernels, for up to two tokens.
+    """Return True if `routed_experts` should also compute the shared expert: for one or two tokens, with kernels.
 
-    Its kernels read the shared weights once per token, so with more tokens a separate GEMM is faster.
+    These kernels read the shared weights once per token, so with more tokens a separate GEMM is faster.
     """
     return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 
@@ -82,8 +82,8 @@ def routed_experts(
     """
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(
-            f"the shared expert can be fused for at most {_MOST_SHARED_TOKENS} tokens, without a separate activation, "
-            f"found {len(x)} tokens in {x.dtype}; compute it separately and pass its output as addend"
+            f"the shared expert can be fused only for up to {_MOST_SHARED_TOKENS} tokens without a separate "
+            f"activation, found {len(x)} tokens in {x.dtype}; compute it separately and pass its output as addend"
         )
     is_gated = activation == "gated_silu"
     fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True, is_gated=is_gated)

@@ -207,7 +207,7 @@ def _check(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> None:
     if logits.dim() != 3 or (bias is not None and bias.shape != logits.shape[2:]):
         found = "none" if bias is None else tuple(bias.shape)
         raise ValueError(
-            "logits must have shape [parts, tokens, experts] and bias [experts] or be None, found logits "
+            "logits must have shape [parts, tokens, experts], and bias [experts] if given; found logits "
             f"{tuple(logits.shape)} and bias {found}"
         )
     rule.check(logits.shape[2])

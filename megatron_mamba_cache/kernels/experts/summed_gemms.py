@@ -25,7 +25,7 @@ _MOST_UNROLLED = 10
 
 @triton.jit
 def _multiply(vector, weights, is_here, INPUTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Multiply ROWS rows of weights with a vector; return partial sums [ROWS, WIDTH], zeros unless `is_here`."""
+    """Multiply ROWS rows of weights by a vector; return partial sums [ROWS, WIDTH], zeros unless `is_here`."""
     element = tl.arange(0, WIDTH)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for begin in tl.static_range(0, INPUTS, WIDTH):
