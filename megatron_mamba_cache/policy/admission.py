@@ -154,7 +154,7 @@ def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_s
 
 
 BRANCH_WINDOW = 32
-"""Number of queued requests that are compared with the request before them."""
+"""Maximum number of queued prompts that are compared with the prompt before them to find branch points."""
 MOST_BRANCH_POINTS = 4
 """Maximum number of states that one prompt caches for waiting requests, in addition to its own states."""
 

@@ -22,7 +22,7 @@ class HeldStates:
         self.until: dict[BlockId, int] = {}
         """Expiry time of each held state; changed only by this class."""
         self._ends: list[tuple[int, BlockId]] = []  # heap of times at which to check if a hold has expired
-        self._next_look: dict[BlockId, int] = {}  # earliest check of each block
+        self._next_look: dict[BlockId, int] = {}  # time of the earliest check of each block
 
     def hold(self, block: BlockId, until: int) -> bool:
         """Hold a state at least until a time; return True if it was not held before. Ignore a time in the past."""

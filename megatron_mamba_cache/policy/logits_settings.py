@@ -41,9 +41,9 @@ class LogitsSettings:
         """Return an error message with an invalid setting, its value and the allowed range; None if all are valid."""
         outside = next((token for token, _ in self.logit_bias if not 0 <= token < vocab_size), None)
         if outside is not None:
-            return f"logit_bias has token {outside}, outside the vocabulary of {vocab_size}"
+            return f"logit_bias has token {outside}, outside the vocabulary of {vocab_size} tokens"
         if len(self.logit_bias) > _MOST_BIASED or not all(_is_moderate(bias) for _, bias in self.logit_bias):
-            return f"logit_bias must have at most {_MOST_BIASED} tokens and finite values up to {_LARGEST:g}"
+            return f"logit_bias must have at most {_MOST_BIASED} tokens, and finite values of at most {_LARGEST:g}"
         for name in ("frequency_penalty", "presence_penalty"):
             if not _is_moderate(getattr(self, name)):
                 return f"{name} is {getattr(self, name)}; it must be between {-_LARGEST:g} and {_LARGEST:g}"

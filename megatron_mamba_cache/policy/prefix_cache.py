@@ -185,7 +185,7 @@ class PrefixCache:
     def schedule_decode(self, request: RunningRequest, drafts: Sequence[int] = ()) -> None:
         """Schedule a request's next token and the drafts that fit; reserve a slot if the step may reach a boundary."""
         boundary = (request.computed // self.block_size + 1) * self.block_size
-        if not drafts and not request.reserved and boundary > request.computed + 1:  # most steps
+        if not drafts and not request.reserved and boundary > request.computed + 1:  # true in most steps
             request.schedule(1)
             return
         room = self._room_for_drafts(request, len(drafts)) if drafts else 0
@@ -289,7 +289,7 @@ class PrefixCache:
         self.epoch = self.epoch + 1 if epoch is None else epoch
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
-        self._reservations.keys.clear()  # their keys belong to the old epoch
+        self._reservations.keys.clear()  # these keys belong to the old epoch
         self.tiers.flushed()
         self.slots.flush()  # before the blocks: a pinned state must be unmapped before its block
         self.kv.flush()

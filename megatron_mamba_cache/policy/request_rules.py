@@ -59,20 +59,19 @@ class RequestRules:
         config, prompt_len, num_to_generate = self.config, spec.prompt_len, spec.max_tokens
         limit = config.max_sequence_length
         if prompt_len >= limit:
-            return (
-                f"the prompt has {prompt_len} tokens, which leaves none to generate below max_sequence_length={limit}"
-            )
+            return f"the prompt has {prompt_len} tokens; it must have fewer than max_sequence_length={limit}"
         if num_to_generate < 1:
             return (
-                f"num_tokens_to_generate is {num_to_generate}; it must be 1 or more (num_tokens_total above the prompt)"
+                f"num_tokens_to_generate is {num_to_generate}; it must be at least 1 (num_tokens_total must exceed the "
+                "prompt's length)"
             )
         tokens = f"{prompt_len} prompt tokens and {num_to_generate} to generate"
         if spec.max_len > limit:
-            return f"{tokens} make {spec.max_len}, above max_sequence_length={limit}"
+            return f"{tokens} are {spec.max_len} tokens, more than max_sequence_length={limit}"
         needed = -(-(spec.max_len - 1) // config.block_size_tokens)  # the last sampled token is never an input
         if needed > self.num_blocks:
             return (
-                f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {self.num_blocks}; raise "
+                f"{spec.max_len - 1} tokens need {needed} KV blocks, but there are only {self.num_blocks}; raise "
                 "--cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
             )
         return None
@@ -83,14 +82,15 @@ class RequestRules:
             return f"top_n_logprobs={settings.top_n} needs return_log_probs=True"
         if settings.of_prompt and not self.scores_prompts:
             return (
-                "log-probs of the prompt are off: build the engine with scores_prompts=True or "
+                "prompt log-probabilities are disabled: build the engine with scores_prompts=True or "
                 "materialize_only_last_token_logits=False, or set skip_prompt_log_probs=True"
             )
         if prompt_top_n is not None and not settings.of_prompt:
             return f"prompt_top_n={prompt_top_n} needs return_log_probs=True and skip_prompt_log_probs=False"
         if prompt_top_n is not None and not self.ranks_prompts:
             return (
-                f"prompt_top_n={prompt_top_n} needs an engine built with scores_prompts=True and the last logits only"
+                f"prompt_top_n={prompt_top_n} needs an engine built with scores_prompts=True and "
+                "materialize_only_last_token_logits=True"
             )
         for name, count in (("top_n_logprobs", settings.top_n), ("prompt_top_n", prompt_top_n or 0)):
             if not 0 <= count <= self.vocab_size:
@@ -107,6 +107,6 @@ def _problem_of_sampling(sampling: SamplingSettings) -> str | None:
     if 0 <= sampling.temperature < math.inf and 0 <= sampling.top_k < 2**31 and 0 <= sampling.top_p <= 1:
         return None
     return (
-        f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}: needed are "
-        "temperature >= 0 and finite, top_k >= 0 and below 2**31, and top_p from 0 to 1"
+        "temperature must be finite and at least 0, top_k between 0 and 2**31 - 1, and top_p between 0 and 1, found "
+        f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}"
     )

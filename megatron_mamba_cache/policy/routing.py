@@ -12,7 +12,7 @@ from .replica_keys import ReplicaKeys
 ReplicaName = NewType("ReplicaName", str)
 
 _HALF_LIFE = 64
-"""Number of later requests per replica after which assigned work counts half."""
+"""Number of later requests per replica after which assigned work counts only half."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class SlotPool:
         self._kinds: list[int] = []  # by block: kind under which its state was last counted
         self._lineage = StateLineage()
         self.slot_by_block: dict[BlockId, SlotId] = {}
-        """Slots with cached states, by the block at the end of which each state is; changed only by this class."""
+        """Slot of the cached state at the end of each block; always the same dict, changed only by this class."""
         self._pins: dict[BlockId, int] = {}
         self._rolling: set[BlockId] = set()  # blocks of decode checkpoints that only their own request uses
         self._orphans: dict[BlockId, list[SlotId]] = {}  # slots flushed while pinned, freed at the last unpin

@@ -155,10 +155,14 @@ BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
         ("materialize_only_last_token_logits=False", "skip_prompt_log_probs=True"),
     ),
     "top-n without log-probs": (some_tokens(5), greedy(4, top_n_logprobs=2), ("top_n_logprobs=2", "return_log_probs")),
-    "negative temperature": (some_tokens(5), greedy(4, temperature=-0.5), ("temperature=-0.5", "temperature >= 0")),
+    "negative temperature": (
+        some_tokens(5),
+        greedy(4, temperature=-0.5),
+        ("temperature=-0.5", "temperature must be finite and at least 0"),
+    ),
     "temperature that is no number": (some_tokens(5), greedy(4, temperature=float("nan")), ("temperature=nan",)),
-    "negative top_k": (some_tokens(5), greedy(4, top_k=-2), ("top_k=-2", "top_k >= 0")),
-    "top_p above 1": (some_tokens(5), greedy(4, top_p=1.5), ("top_p=1.5", "from 0 to 1")),
+    "negative top_k": (some_tokens(5), greedy(4, top_k=-2), ("top_k=-2", "top_k between 0 and")),
+    "top_p above 1": (some_tokens(5), greedy(4, top_p=1.5), ("top_p=1.5", "top_p between 0 and 1")),
 }
 
 
@@ -385,13 +389,13 @@ def test_request_refused_by_add_request_is_not_queued(settings: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        (greedy(4, top_k=2**31), ("top_k=2147483648", "below 2**31")),
+        (greedy(4, top_k=2**31), ("top_k=2147483648", "between 0 and 2**31 - 1")),
         (greedy(4, temperature=None), ("temperature", "None")),
         (greedy(4, top_p="0.5"), ("top_p", "'0.5'")),
         (greedy(4, top_p=float("nan")), ("top_p=nan",)),
         (greedy(4, top_k=2.0), ("top_k", "2.0")),
         (greedy(4, top_n_logprobs=10**6, return_log_probs=True, skip_prompt_log_probs=True), ("1000000", "96")),
-        (greedy(0), ("num_tokens_to_generate is 0", "1 or more")),
+        (greedy(0), ("num_tokens_to_generate is 0", "at least 1 (num_tokens_total")),
     ],
     ids=["top_k", "temperature", "top_p", "top_p nan", "broken top_k", "top_n_logprobs", "no tokens"],
 )

@@ -192,7 +192,7 @@ class HostTier(Tiers):
     def make_room(self, request_id: int | None = None) -> bool:
         if not self._restores.takes_room:
             return False
-        self.start()  # the wait below would never end for a copy that is not started
+        self.start()  # the wait below never ends for a copy that has not been started
         if self._restores.give_up(() if request_id is None else (request_id,)):
             return True
         if self._restores.numbers_under_way():

@@ -25,7 +25,7 @@ class DiskMoves:
         self._host = pair.host
         self._times = times
         self._stores: dict[int, tuple[EntryName, list[BlockId]]] = {}
-        self._waiting: deque[list[BlockKey]] = deque(maxlen=_MOST_WAITING)  # keys of each text to be written
+        self._waiting: deque[list[BlockKey]] = deque(maxlen=_MOST_WAITING)  # block keys of each queued write
         self._loads: dict[int, tuple[tuple[EntryName, ...], Arrival]] = {}
         self._of_request: dict[int, int] = {}  # by waiting request: number of the copy that it waits for
         self._tried: set[int] = set()
