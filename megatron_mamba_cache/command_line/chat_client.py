@@ -68,7 +68,7 @@ class ChatClient:
             try:
                 models = [str(model["id"]) for model in json.load(reply)["data"]]
             except (OSError, HTTPException) as error:
-                raise ChatError(f"{self.url}: the connection was lost: {error}") from error
+                raise ChatError(f"the connection to {self.url} was lost: {error}") from error
             except _UNREADABLE as error:
                 raise ChatError(f"{self.url} does not return a list of models in the format of OpenAI's API") from error
         if not models:
@@ -92,7 +92,7 @@ class ChatClient:
                         turn.first_token_s = time.perf_counter() - start
                     yield text
             except (OSError, HTTPException) as error:
-                raise ChatError(f"{self.url}: the connection was lost: {error}") from error
+                raise ChatError(f"the connection to {self.url} was lost: {error}") from error
             except _UNREADABLE as error:
                 raise ChatError(f"{self.url} does not reply in the format of OpenAI's API") from error
             finally:
@@ -104,10 +104,10 @@ class ChatClient:
         try:
             return urlopen(request, timeout=_CONNECT_S)
         except HTTPError as error:
-            raise ChatError(f"{self.url}: {error.code}: {_message_of(error)}") from error
+            raise ChatError(f"{self.url} replied with status {error.code}: {_message_of(error)}") from error
         except (URLError, OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise ChatError(f"{self.url}: {getattr(reason, 'strerror', None) or reason}") from error
+            raise ChatError(f"cannot connect to {self.url}: {getattr(reason, 'strerror', None) or reason}") from error
 
 
 def _events(reply: Any) -> Iterator[dict[str, Any]]:

@@ -203,7 +203,7 @@ def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     except RecursionError as error:
         raise UsageError(f"--config {path} is nested too deeply") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if root is None or (isinstance(root, yaml.ScalarNode) and _is_null(root)):
         return []
     if not isinstance(root, yaml.MappingNode):

@@ -136,7 +136,9 @@ def _check_record(path: str) -> None:
         with open(path, "ab"):
             pass
     except OSError as error:
-        raise UsageError(f"--record-load {path}: {error.strerror or error}; give a file that can be written") from error
+        raise UsageError(
+            f"--record-load {path} cannot be written: {error.strerror or error}; give another file"
+        ) from error
 
 
 def check_server_arguments(arguments: Namespace) -> None:

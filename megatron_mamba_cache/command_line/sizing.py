@@ -191,7 +191,7 @@ def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:
-    """Return the maximum request length, in tokens, that fits in `budget` bytes; at least one block. Collective."""
+    """Return the maximum request length, in tokens, that fits in `budget` bytes, at least one block; collective."""
     config = shape.resolved(replace(config, cache_gb=max(budget / _GIB, _LEAST_GB)))
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))

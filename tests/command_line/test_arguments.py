@@ -63,10 +63,10 @@ BAD_FLAGS = [
     ([KV, "inf"], f"{KV}: buffer_size_gb is inf"),
     ([STATES, "-1"], f"{STATES}: prefix_caching_mamba_gb is -1.0"),
     ([STATES, "nan"], f"{STATES}: prefix_caching_mamba_gb is nan"),
-    (["--prompts", "/no/such/file"], "--prompts /no/such/file: No such file"),
-    (["--prompts", "/"], "--prompts /: Is a directory"),
-    (["--output-path", "/no/such/folder/file"], "--output-path /no/such/folder/file: No such file"),
-    (["--output-path", "/"], "--output-path /: Is a directory"),
+    (["--prompts", "/no/such/file"], "--prompts /no/such/file cannot be read: No such file"),
+    (["--prompts", "/"], "--prompts / cannot be read: Is a directory"),
+    (["--output-path", "/no/such/folder/file"], "--output-path /no/such/folder/file cannot be written: No such file"),
+    (["--output-path", "/"], "--output-path / cannot be written: Is a directory"),
 ]
 BAD_FOR_THE_MODEL = [
     ([BLOCK, "100"], f"{BLOCK} to a multiple of it"),

@@ -194,7 +194,7 @@ def test_error_names_an_unreadable_config_file(
     path = tmp_path / name
     assert main(["plan", "--config", str(path)]) == 2
     error = capsys.readouterr().err
-    assert f"--config {path}: " in error and reason in error and error.count("\n") == 1
+    assert f"--config {path} cannot be read: " in error and reason in error and error.count("\n") == 1
 
 
 BAD_VARIABLES = [
@@ -202,7 +202,7 @@ BAD_VARIABLES = [
     ("PORT", "70000", "MAMBA_CACHE_PORT: --port is 70000; it must be between 0"),
     ("CORS_ORIGIN", "[a, {b: c}]", "MAMBA_CACHE_CORS_ORIGIN is '[a, {b: c}]'; it must be words, or a list"),
     ("NO_PREFIX_CACHING", "2", "MAMBA_CACHE_NO_PREFIX_CACHING is '2'; it must be true or false"),
-    ("CONFIG", "none.yaml", "--config none.yaml: No such file"),
+    ("CONFIG", "none.yaml", "--config none.yaml cannot be read: No such file"),
     ("MAX_QUEUED_REQUESTS", "-1", "MAMBA_CACHE_MAX_QUEUED_REQUESTS: --max-queued-requests: max_queued is -1"),
     ("MAX_BODY_MB", "0", "MAMBA_CACHE_MAX_BODY_MB: --max-body-mb: max_body_bytes is 0; it must be at least 1024"),
 ]

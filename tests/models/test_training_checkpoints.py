@@ -329,7 +329,7 @@ def test_reading_the_tensor_index_runs_no_code(keeps_the_index: bool, trained: L
         index.planner_data = (index.planner_data, dangerous)
         dangerous = index
     index_file.write_bytes(pickle.dumps(dangerous))
-    assert f"{index_file} cannot be read: it refers to posix.system" in refusal_of(run)
+    assert f"{index_file} cannot be read: a tensor index must not refer to posix.system" in refusal_of(run)
     assert not witness.exists()
 
 

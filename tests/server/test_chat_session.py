@@ -111,17 +111,17 @@ def test_refused_turn_is_dropped_and_ends_the_chat_when_input_is_piped(
     typing(monkeypatch, "x " * 9000, "def a", "/quit")
     assert chat(server) == 0
     captured = capsys.readouterr()
-    assert f"{server.url}: 400: " in captured.err and len(turns_in(captured.out)) == 1
+    assert f"{server.url} replied with status 400: " in captured.err and len(turns_in(captured.out)) == 1
     assert chat(server, "--say", "x " * 9000) == 1
     assert main(["chat", "--url", server.url, "--api-key", "wrong", "--say", "x"]) == 1
-    assert f"{server.url}: 401: " in capsys.readouterr().err
+    assert f"{server.url} replied with status 401: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--url", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9: Connection refused\n"),
-        ([], "http://127.0.0.1:5000: Connection refused; start one with mamba-cache serve"),
+        (["--url", "http://127.0.0.1:9/v1"], "cannot connect to http://127.0.0.1:9: Connection refused\n"),
+        ([], "cannot connect to http://127.0.0.1:5000: Connection refused; start a server with mamba-cache serve"),
     ],
 )
 def test_error_names_the_url_when_no_server_listens(

@@ -53,7 +53,7 @@ def _read(sizes: type[Any], section: CheckpointConfig) -> Any:
 
 def _recurrent(section: CheckpointConfig, _: str) -> MambaSizes | GatedDeltaSizes:
     if section.has(_MAMBA) and section.has(_GATED_DELTA):
-        raise section.error(f"has both sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have only one of them")
+        raise section.error(f"the file has both sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have only one")
     name, kind = (_GATED_DELTA, GatedDeltaSizes) if section.has(_GATED_DELTA) else (_MAMBA, MambaSizes)
     found: MambaSizes | GatedDeltaSizes = _read(kind, section.section(name))
     return found

@@ -20,7 +20,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} does not contain a JSON object")
     return found
 
 

@@ -127,5 +127,5 @@ class _KnownNamesOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (is_dtype or (module, name) in _KNOWN_NAMES or (module in _KNOWN_MODULES and "." not in name)):
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a tensor index must not contain")
+            raise pickle.UnpicklingError(f"a tensor index must not refer to {module}.{name}")
         return super().find_class(module, name)

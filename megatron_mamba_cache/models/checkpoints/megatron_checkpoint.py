@@ -251,7 +251,8 @@ def _fill(model: MambaModel, state: dict[str, Any], stacked: Mapping[str, Tensor
     ]
     if unfilled or outcome.unexpected_keys:
         raise ValueError(
-            f"parameters left without values: {unfilled}; tensors without a parameter: {outcome.unexpected_keys}"
+            f"the checkpoint has no values for the parameters {unfilled}, and the model has no parameters for the "
+            f"tensors {outcome.unexpected_keys}"
         )
 
 
