@@ -74,7 +74,7 @@ DRAFTER_WINDOW = 128
 
 
 class Acceptance:
-    """Running estimate of the acceptance probability of draft tokens, with less weight for older ones.
+    """Running estimate of the acceptance probability of draft tokens, with less weight for older tokens.
 
     It is the probability that a draft token is accepted given that all earlier tokens in its draft were. Draft tokens
     after the first rejected one therefore do not count.
@@ -92,7 +92,7 @@ class Acceptance:
         self._accepted = self._tried = 0.0
 
     def is_known(self, num_tried: int, num_rejected: int) -> bool:
-        """Return True if at least `num_tried` draft tokens were counted, or at least `num_rejected` rejected ones."""
+        """Return True if at least `num_tried` draft tokens were verified, or at least `num_rejected` were rejected."""
         return self._tried >= num_tried or self._tried - self._accepted >= num_rejected
 
     def note(self, num_drafted: int, num_accepted: int) -> None:

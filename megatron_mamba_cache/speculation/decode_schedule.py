@@ -86,7 +86,7 @@ def note_hidden_states(
     hidden_states: Tensor,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Pass the planner the hidden state from which each request's newest token was sampled.
+    """Pass the hidden state from which each request's newest token was sampled to the planner.
 
     Args:
         starts: [requests] index of the first row of logits for each request.
@@ -103,7 +103,7 @@ def advance_one_token_requests(
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Append the token that each request decoded in a step without drafts, and publish completed blocks.
+    """Append each request's new token after a step without drafts or prompts, and publish completed blocks.
 
     Requests may hold blocks that are reserved for an overlapped step.
     """

@@ -100,7 +100,7 @@ class DraftPlanner:
         self._policy.decide_next(requests, self.max_drafts)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return True if these requests, which have no drafts in this step, will have none in the next step either."""
+        """Return True if these requests, which have no drafts in this step, will have none in the next either."""
         return self._policy.stays_paused(requests)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
@@ -150,7 +150,7 @@ class DraftPlanner:
         self._hidden_states[request.request_id] = state
 
     def forget(self, request_id: int) -> None:
-        """Drop all data about a request that finished or was evicted. If the drafter raises, log the error."""
+        """Drop all data about a request that finished or was evicted; an error of the drafter is only logged."""
         self._asked.discard(request_id)
         self._shadow_drafts.forget(request_id)
         self._policy.forget(request_id)
@@ -203,32 +203,43 @@ class DraftPlanner:
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = self._drafter.propose(requests)
         if len(drafts) != len(requests):
-            raise self._broken(f"{len(drafts)} drafts for {len(requests)} requests")
+            name = type(self._drafter).__name__
+            raise ValueError(f"drafter {name} returned {len(drafts)} drafts for {len(requests)} requests")
         for request, draft in zip(requests, drafts, strict=True):
             self._check(request, draft)
         return drafts
 
     def _check(self, request: DraftRequest, draft: Draft) -> None:
-        owner = f"for request {request.running.request_id}"
+        name, request_id = type(self._drafter).__name__, request.running.request_id
         if len(draft.tokens) > request.num_tokens:
-            raise self._broken(f"{len(draft.tokens)} tokens {owner}, but at most {request.num_tokens} were requested")
+            raise ValueError(
+                f"drafter {name} returned {len(draft.tokens)} tokens for request {request_id}, but at most "
+                f"{request.num_tokens} were requested"
+            )
         for token in draft.tokens:
             if not isinstance(token, (int, Integral)):  # int first, because abstract classes are slow to check
-                raise self._broken(f"{type(token).__name__} {token!r} {owner} as a token, but token ids must be ints")
+                raise ValueError(
+                    f"drafter {name} returned {type(token).__name__} {token!r} for request {request_id} as a token, "
+                    "but token ids must be ints"
+                )
             if not 0 <= token < self._vocab_size:
-                raise self._broken(f"token {token} {owner}, but token ids must be in [0, {self._vocab_size})")
+                raise ValueError(
+                    f"drafter {name} returned token {token} for request {request_id}, but token ids must be in "
+                    f"[0, {self._vocab_size})"
+                )
         if draft.distributions is None:
             return
         needed, found = (len(draft.tokens), self._vocab_size), tuple(draft.distributions.shape)
         if found != needed:
-            raise self._broken(f"distributions of shape {list(found)} {owner}, but the shape must be {list(needed)}")
-        if not draft.distributions.is_floating_point():
-            raise self._broken(
-                f"distributions of dtype {draft.distributions.dtype} {owner}, but the dtype must be floating-point"
+            raise ValueError(
+                f"drafter {name} returned distributions of shape {list(found)} for request {request_id}, but the shape "
+                f"must be {list(needed)}"
             )
-
-    def _broken(self, what: str) -> ValueError:
-        return ValueError(f"drafter {type(self._drafter).__name__} returned {what}")
+        if not draft.distributions.is_floating_point():
+            raise ValueError(
+                f"drafter {name} returned distributions of dtype {draft.distributions.dtype} for request {request_id}, "
+                "but the dtype must be floating-point"
+            )
 
 
 class NoDrafts:

@@ -157,7 +157,7 @@ class DraftPolicy:
             self._next_counts = _NextCounts(step, request_ids, most, self._best(requests, [most] * len(requests)))
 
     def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
-        """Return how many of each request's proposed tokens to verify, when some proposals are shorter than planned."""
+        """Return how many of each request's proposed tokens to verify if some proposals are shorter than planned."""
         if self._is_trial or not any(proposed):
             return list(proposed)
         num_cached = _num_cached(requests)
@@ -255,7 +255,7 @@ class DraftPolicy:
         """Return the estimated seconds for a step and its drafting; infinity if the drafter's estimate is invalid."""
         try:
             of_drafter = float(self._drafter_seconds(len(requests), most))
-        except Exception as error:  # a drafter is user code, and its failure must not fail a request
+        except Exception as error:  # a drafter is user code, and its errors must not fail a request
             if not self._has_warned:
                 _LOG.warning("a drafter's draft_seconds() failed, so drafts are tried only occasionally: %r", error)
             self._has_warned, of_drafter = True, math.inf

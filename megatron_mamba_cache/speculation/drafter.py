@@ -62,7 +62,7 @@ class Drafter(Protocol):
         """
 
     def forget(self, request_id: int) -> None:
-        """Drop the data of a request that left the engine, and may return; do nothing for an unknown request."""
+        """Drop the data of a request that has left the engine but may return; do nothing for an unknown request."""
 
 
 @runtime_checkable

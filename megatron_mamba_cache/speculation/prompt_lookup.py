@@ -190,7 +190,7 @@ class PromptLookupDrafter:
         return 0.0
 
     def forget(self, request_id: int) -> None:
-        """Free the index of a request; ignore an unknown request."""
+        """Free the index of a request; do nothing for an unknown request."""
         self._indices.pop(request_id, None)
 
     def _current_index(self, request: RunningRequest) -> SuffixIndex:

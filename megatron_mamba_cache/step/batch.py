@@ -24,9 +24,9 @@ from .shapes import StepShape, pad_tail
 class StepBatch:
     """Inputs of one step for the model and the sampler, as device tensors.
 
-    Tokens are packed: each decode request's base token and drafts, then each prefill request's tokens. Token indices in
-    `prefill` are relative to the first prefill token. The tensors are views of `StepBuffers`; in a step with drafts,
-    some tensors of `logits` are computed from them instead.
+    Tokens are packed: each decode request's newest token and its drafts, then each prefill request's tokens. Token
+    indices in `prefill` are relative to the first prefill token. The tensors are views of `StepBuffers`, except for
+    some tensors of `logits` in a step with drafts.
     """
 
     requests: tuple[RunningRequest, ...]
@@ -86,8 +86,8 @@ def lay_out_step(
         requests: Decoding requests first, then prefilling ones; each with `scheduled` tokens.
         draws_ratios: True if any draft was sampled from a distribution; its verification needs random numbers.
         purpose: What the random numbers are used for, e.g. sampling or drafting; part of their seed.
-        num_exchanged: Number of tokens that each expert-parallel rank exchanges; at least this step's number of tokens
-            is used.
+        num_exchanged: Number of tokens that each expert-parallel rank exchanges. If it is less than this step's number
+            of tokens, that number is used.
     """
     num_chunks = _write(requests, buffers, geometry, purpose, draws_ratios=draws_ratios)
     buffers.send(len(requests))

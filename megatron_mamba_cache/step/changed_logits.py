@@ -1,4 +1,4 @@
-"""Change logits as requests ask: logit biases, penalties for repeated tokens, and token masks.
+"""Apply logit biases, penalties for repeated tokens, and token masks to the logits of a step.
 
 The changes at a position depend only on the request's text before it, including drafts. The sampled tokens therefore do
 not depend on the number of drafts, the batch or the cache.
@@ -122,7 +122,7 @@ _Requests = Sequence[tuple[int, RunningRequest]]
 
 
 class LogitsChanges:
-    """Applies the changes of all requests to the logits of a step. Token counts for penalties are on the device."""
+    """Applies the requests' changes to the logits of a step, and stores their token counts for penalties."""
 
     def __init__(self, masks: GrammarMasks) -> None:
         self.masks = masks
@@ -172,7 +172,7 @@ def _add_biases(requests: _Requests, logits: Tensor) -> None:
 
 
 def _mask_ends(requests: _Requests, logits: Tensor) -> None:
-    """Mask end tokens wherever a request has generated fewer than `min_tokens` tokens, drafts included."""
+    """Mask the end tokens at positions before which a request has fewer than `min_tokens` generated tokens."""
     masked = []
     for start, request in requests:
         sampling = request.spec.sampling

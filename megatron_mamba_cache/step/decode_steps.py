@@ -68,7 +68,7 @@ class DecodeStep:
 
     @staticmethod
     def sent(requests: Sequence[RunningRequest], buffers: StepBuffers) -> "DecodeStep | None":
-        """Return the step of these requests, which was sent last; None if any request prefills."""
+        """Return a record of the step that was sent last, given its requests; None if any of them prefills."""
         if requests and requests[-1].is_prefilling:
             return None
         widths = [request.scheduled for request in requests]
@@ -242,7 +242,7 @@ def _write_boundaries(requests: Sequence[RunningRequest], buffers: StepBuffers, 
 def _ends_of(requests: Sequence[RunningRequest]) -> RequestEnds | None:
     """Return the requests' end conditions if each has one token and no drafts; otherwise None."""
     decodes_one_each = all(
-        request.scheduled == 1 and request.cursor.accepted == 1  # also true of the next step
+        request.scheduled == 1 and request.cursor.accepted == 1  # the next step needs the same values in the buffers
         for request in requests
     )
     return RequestEnds.of(requests) if decodes_one_each else None

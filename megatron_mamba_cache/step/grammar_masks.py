@@ -82,7 +82,7 @@ class GrammarMasks:
     def apply(self, logits: Tensor) -> None:
         """Mask the tokens that the grammars reject, in place, in the logits, [logits, vocab].
 
-        If a request's grammar becomes too complex, its logits are not masked, and `Grammars` records the failure.
+        If a request's matcher fails, its logits are not masked, and `Grammars` records the failure.
         """
         making, self._making = self._making, None
         if making is None:

@@ -22,7 +22,7 @@ _Record = TypeVar("_Record", bound=Any)
 
 
 class Draws(IntEnum):
-    """Sampling methods for a step, from most specialized to most general; all that apply give the same tokens."""
+    """Sampling methods for a step, from most specialized to most general; if several fit, they give the same tokens."""
 
     BEST = 0  # all requests greedy
     ALL_TOKENS = 1  # some requests sample from all tokens
@@ -47,14 +47,14 @@ class StepLogits:
     Everything except `starts`, `draws` and the `any_*` flags is a device tensor.
     """
 
-    tokens: Tensor  # [logits] int32 packed index
-    starts: tuple[int, ...]  # [requests + 1]
+    tokens: Tensor  # [logits] int32 index among the packed tokens
+    starts: tuple[int, ...]  # [requests + 1] first logits row of each request, and the number of rows
     verify: VerifyLogits
     temperature: Tensor  # [logits] float32
     top_k: Tensor  # [logits] int32
     top_p: Tensor  # [logits] float32
     uniforms: Tensor  # [logits] float64 in [0, 1)
-    accept_uniforms: Tensor  # [logits] float64, filled if drafts were sampled from distributions
+    accept_uniforms: Tensor  # [logits] float64, written only if drafts were sampled from distributions
     residual_uniforms: Tensor  # [logits] float64, as above
     draws: Draws
     any_changed: bool  # True if a request changes its logits, other than by a grammar mask
@@ -117,7 +117,7 @@ def _write_sampling(
 
 
 def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
-    """Return the sections of `write_logits` on the device; `token_ids`, [tokens], are the step's input tokens."""
+    """Return device views of the sections that `write_logits` writes; `token_ids`, [tokens], are the input tokens."""
     starts, num_requests = logits_starts(requests), len(requests)
     num_logits, max_drafts = starts[-1], max((len(request.drafts) for request in requests), default=0)
     device = buffers.device

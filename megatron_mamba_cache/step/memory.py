@@ -42,10 +42,10 @@ class CacheMemory:
     """Cache memory and step buffers on the device with their bookkeeping, created and freed as a whole.
 
     Args:
-        capacity: Sizes of the pools.
+        capacity: Numbers of KV blocks and state slots, equal on all ranks.
         max_blocks: Maximum number of KV blocks per request.
         counters: Counters that the prefix cache updates.
-        weights_version: Version of the weights that will fill the cache.
+        weights_version: Version of the weights with which the cached states and KV are computed.
         below: Lower tiers (host memory and disk), which outlive this memory.
         shares_steps: True if expert-parallel ranks run steps of the same shape.
 

@@ -24,7 +24,7 @@ class MemoryBelow:
     """Owns the host memory and the disk directory, if configured, and the epoch, which every flush increases.
 
     Args:
-        capacity: Sizes of the pools, including host memory.
+        capacity: Numbers of KV blocks, state slots and host slabs, equal on all ranks.
         weights: Function that returns a digest of this rank's weights; needed for a disk tier.
 
     Raises:
@@ -148,7 +148,7 @@ class AttachedTiers:
 
     @property
     def tiers(self) -> Tiers:
-        """Tiers as the prefix cache uses them."""
+        """Interface to the tiers for the prefix cache; a null object without tiers."""
         return self._tier or Tiers()
 
     def usage(self) -> dict[str, dict[str, int]]:

@@ -52,7 +52,7 @@ class WeightAddresses:
 
 
 class StepModel(Protocol):
-    """Model or pipeline stage that computes the runner's current step; the step is read through the context."""
+    """Model or pipeline stage that computes the runner's current step, whose inputs it reads from the context."""
 
     def compute_step(self) -> Tensor:
         """Run the forward pass; return logits, [1, n, vocab], or hidden states to send on, [tokens, 1, hidden]."""

@@ -101,7 +101,7 @@ def may_launch_drafts(
 
 
 class OverlappedSteps:
-    """Launches the next step early if the configuration and the rules allow it, and holds it until it lands."""
+    """Launches the next step early if the configuration and the rules allow it; holds it until its tokens are read."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class OverlappedSteps:
     def launch_drafts(
         self, graphs: GraphsByShape, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> None:
-        """Launch a step with drafts for scheduled requests; `OverlappedStep.schedule` schedules them again."""
+        """Launch a step with drafts for scheduled requests, and clear their schedule until the step lands."""
         self.launched = graphs.launch(requests, draft_distributions)
         for request in requests:
             request.schedule(0)

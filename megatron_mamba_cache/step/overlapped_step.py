@@ -63,7 +63,7 @@ class CapturedStep(Protocol):
         """
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
-        """Launch the next step with tokens fed on the device; return it. The caller must let it land."""
+        """Launch the next step, whose input tokens are copied on the device; return it. The caller must let it land."""
 
 
 class OverlapState(Enum):
@@ -77,9 +77,10 @@ class OverlapState(Enum):
 
 
 class OverlappedStep:
-    """A step launched before its requests are updated. When it lands, it is used in place of its `CapturedStep`.
+    """A step launched before its requests are updated. It lands when the host updates its requests with its tokens.
 
-    It lands like any other step, except that `schedule` and `lay_out` get only the requests that have not ended.
+    While it lands, it is used instead of its `CapturedStep`, with the same interface; `schedule` and `lay_out` then get
+    only the requests that have not ended.
 
     Args:
         batch: Batch of the step with all requests that were launched; their drafts are still scheduled.
@@ -111,7 +112,7 @@ class OverlappedStep:
     # Before it lands.
 
     def note_fed(self, tokens: Sequence[int]) -> None:
-        """Store the input tokens, [requests], which the device fed and the host has now read."""
+        """Store the input tokens, [requests], which were copied on the device and which the host has now read."""
         self._fed = tokens
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
@@ -119,7 +120,7 @@ class OverlappedStep:
         return self._ends is not None and self._ends.any_ends(tokens)
 
     def check_inputs(self, tokens: Sequence[int]) -> None:
-        """Raise `CacheIntegrityError` unless these input tokens equal the tokens fed on the device."""
+        """Raise `CacheIntegrityError` unless `tokens` equal the input tokens that were copied on the device."""
         if [*tokens] != [*self._fed]:
             raise CacheIntegrityError("the input tokens of the running step differ from the tokens its requests kept")
 
@@ -191,7 +192,7 @@ class OverlappedStep:
         )
 
     def forward(self) -> Tensor:
-        """Return the logits, which the device may still be computing; any stream that did not launch them waits."""
+        """Return the logits, which may still be computing; the current stream waits if another one launched them."""
         self._wait_for_launch()
         return self.logits
 
@@ -202,7 +203,7 @@ class OverlappedStep:
     def verify(self, draws: Draws) -> Tensor:
         """Return the outcome, which the device may still be computing; launch its computation if that is pending."""
         if self.state is OverlapState.COPIED_LOGITS:
-            raise CacheIntegrityError("the graph that computed this step was freed; check can_verify")
+            raise CacheIntegrityError("the graph that computed this step was freed; check can_verify before verify()")
         if self.state is OverlapState.FORWARD and self._graph is not None:
             self.outcome = self._graph.verify(draws)
             self.state = OverlapState.OUTCOME
@@ -218,7 +219,7 @@ class OverlappedStep:
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
         if self._graph is None:
-            raise CacheIntegrityError("the graph that computed this step was freed; check can_launch_next()")
+            raise CacheIntegrityError("the graph of this step was freed; check can_launch_next() before launch_next()")
         return self._graph.launch_next(requests)
 
     def _wait_for_launch(self) -> None:

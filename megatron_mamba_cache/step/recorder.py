@@ -14,7 +14,7 @@ Prepare = Callable[[], None]
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """Do nothing; the default `prepare` of `Recorder.record`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Replay:
 
 
 class Recorder(Protocol):
-    """Interface that records computations, to replay them one after another."""
+    """Interface for recording computations, which are then replayed one after another."""
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
         """Run a computation once; return its results and a `Replay` that recomputes them in place.

@@ -188,7 +188,7 @@ class StepRunner:
             self.step_requests.leave(ended)
             held_back = self.step_requests.grow()
             self._step, self._at_work = None, []
-        if ended or overlapped_step is None:  # otherwise the overlapped step decodes every request again
+        if ended or overlapped_step is None:  # otherwise the counts stay the same
             self.step_requests.count()
         self.memory.below.start()
         self._digest.note_outcome(self.requests, step.requests, kept)
@@ -226,7 +226,7 @@ class StepRunner:
         self.counters.kv_blocks_evicted += self.memory.slots.num_blocks_evicted
         self.step_requests.forget(self.requests)
 
-    # The step that the model and the sampler see.
+    # The current step, which the model and the sampler read.
 
     @property
     def step(self) -> Step:

@@ -44,7 +44,7 @@ class StepSharing:
 
     @property
     def is_fixed(self) -> bool:
-        """True if the next step's shape is agreed, so that no request can join."""
+        """True if the ranks have agreed on the shape of the next step, so that no request can join it."""
         return False
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class StepSharing:
         """Record that this rank has launched its forward pass."""
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Return whether this rank launches the next step; `wants` is the decision that it would make alone."""
+        """Return whether this rank launches the next step early; `wants` is True if it would do so on its own."""
         return wants
 
     def forget(self) -> None:
@@ -130,7 +130,7 @@ class SharedSteps(StepSharing):
         return StepShape(num_requests, 1 if prefill[0] else width, *prefill)
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Agree with the other ranks, before tokens are read; return whether this rank launches the next step."""
+        """Return whether this rank launches the next step; the ranks agree on it before tokens are read."""
         if knows_tokens:
             return False
         stays_paused = (
@@ -145,7 +145,7 @@ class SharedSteps(StepSharing):
         """Try to agree on the next step's shape; return whether every rank now must compute that step.
 
         Args:
-            next_requests: Shape into which this rank's current requests fit in the next step.
+            next_requests: Smallest shape that this rank's current requests fit in the next step.
             wants_overlap: True if this rank can launch the next step early.
         """
         ends_prefill = all(

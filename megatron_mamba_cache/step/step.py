@@ -1,4 +1,4 @@
-"""One engine step, from its layout until it has landed or failed."""
+"""One engine step, from its layout until its tokens are processed or it fails."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,7 +86,7 @@ class Step:
         return not self.num_prefill_requests and self.batch.num_tokens == len(self.requests)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
-        """Return the graph if it can verify the step from its logits, masked or not; otherwise None.
+        """Return the graph if it can sample and verify this step from its logits, masked or not; otherwise None.
 
         Args:
             only_last_logits: True if the model returns logits only for the tokens in `StepBatch.logits`. Otherwise the
@@ -113,7 +113,7 @@ class Step:
         if are_hidden_states and any(request.scores_prompt for request in self.requests):
             self.scored_hidden_states = outputs.squeeze(0)
         tokens, found = self.batch.logits.tokens, outputs.squeeze(0)
-        # In a pure decode step, the outputs of all tokens are needed, in order.
+        # A pure decode step needs the outputs of all tokens, in order, so no selection is necessary.
         are_all = self.batch.prefill is None and len(tokens) == len(found)
         self.wanted_outputs = found if are_all else found.index_select(0, tokens)
         return self.wanted_outputs

@@ -70,7 +70,7 @@ class StepGraph:
 
     Args:
         model: Model that computes the runner's current step.
-        recorder: Captures the computations.
+        recorder: Recorder that captures the computations as CUDA graphs.
         outputs: Buffer that keeps the output of the forward pass until any graph runs its next forward pass.
         longest: Maximum number of tokens per request.
         purpose: What the sampled tokens are used for. For drafting, only greedy sampling is captured.
@@ -170,7 +170,7 @@ class StepGraph:
         """Launch the next step; see `CapturedStep`."""
         before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
-            raise CacheIntegrityError("the next step depends on more than this step's tokens; check can_launch_next()")
+            raise CacheIntegrityError("the next step needs more than this step's tokens; check can_launch_next() first")
         sent = send_next(before.step, buffers, self._memory.geometry.block_size, self.shape.num_requests)
         self._memory.prepare(())
         batch = self._note_next(before, sent)
@@ -192,7 +192,7 @@ class StepGraph:
         return batch
 
     def _batch_of(self, requests: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
-        """Return the batch without the padding requests."""
+        """Return the step's batch, which contains the requests without padding."""
         results, shape = self._results, self.shape
         num_decode = num_decoding(requests)
         row_indices = shape.row_indices(requests)

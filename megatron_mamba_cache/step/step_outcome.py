@@ -32,7 +32,7 @@ class StepOutcome:
 
     Args:
         num_drafts: [requests] number of verified drafts; empty if drafting is off.
-        held_back: Requests that were paused or evicted when the step landed.
+        held_back: Requests that were paused or evicted after the step.
     """
 
     step: Step

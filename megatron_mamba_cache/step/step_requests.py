@@ -29,7 +29,7 @@ class StepRequests:
     """Decides which requests take part in the next step, and with how many drafts.
 
     Args:
-        running: All requests with a live state.
+        running: All running and paused requests.
         changes: Logit changes of requests; entries of requests that leave are removed.
         counts: Request and token counts of the next step.
     """
@@ -53,7 +53,7 @@ class StepRequests:
         return outcome
 
     def schedule(self, scheduler: StepScheduler, waiting: Iterable[Candidate]) -> ScheduledStep:
-        """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises the same error as `admit`."""
+        """Fill the next step with `StepScheduler.fill_step`; raise `RuntimeError` if that step has been launched."""
         self.overlapped_steps.refuse_requests()
         scheduled = scheduler.fill_step(self.running, waiting)
         self.memory.below.start()
@@ -61,7 +61,7 @@ class StepRequests:
         return scheduled
 
     def prefetch(self, scheduler: StepScheduler, waiting: Sequence[Candidate]) -> None:
-        """Start restores for requests that cannot join the next step because it is already running."""
+        """Start restores for waiting requests, which cannot join the next step because it is already running."""
         if not self.running.any_paused:
             scheduler.prefetch(self.running, waiting)
             self.memory.below.start()
@@ -90,7 +90,7 @@ class StepRequests:
     def drop_overlapped_step(self) -> None:
         """Wait for the overlapped step and discard it, because all its requests have left."""
         self.queue.note_change()
-        if not self.sharing.is_owed:  # otherwise it stays as this rank's part of a shared step
+        if not self.sharing.is_owed:  # otherwise other ranks wait for it
             self.overlapped_steps.drop()
 
     def grow(self) -> GrowthOutcome:

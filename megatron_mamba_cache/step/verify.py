@@ -20,7 +20,8 @@ def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tens
     """Sample a token from every row of logits, and accept the drafts that pass verification.
 
     Args:
-        logits: [logits, vocab].
+        wanted: Sampling settings and random numbers for the rows of `logits`.
+        logits: [logits, vocab] logits, after all changes and masks.
         distributions: For each decode request, the distributions that its drafts were sampled from, or None for other
             drafts.
 

@@ -1,4 +1,4 @@
-"""Compile all kernels that steps launch before the first request arrives, without changing other state.
+"""Before the first request arrives, compile all kernels that steps launch, without changing other state.
 
 Triton compiles one variant per combination of dtypes, strides, constants and pointer alignments. Warmup therefore runs
 real steps with padding requests, which every op skips: the forward pass, verification and the align copy, over the
