@@ -60,7 +60,7 @@ class CompilationWatch:
 
     @contextmanager
     def compiling_ahead(self) -> Iterator[None]:
-        """Context manager that counts kernels that other threads compile for this one; add time by `add_seconds`."""
+        """Context manager that counts kernels that other threads compile for this one; `add_seconds` adds the time."""
         self._thread.ahead = set()
         try:
             yield
@@ -186,7 +186,7 @@ class LoadingExecutor(ThreadPoolExecutor):
 
 
 class _Launches:
-    """Patch of Triton that turns the kernel launches of some threads into compilations; see `only_compile`."""
+    """Patch for Triton that turns the kernel launches of some threads into compilations; see `only_compile`."""
 
     def __init__(self) -> None:
         self._lock = Lock()

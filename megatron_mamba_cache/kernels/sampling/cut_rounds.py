@@ -1,4 +1,4 @@
-"""First rounds of the top-k and top-p search: narrow the range of logits that contains the last kept token.
+"""First rounds of the top-k and top-p search: narrow the range of logits that contains that of the last kept token.
 
 `token_cuts` describes the algorithm. In each round, a program measures one tile of a row: the number or the weight of
 the logits at or above each pivot. The last program of the row to finish sums all measures in a fixed order and sets the

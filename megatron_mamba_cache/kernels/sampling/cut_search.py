@@ -95,7 +95,7 @@ def cut_among(
     """Return the key and index of the last kept value in a row, and the kept weight of each tile, [TILES].
 
     Args:
-        values, widths: Pointer to the values, in which tiles are `pitch` apart; [TILES] number of values in each tile.
+        values, widths: Pointer to the tiles, which are `pitch` values apart; [TILES] number of values in each tile.
     """
     upper, lower = tl.load(search + UPPER).to(tl.float32), tl.load(search + LOWER).to(tl.float32)
     above, target = tl.load(search + ABOVE), tl.load(search + TARGET)

@@ -69,7 +69,8 @@ def penalize(logits: Tensor, rows: PenalizedRows) -> None:
     """Apply repetition, frequency and presence penalties in place.
 
     The repetition penalty divides positive logits of tokens that occur in prompt or reply, and multiplies negative
-    ones. The frequency penalty, times the token's count, and the presence penalty are subtracted for generated tokens.
+    logits. The frequency penalty, times the token's count, and the presence penalty are subtracted for generated
+    tokens.
 
     Args:
         logits: [n, vocab] float32, vocabulary contiguous; changed in place.
@@ -81,7 +82,7 @@ def penalize(logits: Tensor, rows: PenalizedRows) -> None:
     """
     if logits.dtype != torch.float32 or rows.counts.shape != rows.in_prompt.shape:
         raise ValueError(
-            "logits must be float32, and counts and in_prompt must have one shape, found logits "
+            "logits must be float32, and counts and in_prompt must have the same shape, found logits "
             f"{logits.dtype}, counts {list(rows.counts.shape)}, in_prompt {list(rows.in_prompt.shape)}"
         )
     if rows.counts.shape[1] != logits.shape[1]:

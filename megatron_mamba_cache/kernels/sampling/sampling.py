@@ -108,7 +108,7 @@ def _pick_kernel(
 def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tensor:
     """Sample tokens [rows] int64 as `sample_tokens` does, but always with kernels (GPU or Triton's interpreter).
 
-    CUDA-graph safe: no host sync, three launches, or five with `any_cut`.
+    CUDA-graph safe: no host sync, three launches, or eight with `any_cut`.
     """
     logits = rows.logits
     (num_rows, vocab_size), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
@@ -166,7 +166,7 @@ def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True)
         [rows] int64 token ids.
 
     Reference: `sample_tokens_ref` in float64. The tokens are equal, unless a uniform number or top-p differs from a
-    cumulative probability by a relative 1e-5 or less.
+    cumulative probability by a relative error of at most 1e-5.
     """
     if launches_kernel(rows.logits) and is_computed_in_fp32(rows.logits) and rows.logits.stride(1) == 1:
         return sample_by_kernels(rows, uniforms, any_cut=any_cut)

@@ -2,7 +2,8 @@
 
 Tokens are ranked by logit, then by lower id. The last kept token is called the cut of the row: for top-k it is the k-th
 token, for top-p the token at which the cumulative probability reaches p. The search uses pivots. The measure of a pivot
-is taken over the tokens at or above it: their number for top-k, their total weight for top-p.
+is taken over the tokens at or above it: their number for top-k, their total weight (unnormalized
+probability) for top-p.
 
 1. A few rounds over the whole row narrow the range of logits that contains the cut. Each program measures 8 pivots in
    one tile of a row. The last program of the row to finish sums all measures in a fixed order and sets the next pivots.

@@ -55,7 +55,7 @@ class RatioUniforms:
     After a rejection, a later step verifies the following positions again; it may use the same random numbers.
 
     Args:
-        accept: Decides if the draft that follows each row is accepted.
+        accept: Compared with the acceptance probability of the draft that follows each row.
         residual: Used to sample the replacement of a rejected draft.
     """
 
