@@ -133,7 +133,7 @@ def build_engine(
         random_seed: Seed for requests that do not set one.
         materialize_only_last_token_logits: True to compute logits only where a token is sampled or verified; False to
             compute them for every token in every step.
-        scores_prompts: True to allow requests for prompt log-probs although only the last logits are materialized (see
+        scores_prompts: True to allow requests for prompt log-probs while only the last logits are materialized (see
             `step/prompt_log_probs.py`). A step that scores a prompt uses no CUDA graph; other steps are unaffected.
 
     Raises:
@@ -201,4 +201,6 @@ def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: b
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
     if num_stages > 1:
-        raise ValueError(f"{name} reads hidden states, which exist only on the last of {num_stages} pipeline stages")
+        raise ValueError(
+            f"{name} reads hidden states, which exist only on the last of {num_stages} pipeline stages; use 1 stage"
+        )

@@ -101,8 +101,8 @@ class CacheConfig:
             model.
         run_ahead: True to launch a captured step before the preceding step's tokens are read by the host.
         resident_pools: True to keep the device memory and CUDA graphs of a suspended engine.
-        rank_digest_steps: Number of steps between comparisons of the ranks' decisions, which raise if decisions differ;
-            0: never compare.
+        rank_digest_steps: Number of steps between comparisons of the ranks' decisions; if decisions differ, an error is
+            raised. 0: never compare.
         weights_version: Part of every block key, so that states computed by other weights are never reused.
 
     Raises:

@@ -180,10 +180,10 @@ class MambaCacheContext(DynamicInferenceContext):
             weights_version: Version of the new weights; None keeps the current version.
 
         Raises:
-            ValueError: On all ranks, if the version is not Unicode text or differs between them; nothing has changed
-                then.
-            CacheError: If a later server could still find the old entries on disk; memory is flushed, and the disk is
-                no longer used.
+            ValueError: On all ranks, if the version cannot be encoded as UTF-8 or differs between them; nothing has
+                changed then.
+            CacheError: If the disk tier could not be invalidated, so that a later server may find old entries there;
+                device and host memory are flushed, and the disk tier is no longer used.
         """
         self.weights_version = agreed_version(weights_version, self.weights_version, self.ranks)
         failure = self._below.flush(is_attached=self.is_tensor_state_allocated)
@@ -351,7 +351,7 @@ class MambaCacheContext(DynamicInferenceContext):
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
     ) -> tuple[list[list[float] | None], Tensor]:
-        """Return log-probs of each request's next tokens and of the whole vocabulary, in a step without drafts."""
+        """Return the log-probs of each request's next tokens, and those of the whole vocabulary; requires no drafts."""
         tokens = zip(self.step.requests, new_tokens.tolist(), strict=True)
         kept = [(token,) if request.samples_this_step else () for request, token in tokens]
         followed = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))

@@ -48,7 +48,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._random_seed = random_seed
         self._failed_steps = FailedSteps()
         self._step_ended = 0.0
-        self._unreported: list[DynamicInferenceRequestRecord] = []  # requests that ended in a step that raised later
+        self._unreported: list[DynamicInferenceRequestRecord] = []  # requests that ended in a step whose report raised
         self._hint = HitRateHint(context.cache_config)
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=True)
         context.grammars.read(controller.tokenizer)
@@ -169,13 +169,13 @@ class MambaCacheEngine(SuspendableEngine):
         return is_idle and self.context.is_tensor_state_allocated and self.context.memory.below.has_copies
 
     def land_idle_copies(self) -> None:
-        """Process finished copies between tiers, which may start further copies; all ranks call it together."""
+        """Process finished copies between tiers, which may start further copies; all ranks must call this."""
         if self.has_idle_copies and self.context.memory.below.land(wait=False):
             self.context.runner.queue.note_change()
 
     @property
     def owes_step(self) -> bool:
-        """True if expert-parallel ranks may have launched the next step; this rank must then run it before it waits."""
+        """True if expert-parallel ranks may have launched the next step; run it before waiting for these ranks."""
         return self.context.is_tensor_state_allocated and self.context.runner.sharing.is_owed
 
     def counts_of(self, request_id: int) -> RequestCounts:
@@ -183,7 +183,7 @@ class MambaCacheEngine(SuspendableEngine):
         return self._states.counts_of(request_id)
 
     def cached_tokens(self, request_id: int) -> int:
-        """Return the number of prompt tokens skipped when the request was first admitted; 0 before that."""
+        """Return the number of prompt tokens that needed no prefill at the first admission; 0 before it."""
         return self.counts_of(request_id).cached_tokens
 
     def tier_tokens(self, request_id: int) -> TierTokens:
@@ -229,7 +229,7 @@ class MambaCacheEngine(SuspendableEngine):
     async def async_forward(self) -> Any:
         """Run one step; if it raises, release its reservations and queue its requests again.
 
-        A suspended engine leaves its requests unchanged; a closed engine fails them.
+        If the engine is suspended, its requests stay unchanged; if it is closed, they fail.
         """
         was_launched = self.context.overlapped_step is not None
         before_ended, counters = self._step_ended, self.context.counters

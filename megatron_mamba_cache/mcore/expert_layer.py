@@ -213,7 +213,7 @@ class MixtureOfExperts(MegatronModule):
 
 
 def exchange_of(model: Any) -> ExpertExchange | None:
-    """Return the object that exchanges tokens for the model's MoE layers; None without expert parallelism."""
+    """Return the `ExpertExchange` that the model's MoE layers share; None without expert parallelism."""
     layers = (module for module in model.modules() if isinstance(module, MixtureOfExperts))
     return next((layer.exchange for layer in layers), None)
 

@@ -73,8 +73,8 @@ def routing_rule(config: TransformerConfig) -> RoutingRule:
             )
         if score == "softmax" and config.moe_router_pre_softmax and num_scoring > 1:
             raise ValueError(
-                f"moe_router_pre_softmax is True, but {num_scoring} experts determine the score of a group, which is "
-                "supported only without it; set moe_router_pre_softmax to False"
+                "moe_router_pre_softmax is True, which is supported only if a group's score depends on one expert; "
+                f"here it depends on {num_scoring}: set moe_router_pre_softmax to False"
             )
     return RoutingRule(
         top_k=top_k,

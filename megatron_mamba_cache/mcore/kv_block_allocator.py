@@ -91,6 +91,6 @@ class KVBlockAllocator(BlockAllocator):
 
     @override
     def reset(self) -> None:
-        """Free the blocks that the tensor methods returned; keep requests' blocks and cached blocks."""
+        """Release the blocks that `allocate_memory_blocks` returned; keep blocks of requests and of the cache."""
         self.pool.release([block for block, count in self._lent.items() for _ in range(count)])
         self._lent.clear()

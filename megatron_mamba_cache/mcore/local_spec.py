@@ -46,8 +46,8 @@ class LocalSpecOptions:
         has_head_norms: True if queries and keys are normalized per head; must equal `TransformerConfig.qk_layernorm`.
         num_experts: Number of experts per MoE layer; None if the model has no MoE layers.
         routing: Rule that chooses the experts for a token; None: derived from the TransformerConfig.
-        input_multiplier, residual_multiplier, output_multiplier: Factors of the embeddings, of each layer's output
-            before it is added to the residual, and of the final hidden states.
+        input_multiplier, residual_multiplier, output_multiplier: Factors that multiply the embeddings, each layer's
+            output before it is added to the residual, and the final hidden states.
     """
 
     mixer: Literal["mamba2", "gated_delta"] = "mamba2"

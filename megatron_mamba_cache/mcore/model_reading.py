@@ -114,7 +114,7 @@ def weights_of_token(model: Any) -> int:
 
 
 def _weights_of(model: Any) -> tuple[int, int]:
-    """Return this rank's number of weights that every token uses, and its number in one expert, summed over layers."""
+    """Return two numbers of weights on this rank: those that every token uses, and those of one expert per layer."""
     stacked = [module for module in model.decoder.modules() if isinstance(module, StackedExperts)]
     of_expert = sum(weight[0].numel() for module in stacked for weight in module.parameters())
     return sum(weight.numel() for weight in model.decoder.parameters() if weight.dim() == 2), of_expert
@@ -176,7 +176,7 @@ def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[
 
 
 def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
-    """Return one fingerprint for the whole model; that of its part if there is only one part."""
+    """Return one fingerprint for the whole model; if it has a single part, that part's fingerprint."""
     if len(parts) == 1:
         return parts[0].fingerprint
     return hashlib.sha256(repr([part.fingerprint for part in parts]).encode()).hexdigest()

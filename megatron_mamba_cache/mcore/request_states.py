@@ -37,7 +37,7 @@ class RequestState:
     """State that the engine keeps for a request in addition to Megatron's record."""
 
     candidate: Candidate  # queue entry, used again after an interruption
-    cached_tokens: int | None = None  # number of prompt tokens skipped at the first admission
+    cached_tokens: int | None = None  # number of prompt tokens that needed no prefill at the first admission
     tiers: TierTokens = TierTokens()  # numbers of these tokens that were restored from lower tiers
     draft_counts: DraftCounts = DraftCounts()  # totals for the request, including those from before evictions
     admitted_at: float | None = None  # monotonic clock in seconds at the first admission; not used for scheduling
@@ -93,7 +93,7 @@ class RequestCounts:
 
 
 class RequestStates(dict[int, RequestState]):
-    """Request states by request id, and the counts of recent requests that have left."""
+    """Map from request id to `RequestState`, which also keeps the counts of recent requests that have left."""
 
     def __init__(self) -> None:
         super().__init__()

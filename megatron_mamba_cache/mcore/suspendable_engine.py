@@ -101,7 +101,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         waiting = list(self.waiting_request_ids)
         super().suspend()
         for request_id in self.requests.keys() - set(waiting):
-            self.requests[request_id].record.requests.pop()  # Megatron adds an empty part to every record
+            self.requests[request_id].record.requests.pop()  # Megatron has added an empty part to the record
         for request_id in running:
             self._restart(request_id)
         for request_id in waiting:
@@ -117,8 +117,8 @@ class SuspendableEngine(DynamicInferenceEngine):
                 version are never used.
 
         Raises:
-            ValueError: If a version is given to an engine that is not suspended; on all ranks, if it is not Unicode
-                text or differs between them. A suspended engine stays suspended.
+            ValueError: If a version is given to an engine that is not suspended; on all ranks, if it cannot be
+                encoded as UTF-8 or differs between them. A suspended engine stays suspended.
         """
         if not self.is_suspended:
             if weights_version is not None:

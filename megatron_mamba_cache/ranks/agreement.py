@@ -19,7 +19,7 @@ _OF_EACH_RANK = ("cache_gb", "host_cache_gb", "disk_cache_dir", "disk_cache_gb")
 """Settings that may differ between ranks: memory sizes and the directory of the disk tier."""
 _LEAST_OF_ALL = ("max_requests",)
 _OF_SHAPES = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
-"""Settings, in addition to `max_requests`, that determine the step shapes for warmup and CUDA graphs."""
+"""Settings that, together with `max_requests`, determine the step shapes for warmup and CUDA graphs."""
 _LEAST_HOST_SLABS = 2
 """Minimum number of slabs in the host tier: one for KV blocks and one for states."""
 _ANY_NUMBER = 2**62
@@ -58,7 +58,7 @@ class CacheCapacity:
 
     @staticmethod
     def of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> "CacheCapacity":
-        """Return the capacity of the rank with the smallest capacity; all ranks must call this method.
+        """Return the largest capacity that fits on every rank; all ranks must call this method.
 
         Raises:
             ValueError: If a memory budget in the settings is too small on a rank.
@@ -206,7 +206,7 @@ def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShap
 
 
 def known_to_any(found: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
-    """Merge a map from request ids to text over all ranks; all ranks must call this function.
+    """Merge the maps from request ids to text on all ranks; all ranks must call this function.
 
     If several ranks have text for a request, that of the lowest rank is returned, on every rank.
     """

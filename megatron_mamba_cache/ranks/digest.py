@@ -86,7 +86,7 @@ class DecisionLog:
         return [whole >> (_PIECE_BITS * piece) & (2**_PIECE_BITS - 1) for piece in range(_NUM_PIECES)]
 
     def recent(self) -> RecentDecisions:
-        """Return the newest decisions on this rank, at most `_REMEMBERED`."""
+        """Return the newest decisions on this rank, at most 4,096."""
         return RecentDecisions(self.num_noted - len(self._recent), tuple(self._recent))
 
 

@@ -58,7 +58,7 @@ def test_moe_model_is_built() -> None:
         (
             "moe_router_pre_softmax",
             GROUPS | {"moe_router_pre_softmax": True},
-            "True, but 2 experts determine the score",
+            "True, which is supported only if .* depends on 2: set",
         ),
         ("activation_func_clamp_value", 7.0, "7.0.*support"),
         ("glu_linear_offset", 1.0, "1.0.*support"),
