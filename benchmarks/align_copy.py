@@ -179,9 +179,9 @@ def _cell(figure: Figure) -> str:
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure the align copy against a memcpy of the same bytes.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--sweep", action="store_true", help="compare tilings on the 8B bf16 states instead")
-    parser.add_argument("--drafts", type=int, default=3, metavar="K", help="drafts of a step (default 3)")
+    parser.add_argument("--drafts", type=int, default=3, metavar="K", help="number of drafts per step; default: 3")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

@@ -326,7 +326,7 @@ def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure attention backends, KV append and norms.")
     parser.add_argument("--shape", choices=HEADS, default="8b", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

@@ -34,34 +34,28 @@ PROMPT_TOKENS = 131_072
 CHAIN_DEPTH = 32
 BLOCK_SIZE = 256
 BLOCKS_PER_SLAB = 24
-"""Of an 8B hybrid: a slab holds this many blocks, or one state."""
+"""Number of blocks in a slab of an 8B hybrid model; a slab can also hold one state."""
 STATE_LEN = 6_287.0
 SPACES = ("split", "slabs")
 NUM_ROUNDS = 3
 BLOCK_SIZES = (256, 64, 16)
 MATCHES = """\
-Matching alone looks up keys that are there already. A prompt's first try for admission hashes it too and costs both;
-its later tries, until the next flush, only match.
+A prompt is hashed when the scheduler first tries to admit the request, so the first attempt costs the time of hash and
+match. Until the next cache flush, later attempts only match the hashes.
 """
 EVICTIONS = """\
-What evicts now evicts a state together with the blocks that only this state could resume; before, the pools of blocks
-and of slots each evicted for itself. So the figures before that stand beside an eviction are those of both: a block's
-allocation and the share of a slot that it comes to. A longer chain's first allocation evicts the whole chain: as many
-after it find a free block. Figures of slabs stand beside those before of memory split in two.
+An eviction removes a state together with the blocks that only this state could resume. In the earlier version, the
+pools of blocks and of slots evicted separately. The earlier time of an eviction is therefore the sum of both: the
+allocation of a block, and its share of the allocation of a slot. The first allocation evicts the whole chain, and the
+next ones find free blocks. Times with slabs are shown next to earlier times with a fixed split of memory.
 
-A request's life: blocks for its text, a live slot and one for the state at its end, all from full pools that evict;
-the blocks registered, the state published, both used and released.
+A request's life: allocate blocks for its text, a live slot, and a slot for the state at its end, all from full pools
+that evict; register the blocks and publish the state; mark both as used and release them.
 """
 LIMITS = """\
-The number of operations does not grow; where more than 1.5 times the cost is shown, the CPU's caches are the limit.
-Blocks that are unrelated and leave in random order ("chains of 1") each have a key of their own to forget: the key, its
-hash, and two places of the dictionary's table, none of which is in the cache any more at 100,000 entries. The last line
-is what that takes alone.
-
-For that, before a state and its blocks were evicted together, other layouts of a block were tried, with these ratios
-(2.0 for the layout that stayed): depth and number in one integer, 2.0; key and parent side by side in one list, 2.1.
-Columns in arrays instead of lists, and memory from malloc with huge pages, changed nothing. To look the next eight up
-in the dictionary at once takes as long as one by one.
+The number of operations does not depend on the size of the pools. If a time grows by more than 1.5 times, CPU cache
+misses are the cause. If unrelated blocks are evicted in random order ("chains of 1"), each eviction causes misses for
+the key, its hash, and two slots of the dictionary at 100,000 entries. The last line shows the time of this part alone.
 """
 POOL_SIZES = (1_000, 10_000, 50_000, 100_000)
 SLOT_POOL_SIZES = (1_000, 100_000)

@@ -91,8 +91,10 @@ class Before:
 def main() -> None:
     """Measure, then print the results as a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tree", type=Path, help="a checkout of the commit before")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1_000, 100_000], help="blocks; default: %(default)s")
+    parser.add_argument("tree", type=Path, help="checkout of the earlier commit")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=[1_000, 100_000], help="pool sizes in blocks; default: %(default)s"
+    )
     parser.add_argument("--output", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     before = Before(arguments.tree)

@@ -190,7 +190,7 @@ def main() -> None:
     add_shape_arguments(parser)
     parser.add_argument("--rows", type=int, default=NUM_ROWS, metavar="N", help="default: %(default)s")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=[*KINDS], metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     with quiet_libraries(), own_warnings_hidden():

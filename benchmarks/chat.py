@@ -167,7 +167,7 @@ def main() -> None:
         "--graph-tokens", type=int, nargs="+", default=[512, 1024], metavar="N", help="default: 512 1024"
     )
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192], metavar="N", help="default: 8192")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     chat = SCALES.get(arguments.shape, Chat())

@@ -319,7 +319,7 @@ MEASURES = {"prefill": measure_prompts, "decode": measure_decode, "errors": meas
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure the kernels of Gated DeltaNet.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--sweep", action="store_true", help="measure every tiling of our kernels instead")

@@ -107,7 +107,7 @@ def main() -> None:
     add_shape_arguments(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="default: %(default)s")
     parser.add_argument("--chances", type=float, nargs="+", default=CHANCES, metavar="P", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, {})
     found = []

@@ -100,9 +100,9 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
-    parser.add_argument("--draft-shape", choices=SHAPES, help="size of the draft model; default: that of the model")
+    parser.add_argument("--draft-shape", choices=SHAPES, help="draft model; default: same shape as the model")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, {})
     draft_shape = SHAPES[arguments.draft_shape or arguments.shape]

@@ -343,8 +343,10 @@ def measure(scale: Scale) -> dict[str, Any]:
 def main() -> int:
     """Measure, print Markdown and write JSON; return 1 unless logits and tokens agree as required."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SCALES, default="8b", help="tiny ones run anywhere; default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--shape", choices=SCALES, default="8b", help="shapes named tiny run on any machine; default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if arguments.shape in LARGE_SHAPES and not torch.cuda.is_available():
         parser.error("needs a CUDA device, or --shape tiny")

@@ -116,8 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     add_shape_arguments(parser)
     parser.add_argument("--starts", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--here", action="store_true", help="one start in this process, with the machine's folders")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--here", action="store_true", help="start once in this process, with the default folders for kernels"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     document: dict[str, Any]

@@ -38,28 +38,6 @@ RULES = ("lru", "cost")
 CACHE_GB = (4.0, 8.0, 16.0, 32.0, 64.0)
 GIB = 2**30
 
-DESIGNS = """\
-## What else was tried
-
-Of an earlier cache, which had two fixed pools and an eviction order in each, this still holds. A KV block saves the
-same tokens for its size wherever it lies, so the worth of the state at its end misleads: ordered by it, blocks saved
-0.65 instead of 0.91 of mixed in one working set. Blocks that no state can resume are worth nothing; what is built now
-keeps none. The cost to the power 0.7 and telling the end of a conversation that was resumed before from any other end
-moved no figure by more than 0.03.
-
-For one budget, by replays of recorded loads while the rule was chosen; shares of the prompt tokens skipped, of all
-coding sessions in 20 GB of Nano's sizes unless another load is named. No script here reproduces them:
-
-| instead of | tried | result |
-|---|---|---|
-| logical time for the age | seconds | no better: 0.826 with either, in an idealised simulator without slabs |
-| a learned likelihood of a hit for states inside text | a fixed one, 0.001 to 0.05 | 0.82, but \
-0.012 on Mooncake's conversations (10 GB) and 0.067 on its synthetic load, where branch points matter |
-| a learned likelihood for branch points | 1 + hits, as the rule before had | 0.63 |
-| what a state inside text saves, 0.8102 with the present count of replies | its square root | 0.8071 |
-| age and bytes as they are | exponents of either other than 1 | no better on all sizes |
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -100,12 +78,14 @@ def main() -> None:
     """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="default: all")
-    parser.add_argument("--cache-gb", nargs="+", type=float, default=list(CACHE_GB), help="GiB; default: 4 to 64")
+    parser.add_argument(
+        "--cache-gb", nargs="+", type=float, default=list(CACHE_GB), help="memory sizes in GiB; default: 4 to 64"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="also write the table to this file")
-    parser.add_argument("--plot", type=Path, help="also draw the figures; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="also draw a plot; needs matplotlib")
     arguments = parser.parse_args()
     if arguments.plot:
         _require_matplotlib(parser)
@@ -173,7 +153,7 @@ def table(figures: Sequence[Figure], picture: Path | None = None) -> str:
     lines += ["| load | GiB | working set, GiB | hit rate, unlimited | lru | cost | cost / lru, mean (worst seed) |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     lines += [_row(load, gb, figures) for load in _loads(figures) for gb in _budgets(figures)]
-    return "\n".join([*lines, "", *_targets(figures), "", DESIGNS])
+    return "\n".join([*lines, "", *_targets(figures)])
 
 
 def plot(figures: Sequence[Figure], file: Path) -> None:

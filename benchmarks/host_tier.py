@@ -145,9 +145,9 @@ def returns(engine: Any, sessions: Sessions, rounds: int) -> Returns:
     if not found.from_host_ms:
         counters = engine.context.counters
         raise RuntimeError(
-            f"no session was restored from the host, which has {usage}: {counters.states_written_to_host} states were "
-            f"written, {counters.host_writes_failed} not, {counters.host_restores_failed} restores failed; "
-            "if none did, lower --cache-gb"
+            f"no session was restored from the host (usage {usage}): {counters.states_written_to_host} states were "
+            f"written, {counters.host_writes_failed} writes and {counters.host_restores_failed} restores failed; "
+            "if nothing failed, lower --cache-gb"
         )
     return found
 
@@ -302,10 +302,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
-    parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of the host's memory for prefixes")
+    parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of host memory for prefixes")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--cold-rounds", type=int, metavar="N", help="of prompts that share nothing; default: rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--cold-rounds", type=int, metavar="N", help="rounds of prompts that share no text; default: --rounds"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     given = parser.parse_args(arguments)
     scale, shape = SCALES[given.shape], shape_of(parser, given, LIMITS)
     shape = replace(shape, max_requests=scale.rows + 1, max_length=scale.length + 8 * shape.block_size)

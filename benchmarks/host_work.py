@@ -131,9 +131,13 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--spread", type=int, default=0, metavar="N", help="tokens by which prompts differ")
-    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a row to end")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--spread", type=int, default=0, metavar="N", help="maximum difference of prompt lengths, in tokens"
+    )
+    parser.add_argument(
+        "--waiting", type=int, default=0, metavar="N", help="requests that wait for a running request to end"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to FILE")
     arguments = parser.parse_args()
     model = model_of(SHAPES["tiny"])
     found = [host_work(model, num_rows, arguments.spread, arguments.waiting) for num_rows in arguments.rows]

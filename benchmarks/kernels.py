@@ -211,9 +211,9 @@ def error(selection: Selection) -> tuple[str, object]:
 def main() -> int:
     """Measure, print Markdown and write JSON; return 1 if a section failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--quick", action="store_true", help="measure a few cases only")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="of those that a whole run prints")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="sections to run, by title")
     arguments = parser.parse_args()
     selected = dict(sections(QUICK if arguments.quick else FULL))
     unknown = sorted(set(arguments.only or ()) - set(selected))

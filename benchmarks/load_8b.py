@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="default: %(default)s")
     parser.add_argument("--fp8", action="store_true", help="write projections in FP8")
-    parser.add_argument("--folder", type=Path, help="where the temporary folder goes; default: the system's")
+    parser.add_argument("--folder", type=Path, help="parent of the temporary folder; default: that of the system")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     with quiet_libraries(), own_warnings_hidden():

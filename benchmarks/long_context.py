@@ -136,7 +136,7 @@ def main() -> None:
     add_shape_arguments(parser)
     parser.add_argument("--chunks", type=int, nargs="+", metavar="N", help="default: 8192 4096 2048 1024 768 512")
     parser.add_argument("--graph-tokens", type=int, default=1024, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     length, shape = LENGTHS[arguments.shape], shape_of(parser, arguments, LIMITS)
     longest = length + max(shape.block_size, 256)

@@ -114,17 +114,28 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
-    parser.add_argument("--rows", type=int, default=32, metavar="N", help="decoding requests; default: %(default)s")
     parser.add_argument(
-        "--most-rows", type=int, default=64, metavar="N", help="rows that there is room for; default: %(default)s"
+        "--rows", type=int, default=32, metavar="N", help="number of decoding requests; default: %(default)s"
     )
     parser.add_argument(
-        "--prompts", type=int, default=1, metavar="N", help="prompts that come at once; default: %(default)s"
+        "--most-rows",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of running requests; default: %(default)s",
     )
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=LENGTHS, metavar="N", help="tokens of a prompt; default: %(default)s"
+        "--prompts", type=int, default=1, metavar="N", help="prompts that arrive together; default: %(default)s"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=LENGTHS,
+        metavar="N",
+        help="prompt lengths in tokens; default: %(default)s",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     rows, most_rows, prompts = arguments.rows, arguments.most_rows, arguments.prompts

@@ -140,14 +140,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument(
-        "--ranks", nargs="+", type=int, metavar="N", help="default: 1, 2 and 4 as far as there are cards"
+        "--ranks", nargs="+", type=int, metavar="N", help="default: 1, 2 and 4, up to the number of GPUs"
     )
     parser.add_argument("--share", nargs="+", choices=SHARED, default=["tensors"], help="default: tensors")
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="that decode; default: %(default)s")
     parser.add_argument(
-        "--prompt-blocks", nargs="+", type=int, default=[1], metavar="N", help="KV blocks of a prompt; default: 1"
+        "--rows", type=int, default=64, metavar="N", help="number of decoding requests; default: %(default)s"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--prompt-blocks", nargs="+", type=int, default=[1], metavar="N", help="prompt lengths in KV blocks; default: 1"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     num_cards = torch.cuda.device_count()
     sizes = arguments.ranks or [size for size in (1, 2, 4) if size <= max(2, num_cards)]

@@ -166,7 +166,7 @@ class ScoringEngine:
 def main() -> None:
     """Read the texts with both engines, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit-bytes", type=int, default=60_000, help="whole files until there are so many")
+    parser.add_argument("--limit-bytes", type=int, default=60_000, help="read whole files until they have N bytes")
     parser.add_argument("--turn", type=int, default=2 * BLOCK, help=f"tokens of a turn, a multiple of {BLOCK}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -112,14 +112,22 @@ class Replayed:
 def main() -> None:
     """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", type=Path, nargs="+", required=True, help="see planning/recorded_load.py")
-    parser.add_argument("--first-sessions", type=int, help="lines that are read of each file; default: all")
-    parser.add_argument("--skip-sessions", type=int, default=0, help="lines that are skipped first")
-    parser.add_argument("--then", type=Path, help="after half of each load, go on with half of this one")
+    parser.add_argument(
+        "--trace", type=Path, nargs="+", required=True, help="recorded load; see planning/recorded_load.py"
+    )
+    parser.add_argument("--first-sessions", type=int, help="number of sessions to use; default: all")
+    parser.add_argument("--skip-sessions", type=int, default=0, help="number of sessions to skip first")
+    parser.add_argument("--then", type=Path, help="follow the first half of each load by the first half of this one")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--cache-gb", type=float, nargs="+", default=[10, 20, 40, 60], help="GiB; default: 10 20 40 60")
-    parser.add_argument("--split-rules", nargs="+", choices=RULES, default=list(RULES), help="of splits; default: all")
-    parser.add_argument("--before", type=Path, help="an earlier --json output, whose best splits become a column")
+    parser.add_argument(
+        "--split-rules",
+        nargs="+",
+        choices=RULES,
+        default=list(RULES),
+        help="eviction rules of the splits; default: all",
+    )
+    parser.add_argument("--before", type=Path, help="earlier --json output; its best splits become a column")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--append", type=Path, help="also append the table to this file")

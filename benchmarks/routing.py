@@ -243,9 +243,9 @@ def shortfalls(figures: Figures) -> Iterable[str]:
 def main() -> None:
     """Run both policies, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument("--conversations", type=int, default=200, metavar="N")
-    parser.add_argument("--at-once", type=int, default=24, metavar="N", help="conversations that run at a time")
+    parser.add_argument("--at-once", type=int, default=24, metavar="N", help="number of concurrent conversations")
     arguments = parser.parse_args()
     figures = {}
     for policy in ("prefix", "round-robin"):

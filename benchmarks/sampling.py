@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], metavar="N")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[131072, 256000], metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")

@@ -190,9 +190,11 @@ def main() -> None:
     """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=MODELS, default="9b", help="default: %(default)s")
-    parser.add_argument("--flags", nargs="+", default=[""], help="more of serve's, in one string for each server")
-    parser.add_argument("--card-gib", nargs="+", type=float, default=[0.0], help="of the card that servers see; 0: all")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--flags", nargs="+", default=[""], help="additional flags of serve; one string per server")
+    parser.add_argument(
+        "--card-gib", nargs="+", type=float, default=[0.0], help="GiB of GPU memory that servers can use; 0: all"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to FILE")
     arguments = parser.parse_args()
     fields = MODELS[arguments.shape]
     runs = []

@@ -142,15 +142,19 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add_shape_arguments(parser)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     parser.add_argument("--drafts", nargs="+", type=int, default=[0, 3], metavar="K", help="default: 0 3")
-    parser.add_argument("--rate", type=_positive, metavar="R", help="sessions a second; default: the load's")
-    parser.add_argument("--sessions", type=int, metavar="N", help="how many, of --recorded lines; default: all")
-    parser.add_argument("--tokens-scale", type=_positive, default=1.0, metavar="F", help="multiplies all lengths")
+    parser.add_argument("--rate", type=_positive, metavar="R", help="sessions per second; default: that of the load")
     parser.add_argument(
-        "--time-scale", type=_positive, default=1.0, metavar="F", help="multiplies pauses, divides rates"
+        "--sessions", type=int, metavar="N", help="number of sessions (of lines with --recorded); default: all"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
-    parser.add_argument("--max-seconds", type=_positive, default=float("inf"), help="of each engine; default: no limit")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure and request to FILE")
+    parser.add_argument("--tokens-scale", type=_positive, default=1.0, metavar="F", help="factor for all lengths")
+    parser.add_argument(
+        "--time-scale", type=_positive, default=1.0, metavar="F", help="factor for pauses; rates are divided by it"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths, tokens and arrivals")
+    parser.add_argument(
+        "--max-seconds", type=_positive, default=float("inf"), help="time limit of each engine; default: no limit"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results and requests to FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also write PNG files; needs matplotlib")
     return parser, parser.parse_args()
 

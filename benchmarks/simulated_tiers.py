@@ -125,12 +125,16 @@ class Figure:
 def main() -> None:
     """Simulate, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", type=Path, nargs="+", required=True, help="see planning/recorded_load.py")
-    parser.add_argument("--sessions", type=int, default=128, help="of an agent, at once; default: %(default)s")
+    parser.add_argument(
+        "--trace", type=Path, nargs="+", required=True, help="recorded load; see planning/recorded_load.py"
+    )
+    parser.add_argument(
+        "--sessions", type=int, default=128, help="number of concurrent sessions of agents; default: %(default)s"
+    )
     parser.add_argument("--replies", choices=["repeated", "left-out"], default="repeated", help="default: %(default)s")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["nano"], help="sizes; default: nano")
-    parser.add_argument("--cache-gb", type=float, default=40, help="GB of the card; default: %(default)s")
-    parser.add_argument("--host-cache-gb", type=float, nargs="+", default=[200], help="GB of the host; default: 200")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["nano"], help="model sizes; default: nano")
+    parser.add_argument("--cache-gb", type=float, default=40, help="GB of GPU memory; default: %(default)s")
+    parser.add_argument("--host-cache-gb", type=float, nargs="+", default=[200], help="GB of host memory; default: 200")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--append", type=Path, help="also append the table to this file")

@@ -154,7 +154,7 @@ def table(figures: Sequence[Figure]) -> str:
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure whole-slot copies against a memcpy of the same bytes.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--sweep", action="store_true", help="compare tilings on the 8B bf16 states instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

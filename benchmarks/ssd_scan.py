@@ -256,8 +256,8 @@ def table(figures: list[Figure]) -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Measure the prefill scan.")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--sweep", action="store_true", help="measure every form of our scan instead")
+    parser.add_argument("--json", type=Path, help="also write the results to FILE")
+    parser.add_argument("--sweep", action="store_true", help="measure every tiling of our scan instead")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     groups = [list(sweep())] if arguments.sweep else [list(measure()), list(measure_boundaries())]

@@ -394,7 +394,7 @@ def _cell(figure: Figure | None) -> str:
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure the state and convolution kernels against a memcpy.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--sweep", action="store_true", help="compare tilings on the 8B shapes instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -314,11 +314,15 @@ def main() -> None:
     parser.add_argument(
         "--draft-states", nargs="+", choices=("auto", "replay", "window"), default=["auto"], metavar="FORM"
     )
-    parser.add_argument("--spread", type=int, metavar="N", help="tokens by which prompts differ")
-    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a row to end")
+    parser.add_argument("--spread", type=int, metavar="N", help="maximum difference of prompt lengths, in tokens")
+    parser.add_argument(
+        "--waiting", type=int, default=0, metavar="N", help="requests that wait for a running request to end"
+    )
     parser.add_argument("--no-drafts", action="store_true", help="measure steps only")
-    parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of a host tier, measured too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--host-cache-gb", type=float, metavar="G", help="GiB of host memory; steps with a host tier are also measured"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     if arguments.host_cache_gb is not None and shape.cache_gb is None:

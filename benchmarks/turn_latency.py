@@ -353,11 +353,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="conversations of a recorded load")
-    parser.add_argument("--only-cached", action="store_true", help="the later turn with the full cache, nothing else")
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="of the later turn")
-    parser.add_argument("--rounds", type=int, metavar="N", help="batches without hits that are counted; 0 is none")
-    parser.add_argument("--new-tokens", type=int, nargs="+", metavar="N", help="of turns after a cached history")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--only-cached", action="store_true", help="measure only the later turn with the full cache")
+    parser.add_argument(
+        "--caches", nargs="+", choices=CACHES, default=list(CACHES), help="caches with which the later turn is measured"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="measured batches without hits; 0: none")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="measure only turns with N new tokens after a cached history",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape, scale = shape_of(parser, arguments, LIMITS), SCALES[arguments.shape]
     try:

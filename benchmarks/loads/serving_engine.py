@@ -88,12 +88,12 @@ MODES = {
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command-line flags that `shape_of` reads."""
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="size of the model; default: %(default)s")
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="model to measure; default: %(default)s")
     parser.add_argument("--state-gb", type=float, metavar="G", help="GiB of cached states")
     parser.add_argument("--kv-gb", type=float, metavar="G", help="GiB of KV blocks")
-    parser.add_argument("--cache-gb", type=float, metavar="G", help="GiB of both in one memory, instead of the two")
+    parser.add_argument("--cache-gb", type=float, metavar="G", help="GiB of one budget for KV blocks and states")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a KV block")
-    parser.add_argument("--num-graphs", type=int, metavar="N", help="numbers of rows with CUDA graphs; 0 is none")
+    parser.add_argument("--num-graphs", type=int, metavar="N", help="number of batch sizes with CUDA graphs; 0: none")
 
 
 def shape_of(

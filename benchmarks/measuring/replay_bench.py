@@ -90,4 +90,4 @@ class ReplayBench:
         for name, (mine, its) in found.items():
             error = (mine.float() - its.float()).abs().max() / its.float().abs().max()
             if not error < 0.02:
-                raise RuntimeError(f"{name} differ by {error:.2e}")
+                raise RuntimeError(f"{name} differ from the reference by {error:.2e}")
