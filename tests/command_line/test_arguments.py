@@ -1,4 +1,4 @@
-"""Flags that cannot work: status 2 and one line that names them."""
+"""Invalid flags give exit status 2 and a one-line error that names them."""
 
 import subprocess
 import sys

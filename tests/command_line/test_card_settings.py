@@ -49,7 +49,7 @@ def card_settings(shape: HybridModelShape, max_length: int, card: Card, given_fi
 
 
 def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
-    """Return the bytes of the pools that the settings buy."""
+    """Return the bytes of the memory pools that these settings allocate."""
     config = config.resolved()
     capacity = CacheCapacity.of(config, shape, OneRank())
     other_bytes = shape.buffers_bytes(config) + shape.running_bytes(config)
@@ -90,7 +90,7 @@ def test_8b_model_on_a_139_gib_gpu_runs_256_requests() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "more_tokens"), [(8192, 4096), (2048, 0), (6144, 2048), (32_768, 4096)])
 def test_models_with_small_layers_reserve_more_memory_for_graphs(max_tokens: int, more_tokens: int) -> None:
-    """Its graphs hold up to 8,192 prompt tokens or a whole step, where others' hold 4,096."""
+    """Their graphs hold up to 8,192 prompt tokens or a whole step; the graphs of other models hold 4,096."""
     card, given = Card(40 * GIB, 1.0, 21_504), {"max_tokens": max_tokens}
     larger, smaller = (
         card_settings(replace(DENSE_8B, layer_weights=weights), 131_072, card, given)["cache_gb"] * GIB
@@ -150,7 +150,7 @@ def test_drafts_do_not_reduce_requests_when_states_are_replayed(
 def test_budget_error_gives_the_smallest_sufficient_budget(
     shape: HybridModelShape, num_drafts: int, asked: int, length: int
 ) -> None:
-    """Although a larger one has room for more requests, and so for more rings."""
+    """Every larger budget also suffices, although it admits more requests, which need more replay rings."""
     config = CacheConfig(
         cache_gb=0.02,
         max_requests=asked,
@@ -323,7 +323,7 @@ def test_explicit_budget_overrides_the_free_gpu_memory() -> None:
 @pytest.mark.parametrize("stored", ["live", "int8"])
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, shape_of("MM--"), shape_of("**--")])
 def test_request_length_is_limited_by_the_budget(shape: HybridModelShape, stored: str, cache_gb: float) -> None:
-    """A block more is refused."""
+    """A request that is one block longer is refused."""
     form = {"draft_states": "replay", "cached_state_dtype": stored}
     settings = card_settings(shape, 2**24, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb} | form)
     config = CacheConfig(**settings | form).resolved()
@@ -336,7 +336,7 @@ def test_request_length_is_limited_by_the_budget(shape: HybridModelShape, stored
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
 def test_quantized_cache_holds_3_6_times_as_many_states(shape: HybridModelShape) -> None:
-    """Not counting the live states, which both forms hold when the server is full."""
+    """Live states are not counted, because a full server holds the same number of them in both formats."""
     config = CacheConfig(max_requests=32, max_sequence_length=4096, cache_gb=40.0).resolved()
     for dtype, least in (("fp32", 3.6), ("bf16", 1.85)):
         live = replace(config, ssm_state_dtype=dtype)

@@ -120,7 +120,7 @@ def test_doctor_accepts_nvidias_apex_and_survives_a_broken_torch(tmp_path: Path)
 
 
 def _lose(monkeypatch: pytest.MonkeyPatch, lost: str, found: str | None) -> None:
-    """Let a distribution be missing, or have the version `found`."""
+    """Make a distribution appear to be missing, or to have the version `found`."""
 
     def version(name: str) -> str:
         if name == lost and found is None:

@@ -1,4 +1,4 @@
-"""Processes of a launch: whether the flags' sizes fit them, and which replica runs which line."""
+"""Processes of a launch: parallel sizes must fit their number, and each prompt line goes to one replica."""
 
 from argparse import Namespace
 

@@ -129,7 +129,7 @@ def test_token_ids_without_a_tokenizer_match_transformers(
 
 @torch.no_grad()
 def shortfall(model: Any, prompt: list[int], generated: list[int]) -> float:
-    """Return how far below the best logit the chosen ones are at most."""
+    """Return the largest difference between the highest logit and the logit of the chosen token."""
     logits = model(torch.tensor([prompt + generated]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
     return float((logits.max(dim=1).values - chosen).max())

@@ -14,7 +14,7 @@ KV, STATE = ("--kv-bytes-per-token", "1024"), ("--state-bytes", "65536")
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Return a session of two turns, the second of which begins with the first prompt and its reply."""
+    """Return the recorded load of a session with two turns; the second prompt begins with the first turn."""
     first = {"t": 0, "in": 512, "out": 200, "hash_ids": list(range(8))}
     second = {"t": 5, "in": 800, "out": 9, "hash_ids": list(range(13))}
     path = tmp_path / "load.jsonl"

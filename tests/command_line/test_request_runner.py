@@ -1,4 +1,4 @@
-"""Lines through an engine, without a command around them."""
+"""Prompt lines run on an engine directly, without a command."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,7 +17,7 @@ UNFIT = [2**70]
 
 
 class CountedTokens(list):
-    """A list of tokens that counts how many of them are read out of it."""
+    """List of tokens that counts how many of its tokens are read."""
 
     def __init__(self, counter: list[int]) -> None:
         super().__init__()

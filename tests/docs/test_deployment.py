@@ -1,4 +1,4 @@
-"""The Dockerfile and the Kubernetes manifest, as far as parsers can tell."""
+"""Static checks of the Dockerfile and the Kubernetes manifest."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Links, flags, defaults and names of the documentation exist."""
+"""Links, flags, defaults and names in the documentation match the code."""
 
 import ast
 import functools
@@ -145,7 +145,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def prose_of_the_maps() -> str:
-    """Return the text of the pages that name modules."""
+    """Return the text of the architecture pages, which name modules."""
     return "\n".join(map(prose_of, MAPS))
 
 

@@ -148,7 +148,7 @@ def _lists() -> dict[str, list[Requirement]]:
 
 
 def missing(found: Declared) -> list[str]:
-    """Return missing requirements of environments, each as a sentence."""
+    """Return one sentence for each requirement that an environment lacks."""
     complaints = []
     for name, environment in environments().items():
         available = found[""].union(*(found[extra] for extra in environment.extras))

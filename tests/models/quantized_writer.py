@@ -154,7 +154,7 @@ def read_stored(path: Path) -> dict[str, Stored]:
 
 
 def stored_as(type_: str, values: npt.ArrayLike) -> Stored:
-    """Round float32 values, to nearest even, to a type of scales or plain weights."""
+    """Round float32 values to nearest even in a type for scales or unquantized weights."""
     floats = np.asarray(values, np.float32)
     if type_ == "F32":
         return Stored(type_, floats.view(np.uint32))
@@ -170,7 +170,7 @@ def stored_as(type_: str, values: npt.ArrayLike) -> Stored:
 
 
 def floats_of(stored: Stored) -> Floats:
-    """Return the float32 values of scales or plain weights."""
+    """Return scales or unquantized weights as float32 values."""
     if stored.type == "F32":
         return stored.bits.view(np.float32)
     if stored.type == "F16":

@@ -64,7 +64,7 @@ def fields_read(directory: Path) -> set[str]:
 
 
 def refusal_of(directory: Path) -> str | None:
-    """Return the error of loading; None without one; fail if it is not a `ValueError`."""
+    """Return the message of the `ValueError` that loading raises; None if it succeeds. Other errors are not caught."""
     try:
         load_hugging_face(directory, torch.float32)
     except ValueError as error:

@@ -117,7 +117,7 @@ def test_rotary_channels_and_base_match_transformers(
 
 
 def mrope(config: dict[str, Any]) -> None:
-    """Describe image positions, like all published configurations of Qwen3.5."""
+    """Add the fields for multimodal rotary embeddings, which all published Qwen3.5 configurations have."""
     config["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
 
 

@@ -1,4 +1,4 @@
-"""Properties of a draft model: it drafts its own continuation, and everything it holds is released."""
+"""Properties of a draft model: its drafts are its own continuation, and all of its memory is released."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ BLOCK = 16
 
 @pytest.fixture(params=[0, 3], ids=["eager", "graphs"], autouse=True)
 def num_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run all draft models with graphs, or without."""
+    """Run every draft model with CUDA graphs, then without."""
     capture_without_cuda(monkeypatch)
     monkeypatch.setattr(CheckedDraftModel, "num_cuda_graphs", request.param)
     count: int = request.param

@@ -190,7 +190,7 @@ def test_architecture_file_with_a_changed_value_builds_or_is_refused(saved: Path
 
 
 def refusal_of(directory: Path) -> str | None:
-    """Return the error of loading; None without one; fail if it is not a `ValueError`."""
+    """Return the message of the `ValueError` that loading raises; None if it succeeds. Other errors are not caught."""
     try:
         load_megatron_checkpoint(directory, torch.float32)
     except ValueError as error:

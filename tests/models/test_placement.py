@@ -154,7 +154,7 @@ def test_output_projection_is_split_along_its_inputs(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_each_rank_has_the_query_heads_of_its_kv_heads(num_kv_heads: int, size: int) -> None:
-    """With more ranks than KV heads, ranks have copies of one."""
+    """With more ranks than KV heads, several ranks have copies of the same KV head."""
     num_groups = max(num_kv_heads, size)
     heads = {"q": 8, "k": num_kv_heads, "v": num_kv_heads}
     tensors = {name: torch.rand(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}

@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def documented() -> dict[str, list[str]]:
-    """Return the cells of the page's table of sizes by model."""
+    """Return the cells of the size table in docs/models.md, by model."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| Qwen")]
     return {name: cells for names, *cells in rows if len(cells) == 5 for name in names.split(", ")}
 

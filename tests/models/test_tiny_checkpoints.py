@@ -1,4 +1,4 @@
-"""The tiny checkpoints vary in everything that real ones vary in."""
+"""The tiny checkpoints cover all settings in which published checkpoints differ."""
 
 import pytest
 

@@ -69,7 +69,7 @@ ARCHITECTURES = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Write a run with one checkpoint of the dense architecture."""
+    """Write a training run with one checkpoint of the dense architecture."""
     model, run = random_model(DENSE), tmp_path_factory.mktemp("trained") / "run"
     write_training_checkpoint(model, DENSE, run)
     return LoadedModel(model, DENSE, run)

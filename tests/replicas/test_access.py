@@ -117,7 +117,7 @@ def nothing_was_heard(service: Service, replica: FakeReplica) -> bool:
 
 
 def heard(service: Service) -> list[list[bytes]]:
-    """Return messages handled since the last call."""
+    """Return the messages that were handled since the last call."""
     found = []
     while not service.coordinator.handled.empty():
         found.append(service.coordinator.handled.get())
@@ -153,7 +153,7 @@ def test_only_clients_with_the_key_are_served(serving: Any, tmp_path: Path) -> N
 
 
 def answered(client: InferenceClient, replica: FakeReplica) -> list[int]:
-    """Let a client send a request that a replica answers; return the tokens that it gets."""
+    """Send a request from a client, answer it as the replica, and return the tokens that the client receives."""
 
     async def ask() -> list[int]:
         await client.start()

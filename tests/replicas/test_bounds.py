@@ -28,7 +28,7 @@ REQUEST_BYTES = 1300  # more than a request of `TOKENS` is counted as
 
 @pytest.fixture
 def box() -> Iterator[Mailbox]:
-    """Yield a mailbox that only the test reads."""
+    """Yield a mailbox from which only the test reads."""
     made = Mailbox(None, LoopbackAccess(), 2 * len(PAGE))
     yield made
     made.socket.setsockopt(zmq.LINGER, 0)
@@ -36,7 +36,7 @@ def box() -> Iterator[Mailbox]:
 
 
 def connected(box: Mailbox, **options: int) -> zmq.Socket:
-    """Return a client's socket, from which the mailbox has had a message."""
+    """Return a client socket that is connected: the mailbox has received a message from it."""
     client = zmq.Context.instance().socket(zmq.DEALER)
     for name, value in {"LINGER": 0, "IMMEDIATE": 1, "SNDTIMEO": 2000, **options}.items():
         client.setsockopt(getattr(zmq, name), value)
@@ -79,7 +79,7 @@ def test_announced_oversized_frame_allocates_no_memory(box: Mailbox) -> None:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Return whether the other side closes a connection within seconds."""
+    """Return True if the other side closes a connection within a few seconds."""
     connection.settimeout(5)
     try:
         while connection.recv(4096):

@@ -31,7 +31,7 @@ def test_replica_messages_from_other_senders_are_ignored(service: Service) -> No
 
 
 def test_client_that_reconnects_gets_its_replies(service: Service) -> None:
-    """As one whose connection was closed while its process was stopped."""
+    """A client reconnects like this if its connection was closed while its process was stopped."""
     (replica,) = service.replicas("a")
     service.kill(service.client("before"))
     back = FakeClient(service.context, service, "after")
