@@ -162,7 +162,10 @@ def _whole(pattern: str) -> str:
 
 
 def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
-    """Return an expression that matches a whole text which contains a pattern; at its start or end if so flagged."""
+    """Return an expression that matches a whole text if it contains a pattern.
+
+    The pattern must be at the start of the text if `is_start`, and at its end if `is_end`.
+    """
     branches = []
     for branch in _branches(pattern):
         is_anchored = re.search(r"(?<!\\)(\\\\)*\$$", branch) is not None

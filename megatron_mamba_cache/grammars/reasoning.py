@@ -71,7 +71,7 @@ class ReasoningGrammar:
 
     @property
     def _closed(self) -> str:
-        """Expression for text up to and including a closing marker that ends its line or is not a quotation."""
+        """Expression for text up to and including a closing marker that ends its line or is not quoted."""
         close, before = escaped(self.closing), _before_tag(is_tag=self.closing.startswith("<"))
         return rf"(({before}|{self._start}){close}|{ANY}{close}[ \t\r]*\n)"
 

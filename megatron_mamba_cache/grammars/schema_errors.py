@@ -25,7 +25,7 @@ HasText = Callable[[Schema], bool]
 
 
 def close_names(root: Any, has_text: HasText) -> None:
-    """Replace each pattern in `patternProperties` that matches only listed properties by these properties, in place.
+    """Replace each pattern in `patternProperties` that matches only listed properties with these properties, in place.
 
     If listed properties and patterns cover all names, additional properties are forbidden. `has_text` returns True if
     an object that satisfies a schema can have a property.
@@ -62,7 +62,7 @@ def _only(pattern: str, names: set[str]) -> Schema:
 
 
 def _name(schema: Schema, pattern: str, names: set[str], has_text: HasText) -> None:
-    """Replace a pattern in `patternProperties` by those of the names that it matches."""
+    """Replace a pattern in `patternProperties` with a property for each of `names` that it matches, in place."""
     value = schema["patternProperties"].pop(pattern)
     properties = schema["properties"] = mapping_of(schema.get("properties"))
     for name in sorted(names):
