@@ -197,7 +197,7 @@ def test_attention_backend_passes_correct_arguments_to_its_library(mix: Mix, bui
 
 @dataclass(frozen=True)
 class Captured:
-    """Steps that use one captured call, one after another.
+    """Consecutive steps that use one captured call.
 
     Args:
         most: Maximum number of query tokens for each request.

@@ -1,4 +1,4 @@
-"""Heads are normed and rotated as by Megatron and transformers, and only the given cache slots change.
+"""Heads are normalized and rotated as by Megatron and transformers, and only the given cache slots change.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """

@@ -225,7 +225,7 @@ def test_causal_conv_kernel_matches_its_reference(
 @settings(max_examples=5 if INTERPRETED else 25)
 @given(data=st.data())
 def test_causal_conv_windows_of_random_requests_match_the_reference(d_conv: int, data: st.DataObject) -> None:
-    """Return requests of a few tokens, cut by chunks, with their own slots, one of them a shared initial slot."""
+    """Requests have a few tokens and store windows in their own slots; several may start from the same slot."""
     slots = iter(data.draw(st.permutations(range(1, 40))))
     specs = []
     for _ in range(data.draw(st.integers(1, 4))):

@@ -1,4 +1,4 @@
-"""Expert GEMMs for a few tokens; kernels and references are compared with plain loops in float64."""
+"""Expert GEMMs for few tokens; kernels and references are compared with plain loops in float64."""
 
 import pytest
 import torch

@@ -64,7 +64,7 @@ def test_gated_norm_works_for_any_group_size(
     op: Op,
     device: str,
 ) -> None:
-    """The relative error."""
+    """`tolerance` is the maximum relative error."""
     torch.manual_seed(channels)
     y, gate, weight = inputs(num_tokens, channels, device, dtype)
     z = gate if is_gated else None

@@ -85,7 +85,7 @@ def test_router_selects_the_highest_scoring_experts_of_each_token(
 
 
 def num_differing(found: Iterable[int], expected: Sequence[int]) -> int:
-    """Return the number of experts that are in only one of the two choices."""
+    """Return the number of experts that only one of the two routings selects."""
     return len(set(found) ^ set(expected)) // 2
 
 

@@ -123,7 +123,7 @@ def test_float64_state_replay_matches_the_recurrence_over_long_texts(seed: int) 
 def test_stored_replay_states_depend_only_on_the_tokens(
     shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """They are bitwise equal to single-token steps for any drafts, accepted tokens, batch and capacity."""
+    """Stored states equal those of single-token steps bitwise, for any drafts, accepted tokens, batch and capacity."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 3)))
     ring_len = data.draw(st.sampled_from([4, 8] if INTERPRETED else [4, 8, 16, 32]))
@@ -322,7 +322,7 @@ def test_state_replay_refuses_mismatched_arguments(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("inputs", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda])])
 def test_replay_error_over_4096_tokens_is_at_most_that_of_state_verify(inputs: torch.dtype, device: str) -> None:
-    """Relative to the fp64 recurrence; bf16 states, rounded once per ring instead of per token, are far better.
+    """Errors are relative to the fp64 recurrence. Replay rounds bf16 states once per ring instead of per token.
 
     The errors of states are means over all folds: that of one fold depends on the few tokens before it.
     """
