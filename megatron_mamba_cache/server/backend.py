@@ -49,7 +49,10 @@ class BackendState:
 
 
 class Backend(Protocol):
-    """Interface to the engines. Call all methods in the event loop. Only `flush` and `stop` may wait for a step."""
+    """Interface to the engines. Call all methods in the event loop.
+
+    Only `flush` and `stop` may wait until the current step ends.
+    """
 
     max_sequence_length: int
     """Maximum number of prompt and generated tokens in a request."""

@@ -113,7 +113,7 @@ def _body_error(found: Any, content_type: str | None) -> ApiError | None:
     if kind in _NO_OBJECT and not _is_json(content_type):
         found_type = "missing" if content_type is None else repr(content_type)
         return bad_request(f"the Content-Type is {found_type}; send application/json", "Content-Type", "content_type")
-    return bad_request("the body is not a JSON object", code=kind) if kind in _NO_OBJECT else None
+    return bad_request("the body must be a JSON object", code=kind) if kind in _NO_OBJECT else None
 
 
 def _field_error(found: Any) -> ApiError:

@@ -13,7 +13,7 @@ _REMEMBERED_ENDS = 64
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits on a server's queues, bodies, times and memory; raises `ValueError` if one is out of range."""
+    """Limits on a server's queues, bodies, times and memory; raises `ValueError` if a limit is out of range."""
 
     max_running: int = 16  # maximum number of requests that run concurrently
     max_queued: int = 1024  # maximum number of queued requests; each choice of each prompt counts as one

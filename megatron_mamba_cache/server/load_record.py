@@ -132,7 +132,7 @@ class LoadLines:
 
 
 def _append(file: BinaryIO, line: bytes) -> None:
-    """Append a line; if the disk is full, remove the partially written line and raise `OSError`."""
+    """Append a line. If the disk is full, remove the partially written line and raise `OSError`."""
     end = file.seek(0, os.SEEK_END)
     if file.write(line) != len(line):
         file.truncate(end)

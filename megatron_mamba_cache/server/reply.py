@@ -179,11 +179,11 @@ class Reply:
         return assembled(self.parts)
 
     def same_in(self, text: str) -> str | None:
-        """Return the prefix of `text`, the template's rendering of this reply, that parses to the same reply, or None.
+        """Return the prefix of `text` that parses to this reply; None if there is none.
 
-        White space at both ends and in arguments may differ. If a stop string or limit ended the reply after a call,
-        the reply lacks the closing marker that templates render; the prefix then ends with that call. Otherwise, the
-        prefix is the whole text.
+        `text` is this reply as the chat template renders it. White space at both ends and in arguments may differ. If a
+        stop string or limit ended the reply after a call, the reply lacks the closing marker that templates render; the
+        prefix then ends with that call. Otherwise, the prefix is the whole text.
         """
         if self._was_cut and self._parser.num_calls:
             if self.text[len(self._through_calls(self.text)) :].strip():

@@ -59,7 +59,7 @@ class Turn:
         return replace(self, message={**self.message, "content": text + self.content}, breakpoints=breakpoints)
 
     def joined(self, other: Self) -> Self:
-        """Return this turn with the text, reasoning, calls and breakpoints of the next turn appended."""
+        """Return this turn with the text, reasoning, calls and breakpoints of the next turn `other` appended."""
         is_between = bool(self.content and other.content)
         moved = other.after(self.content + _JOINT * is_between)
         message = {**other.message, **self.message, "content": moved.content}

@@ -258,7 +258,7 @@ def _with_markers(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the messages with a name, except tool results, where the name is the tool's."""
+    """Return the messages that have a name, except tool results, in which it is the tool's name."""
     return [message for message in conversation.messages if "name" in message and message["role"] != "tool"]
 
 

@@ -13,7 +13,7 @@ _Utf8 = getincrementaldecoder("utf-8")
 
 
 class IncrementalText:
-    """Incremental detokenizer that returns, in pieces, the text that new tokens add after the tokens `before`.
+    """Incremental detokenizer: returns the text that each new token adds after the tokens `before`.
 
     The added text is the text of all tokens, minus its common prefix with the text of `before` alone. If `before` ends
     inside a character, the character belongs to the token that completes it.

@@ -141,7 +141,7 @@ CHAT: Table = {
     "web_search_options": _NOTHING,
     "moderation": _NOTHING,
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
-    "echo": Unsupported((False,), "leave it out; /v1/completions has it"),
+    "echo": Unsupported((False,), "leave it out, or use /v1/completions"),
 }
 
 

@@ -208,8 +208,8 @@ BODIES: list[tuple[bytes, str | None, tuple[str, ...]]] = [
     (b'{"prompt": "x"}', None, ("Content-Type is missing", "send application/json")),
     (b'{"prompt": "x"}', "text/plain", ("Content-Type is 'text/plain'", "send application/json")),
     (b'{"prompt": "x"}', "application/x-www-form-urlencoded", ("x-www-form-urlencoded", "send application/json")),
-    (b"[]", "application/json; charset=utf-8", ("the body is not a JSON object",)),
-    (b"7", "application/json", ("the body is not a JSON object",)),
+    (b"[]", "application/json; charset=utf-8", ("the body must be a JSON object",)),
+    (b"7", "application/json", ("the body must be a JSON object",)),
     (b"", "application/json", ("the body is empty", "JSON object")),
 ]
 

@@ -26,7 +26,7 @@ def types_of_parameter(schema: Schema, name: str) -> set[str]:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Follow the `$ref`s of a schema, which point into `root`; return {} if a reference has no target."""
+    """Return `schema`, or the target of its chain of `$ref`s into `root`; {} if a reference has no target."""
     for _ in range(_MOST_NAMES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):

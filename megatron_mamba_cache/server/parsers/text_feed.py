@@ -56,7 +56,7 @@ class TextFeed:
         self._mark = None if self._mark is None else 0
 
     def end(self) -> None:
-        """Mark the text as complete."""
+        """Record that no more text will arrive."""
         self.has_ended = True
 
     def mark(self, back: int = 0) -> None:

@@ -69,7 +69,7 @@ def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
 
 
 def _parameters(alternative: Mapping[str, Any], name: str, tool: CallableTool) -> list[Grammar]:
-    """Return one grammar per property of an object schema, in order."""
+    """Return one grammar for each property of the object schema `alternative`, in the schema's order."""
     return [
         _parameter(key, schema, f"{name}_{index}", tool, is_required=key in alternative["required"])
         for index, (key, schema) in enumerate(alternative["properties"].items())

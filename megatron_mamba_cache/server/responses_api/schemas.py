@@ -42,7 +42,7 @@ _UNSUPPORTED: Table = {
     "prompt": Unsupported(instead="leave it out, or send instructions"),
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
     "access_programs": Unsupported(({},)),
-    "top_logprobs": Unsupported((0,), "leave it out; /v1/chat/completions has it"),
+    "top_logprobs": Unsupported((0,), "leave it out, or use /v1/chat/completions"),
     "truncation": Unsupported(("disabled", "auto")),  # with either value, input that is too long is refused
     "include": Unsupported(([],), "leave it out", _NEVER_INCLUDED),
 }

@@ -109,7 +109,7 @@ def test_constrained_replies_are_parsed_into_the_required_answers_and_calls(
 @pytest.mark.parametrize("calls", TOOL_CALL_PARSERS)
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS)
 @pytest.mark.parametrize("asks", ["required", "answer"])
-def test_grammar_allows_no_reasoning_when_the_prompt_closes_it(
+def test_grammar_allows_no_reasoning_when_the_prompt_closes_the_reasoning(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
 ) -> None:
     tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
