@@ -1,7 +1,7 @@
 """Directory of the disk tier, which several servers may share.
 
-An entry is a file with one cached state and the KV blocks since the previous one. The generation is the number of
-flushes of the cache.
+An entry is a file with one cached state and the KV blocks since the previous cached state. The generation is the number
+of flushes of the cache.
 
     DIR/<identity>/generation          current generation, as decimal text
     DIR/<identity>/lock                lock file, locked in shared mode by each server that uses the directory
@@ -29,7 +29,7 @@ _IDENTITY_DIGITS = 64
 
 
 class CacheDirectory:
-    """Directory of one rank's entries on disk, and the stored generation that all ranks and servers share.
+    """One rank's directory of entries on disk, and the generation file, which all ranks and servers share.
 
     Args:
         base: Value of the setting `disk_cache_dir`; the directory is created if it does not exist.

@@ -30,7 +30,7 @@ def test_prompt_log_probs_match_the_oracle_under_chunked_prefill(max_tokens: int
     run.assert_matches_oracle().assert_few_stops()
 
 
-def test_request_with_prompt_log_probs_reuses_no_cache_but_fills_it() -> None:
+def test_request_with_prompt_log_probs_does_not_reuse_the_cache_but_fills_it() -> None:
     run = start_run()
     assert run.run(0, some_tokens(50), greedy(4, return_log_probs=True)) == 50
     assert run.run(1, some_tokens(50)) == 2

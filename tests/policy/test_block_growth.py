@@ -1,4 +1,4 @@
-"""Properties of growing requests after a step."""
+"""Running requests get KV blocks after a step, pause, resume or are evicted."""
 
 import pytest
 
@@ -158,7 +158,7 @@ def test_younger_request_is_evicted_to_use_its_state_memory_for_blocks() -> None
 
 
 @pytest.mark.parametrize("shape", [SlabShape(3, 2), SlabShape(1, 2), SlabShape(2, 1)])
-def test_lone_request_grows_by_evicting_states_for_whole_slabs(shape: SlabShape) -> None:
+def test_lone_request_gets_a_block_by_evicting_the_states_of_a_slab(shape: SlabShape) -> None:
     max_blocks, num_drafts = 6, BLOCK - 1
     num_slabs = shape.slabs_of_request(max_blocks, 2 + num_drafts)
     cache = small_cache(slabs=(num_slabs, shape.blocks_per_slab, shape.slots_per_slab), checkpoints="none")

@@ -1,4 +1,4 @@
-"""Points where waiting requests branch off a prompt, and the tokens computed by a burst with a common prefix."""
+"""Positions at which waiting requests diverge, and the tokens that requests with a common prefix compute."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -132,7 +132,7 @@ def test_simultaneous_requests_of_different_tenants_share_nothing() -> None:
     assert Queue(small_cache(100, 40), specs).steps() == [3 * (2 * BLOCK + 1)]
 
 
-def test_no_request_waits_for_a_prefix_whose_state_cannot_be_kept() -> None:
+def test_no_request_waits_for_a_prefix_whose_state_cannot_be_cached() -> None:
     queue = Queue(small_cache(100, 1), burst(3, 2 * BLOCK, 1))
     assert queue.steps() == [2 * BLOCK + 1] * 3
     assert queue.cache.counters.states_skipped_no_room and not queue.cache.counters.admissions_deferred
@@ -145,7 +145,7 @@ class UnreadablePrompt(Candidate):
         raise MemoryError
 
 
-def test_error_while_hashing_a_prompt_names_only_its_request() -> None:
+def test_error_while_hashing_a_prompt_is_attributed_only_to_its_request() -> None:
     queue = Queue(small_cache(100, 40), burst(3, 2 * BLOCK, 1))
     scheduler = StepScheduler()
     with pytest.raises(MemoryError):

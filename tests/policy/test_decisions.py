@@ -1,4 +1,4 @@
-"""Logs of decisions: equal ones have equal hashes, and the first difference of others is reported."""
+"""Decision logs: equal logs have equal hashes, and the first difference between logs is reported."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoints of replies, drafts, and the slots that live states take first."""
+"""Decode checkpoints, drafts, and the priority of live states over cached states."""
 
 import pytest
 
@@ -134,7 +134,7 @@ def test_checkpoint_reached_by_two_requests_is_not_dropped() -> None:
     cache.check_integrity(requests)
 
 
-def test_old_checkpoint_stays_when_no_slot_is_free_for_a_new_one() -> None:
+def test_old_checkpoint_stays_when_no_slot_is_free_for_a_new_checkpoint() -> None:
     cache = small_cache(num_slots=3)
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5])

@@ -1,4 +1,4 @@
-"""The index of entries on disk against a plain model of it."""
+"""The index of entries on disk, compared with a simple reference model."""
 
 import random
 

@@ -283,7 +283,7 @@ def test_repeated_hits_on_a_state_are_counted_once() -> None:
     assert rule.hits == [1]
 
 
-def test_state_that_becomes_a_text_end_is_counted_as_one_when_evicted() -> None:
+def test_state_that_becomes_a_text_end_is_counted_as_a_text_end_when_evicted() -> None:
     rule = EndRecorder()
     pools, path = held_path(rule)
     pools.slots.touch_path(path)

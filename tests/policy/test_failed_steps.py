@@ -1,4 +1,4 @@
-"""Isolated and refused requests, by the failed steps of each."""
+"""Requests run alone after a number of failed steps, and are refused after more."""
 
 import pytest
 

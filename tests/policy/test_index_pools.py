@@ -1,4 +1,4 @@
-"""IndexPool of split and of shared memory against a model that counts from scratch."""
+"""Index pools with separate and shared memory, compared with a model that recounts after every operation."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -88,7 +88,7 @@ def test_allocate_returns_distinct_blocks_with_one_reference() -> None:
     assert (kv.num_free, kv.num_referenced) == (1, 9)
 
 
-def test_failed_allocation_changes_nothing_and_names_the_remedy() -> None:
+def test_failed_allocation_changes_nothing_and_its_error_names_the_setting() -> None:
     pools = new_pools(4)
     pools.kv.allocate(2)
     cache(pools, [1])
@@ -268,7 +268,7 @@ def test_least_recently_used_child_is_evicted_before_its_parent() -> None:
 @pytest.mark.parametrize(
     ("space", "num_evicted"), [(SplitSpace(2, 2), 1), (SlabSpace(2, 2, 2), 2)], ids=["split", "slabs"]
 )
-def test_state_is_evicted_for_a_block_only_if_its_memory_can_hold_one(space: CacheSpace, num_evicted: int) -> None:
+def test_state_is_evicted_for_a_block_only_if_its_memory_can_hold_a_block(space: CacheSpace, num_evicted: int) -> None:
     pools = CachePools.over(deepcopy(space), LeastRecentlyUsed(), block_size=1)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.touch_path([parent])

@@ -196,7 +196,7 @@ def test_paused_requests_hold_no_more_blocks_than_allowed(
 
 
 @ANY_CASE
-def test_no_request_is_evicted_without_need(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_no_request_is_evicted_unnecessarily(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     waiting = by_seniority([request for request in requests if request.needs_block])[num_available:]
     has_active = len(waiting) < len(requests)

@@ -1,4 +1,4 @@
-"""Properties of a request's tokens and of its end."""
+"""Tokens of a request, and the tokens that end it."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from megatron_mamba_cache.policy.requests import RunningRequest, StateCursor
 def running_request(
     prompt: list[int], generated: list[int], *, max_len: int = 100, sampling: SamplingSettings | None = None
 ) -> RunningRequest:
-    """Return a request whose step computes its last known token, and so samples the next."""
+    """Return a request whose step computes its last known token and samples the next token."""
     spec = RequestSpec(0, np.array(prompt, dtype=np.int64), max_len, sampling or SamplingSettings())
     return RunningRequest(
         spec=spec,
@@ -119,7 +119,7 @@ def test_stop_strings_match_only_the_end_of_the_reply(generated: list[int], toke
 
 
 def drafted(request: RunningRequest, num_drafts: int) -> RunningRequest:
-    """Let the request's step feed drafts too."""
+    """Add drafts to the request's step."""
     request.drafts = (0,) * num_drafts
     request.scheduled = 1 + num_drafts
     return request

@@ -1,4 +1,4 @@
-"""Prompts go to their prefix, within a bound on load; a router's knowledge may be wrong, but is bounded."""
+"""Prompts are routed to their cached prefix within a load bound; the router's records may be outdated."""
 
 import random
 from collections import Counter

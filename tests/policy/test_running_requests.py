@@ -1,4 +1,4 @@
-"""The requests of an engine: their number, their computed tokens, and those left after a failed release."""
+"""Running requests: their number, their token budget, and what remains after a failed release."""
 
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""Slabs that change use, by examples."""
+"""Examples of slabs that change between KV blocks and states."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from megatron_mamba_cache.policy.slabs import SlabSpace
 
 
 def leave(indices: IndexPool, *numbers: int) -> None:
-    """Release fixed indices."""
+    """Unfix and release indices."""
     for index in numbers:
         indices.unfix(index)
         indices.release(index)

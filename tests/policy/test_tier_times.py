@@ -1,4 +1,4 @@
-"""Times are agreed once all ranks have measured, and decide if a copy is faster than a prefill."""
+"""Ranks agree on copy and prefill times once all have measured them."""
 
 from collections.abc import Sequence
 

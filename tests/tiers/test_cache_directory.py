@@ -1,4 +1,4 @@
-"""A directory's generations are durable, and foreign files stay."""
+"""Generations of a directory survive crashes, and unknown files are kept."""
 
 import os
 import shutil

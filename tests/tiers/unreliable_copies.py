@@ -1,4 +1,4 @@
-"""Copies between tiers that end late, fail, and leave torn bytes, chosen by a seed."""
+"""Copies between tiers that end late, fail or leave incomplete data, as chosen by a random seed."""
 
 import random
 from collections import Counter
