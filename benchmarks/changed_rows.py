@@ -104,7 +104,7 @@ def cases(kinds: Sequence[str]) -> dict[str, Case]:
             f"{kind}, all grammars": Case(sampling, grammar),
             f"{kind}, one with penalties": Case(sampling, PENALTIES, 1),
             f"{kind}, all penalties": Case(sampling, PENALTIES),
-            f"{kind}, one's 5 best log-probs": Case(sampling, LOG_PROBS | {"top_n_logprobs": 5}, 1),
+            f"{kind}, one with 5 log-probs": Case(sampling, LOG_PROBS | {"top_n_logprobs": 5}, 1),
             f"{kind}, all log-probs": Case(sampling, LOG_PROBS),
         }
     return found
@@ -176,7 +176,10 @@ def mask_us(shape: ServedShape) -> dict[str, float]:
 
 def table(found: Sequence[Cost], masks: dict[str, float]) -> str:
     """Return the results as a Markdown table."""
-    lines = ["| rows | a step, ms | ran ahead, % | of the first line | of plain rows |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| requests | step, ms | overlapped, % | relative to the first line | relative to plain |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for cost in found:
         times = f"{cost.of_first:.3f} | {cost.of_plain:.3f}"
         lines.append(f"| {cost.case} | {cost.wall_ms:.3f} | {100 * cost.ahead:.0f} | {times} |")

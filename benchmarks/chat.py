@@ -145,8 +145,8 @@ def _first_token_s(turns: Sequence[ServedTurn]) -> list[float]:
 def table(found: Sequence[ChatFigures]) -> str:
     """Return a Markdown table with a line per engine."""
     lines = [
-        "| prompt tokens of a graph | tokens of a step | ms a token | ms to first token | from the second turn on "
-        "| seconds in all | decode steps: number, ms | mixed in graphs: number, tokens, ms | mixed, eager |",
+        "| prompt tokens per graph | tokens per step | ms per token | ms to first token | later turns "
+        "| total seconds | decode steps: number, ms | mixed steps in graphs: number, tokens, ms | mixed, eager |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found:

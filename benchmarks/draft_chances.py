@@ -88,7 +88,7 @@ def _without_drafts(model: Any, shape: ServedShape, prompts: Sequence[Sequence[i
 
 
 HEAD = """\
-| rows | right | no drafts, tokens/s | always, of it | tokens a step | adaptive, of it | tokens a step |
+| requests | correct | no drafts, tokens/s | always, relative | tokens/step | adaptive, relative | tokens/step |
 |---:|---:|---:|---:|---:|---:|---:|"""
 
 

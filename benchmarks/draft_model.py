@@ -85,7 +85,7 @@ def _speeds(model: Any, shape: ServedShape, draft_shape: ServedShape, right: Any
 def table(found: Sequence[RowSpeeds]) -> str:
     """Return the results as a Markdown table."""
     lines = [
-        "| rows | drafter | tokens/s | of no drafts | tokens a step | accepted, % |",
+        "| requests | drafter | tokens/s | relative to no drafts | tokens per step | accepted, % |",
         "|---:|---|---:|---:|---:|---:|",
     ]
     for one in found:

@@ -102,7 +102,9 @@ def starts(arguments: Sequence[str], count: int) -> list[Start]:
 
 def table(found: Sequence[Start]) -> str:
     """Return the results as a Markdown table."""
-    lines = ["| start | model, s | engine, s | warmup, s | Triton's compilation, s | kernels | capture, s | graphs |"]
+    lines = [
+        "| start | model, s | engine, s | warmup, s | Triton compilation, s | kernels | graph capture, s | graphs |"
+    ]
     lines += ["|---|" + "---:|" * 7]
     for number, one in enumerate(found):
         name = "later" if number else "first"

@@ -280,19 +280,19 @@ def table(found: Returns, restores: Slowdown, writes: Slowdown, cold: Sequence[f
     copy = "" if found.copy_ms is None else f"{found.copy_ms:.1f} | {found.times_the_copy:.2f}"
     return "\n".join(
         [
-            "| bytes of a session | on the card, ms | from the host, ms | a plain copy, ms | times the copy |",
+            "| bytes of a session | on the GPU, ms | from the host, ms | plain copy, ms | added time / copy |",
             "|---:|---:|---:|---:|---:|",
             f"| {found.num_bytes:,} | {median(found.on_card_ms):.1f} | {median(found.from_host_ms):.1f} | {copy} |",
             "",
-            "| decoding during | steps | ms undisturbed | ms | ratio |",
+            "| concurrent copy | steps | undisturbed step, ms | step, ms | ratio |",
             "|---|---:|---:|---:|---:|",
             *(
-                f"| a session that {what} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} "
+                f"| a session {what} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} "
                 f"| {1e3 * fmean(one.under_way):.3f} | {one.ratio:.3f} |"
-                for what, one in (("is restored", restores), ("is written", writes))
+                for what, one in (("is restored", restores), ("is written to the host", writes))
             ),
             "",
-            f"Where nothing hits: {median(cold):.3f} of the tokens a second without the tier, the median of "
+            f"Without hits: {median(cold):.3f} of the tokens per second without the tier, the median of "
             f"{len(cold)} rounds from {min(cold):.3f} to {max(cold):.3f}.",
         ]
     )

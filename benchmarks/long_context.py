@@ -113,12 +113,12 @@ def table(lone: LongRow, lines: Sequence[Disturbed]) -> str:
     """Return the results as a Markdown table."""
     floor = " | " if lone.floor_ms is None else f"{lone.floor_ms:.3f} | {lone.floor_ms / lone.step_ms:.2f}"
     found = [
-        "| history | its prefill alone, s | a step, ms | floor, ms | of the floor |",
+        "| history | prefill alone, s | step, ms | floor, ms | floor / step |",
         "|---:|---:|---:|---:|---:|",
         f"| {lone.history:,} | {lone.prefill_s:.2f} | {lone.step_ms:.3f} | {floor} |",
         "",
-        "| prompt tokens a step | ms a token undisturbed | beside the prompt: median | p99 | p99, times | prefill, s "
-        "| of the first line | graphs, % |",
+        "| prompt tokens per step | ms per token, undisturbed | during prefill: median | p99 | p99, times | prefill, s "
+        "| relative | graphs, % |",
         "|" + "---:|" * 8,
     ]
     for one in lines:

@@ -99,7 +99,7 @@ def table(rows: int, prompts: int, alone_ms: float, found: Sequence[MixedSteps])
     """Return the results as a Markdown table."""
     tokens = "prompt tokens" if prompts == 1 else f"tokens of each of {prompts} prompts"
     lines = [
-        f"A step of {rows} rows alone takes {alone_ms:.2f} ms.",
+        f"A step of {rows} decoding requests alone takes {alone_ms:.2f} ms.",
         "",
         f"| {tokens} | step, ms | fastest | slowest | graphs, % |",
         "|---:|---:|---:|---:|---:|",

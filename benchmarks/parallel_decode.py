@@ -105,7 +105,7 @@ def decode_step(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int)
 
 def table(speeds: Sequence[DecodeSpeed]) -> str:
     """Return the results as a Markdown table."""
-    heads = "ranks | they share | rows | prompt | a step, ms | tokens/s | of the fewest ranks | graphs, %"
+    heads = "GPUs | parallelism | requests | prompt tokens | step, ms | tokens/s | speedup over fewest GPUs | graphs, %"
     lines = [f"| {heads} |", "|" + "---:|" * 8]
     for speed in speeds:
         fewest = next(other for other in speeds if other.num_prompt == speed.num_prompt)

@@ -216,7 +216,7 @@ def _serve(pipe: Connection, policy: str, address: str | None) -> None:
 def table(figures: Mapping[str, Figures]) -> str:
     """Return the results as a Markdown table."""
     rows = [
-        "| policy | later turns at home | most loaded over mean: requests, tokens | prompt tokens skipped | "
+        "| policy | later turns at home | load, highest / mean: requests, tokens | prompt tokens without prefill | "
         "whole run | a turn |",
         "|---|---:|---:|---:|---:|---:|",
     ]

@@ -62,7 +62,7 @@ def times_of(num_rows: int, vocab_size: int) -> Times:
 def table(found: Sequence[Times]) -> str:
     """Return the times as Markdown."""
     lines = [
-        "| vocabulary | rows | argmax, µs | "
+        "| vocabulary | requests | argmax, µs | "
         + " | ".join(f"{name}, µs" for name in SETTINGS)
         + " | twin, µs | other |",
         "|---:" * (5 + len(SETTINGS)) + "|",

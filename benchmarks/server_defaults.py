@@ -223,7 +223,7 @@ def _served(directory: Path, flags: str, vocab_size: int) -> Run:
 def _print_run(run: Run) -> None:
     ready = f"ready after {run.start_s:.0f} s, the load of weights and graph capture included"
     print(*run.output, f"{run.flags or 'no more flags'}: {ready}\n", sep="\n")
-    print("| load | requests | prompt tokens | generated | seconds | generated tokens/s | GiB of the card in use |")
+    print("| load | requests | prompt tokens | generated tokens | seconds | tokens/s | peak GPU memory, GiB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for one in run.phases:
         rate = one.generated_tokens / one.seconds

@@ -217,7 +217,7 @@ def table(useful: Sequence[UsefulFigure], useless: Sequence[UselessFigure], *, c
     lines = ["# What drafts give and what they cost", "", f"    {command}", "", describe_machine(), ""]
     lines += [f"The small model that ships, fp32, up to {NUM_DRAFTS} drafts a step. Times are {clock} time.", ""]
     lines += [f"Prompt lookup, replies of {REPLY_TOKENS} tokens; medians of {REPETITIONS} runs, decode steps only:", ""]
-    lines += ["| workload | tokens | tokens a step | accepted by position, % | ms a token: K=0 | K=4 | same text |"]
+    lines += ["| workload | tokens | tokens per step | accepted by position, % | ms per token: K=0 | K=4 | same text |"]
     lines += ["|---|---|---:|---|---:|---:|---|"]
     lines += [_useful_row(figure) for figure in useful]
     lines += ["", f"Drafts that are always wrong, replies of {USELESS_REPLY_TOKENS} tokens, all steps of a run;"]

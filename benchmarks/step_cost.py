@@ -265,7 +265,7 @@ def _merged(record: Any) -> Any:
 
 def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
     """Return Markdown tables, without columns that this machine lacks and without drafts if they were not measured."""
-    heads = ["rows", "a step, ms"]
+    heads = ["requests", "step, ms"]
     has_gpu = costs[0].kernels_ms is not None
     if has_gpu:
         heads += ["host's work, ms", "GPU's replay, ms", "of that kernels, ms", "GPU idle, %"]
@@ -286,7 +286,7 @@ def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
         return "\n".join(lines)
     lines += [
         "",
-        f"| {DRAFT_ROWS} rows | tokens/s | of no drafts | tokens a step | accepted, % |",
+        f"| {DRAFT_ROWS} requests | tokens/s | relative to no drafts | tokens per step | accepted, % |",
         "|---|---:|---:|---:|---:|",
     ]
     plain = drafts["no drafts"].tokens_per_s

@@ -318,7 +318,7 @@ def latency_table(latency: TurnLatency) -> str:
     """Return the times to first token of later turns as a Markdown table."""
     lines = [f"A later turn, {latency.prompt_tokens:,} tokens with its history:", ""]
     medians = latency.first_token_ms
-    lines += ["| engine | tokens skipped | first token, ms | the full cache's is sooner by | required |"]
+    lines += ["| engine | tokens without prefill | time to first token, ms | speedup of the full cache | goal |"]
     lines += ["|---|---:|---:|---:|---:|"]
     for name, first_token_ms in medians.items():
         sooner = f"{latency.times_sooner[name]:.2f} | {REQUIRED[name]:g}" if name in latency.times_sooner else " | "
@@ -343,7 +343,7 @@ def cold_sentence(cold: ColdThroughput) -> str:
 
 def table_of_lengths(times: Mapping[int, Sequence[float]]) -> str:
     """Return the times to first token by number of new tokens as a Markdown table."""
-    lines = ["| new tokens | first token, ms | fastest |", "|---:|---:|---:|"]
+    lines = ["| new tokens | time to first token, ms | fastest, ms |", "|---:|---:|---:|"]
     lines += [f"| {length:,} | {median(ms):.2f} | {min(ms):.2f} |" for length, ms in times.items()]
     return "\n".join(lines)
 

@@ -111,19 +111,19 @@ def nearest_rank(ordered: Sequence[float], percent: int) -> float:
 Cell = Callable[[ServingFigures], str]
 ROWS: dict[str, Cell] = {
     "requests": lambda figures: f"{figures.num_requests:,}",
-    "of them ended; turns not sent": lambda figures: f"{figures.num_ended:,}; {figures.num_unsent:,}",
-    "time to first token, ms: p50, p95, p99": lambda figures: _in_ms(figures.first_token, 3),
-    "the same, from the second turn on": lambda figures: _in_ms(figures.first_token_later, 3),
+    "finished requests; turns not sent": lambda figures: f"{figures.num_ended:,}; {figures.num_unsent:,}",
+    "time to first token of all turns, ms: p50, p95, p99": lambda figures: _in_ms(figures.first_token, 3),
+    "time to first token of later turns, ms: p50, p95, p99": lambda figures: _in_ms(figures.first_token_later, 3),
     "wait for admission, ms: p50, p95, p99": lambda figures: _in_ms(figures.wait, 3),
     "time per output token, ms: p50, p95": lambda figures: _in_ms(figures.per_token, 2),
     "generated tokens/s": lambda figures: f"{figures.generated_per_s:,.1f}",
     "prompt and generated tokens/s": lambda figures: f"{figures.tokens_per_s:,.0f}",
-    "prompt tokens skipped, %": lambda figures: f"{100 * figures.hit_rate:.1f}",
-    "the most that any cache could, %": lambda figures: f"{100 * figures.best_hit_rate:.1f}",
-    "peak of state slots, GiB": lambda figures: f"{figures.peak_state_gib:.3g}",
+    "prompt tokens without prefill, %": lambda figures: f"{100 * figures.hit_rate:.1f}",
+    "upper bound for any cache, %": lambda figures: f"{100 * figures.best_hit_rate:.1f}",
+    "peak memory of state slots, GiB": lambda figures: f"{figures.peak_state_gib:.3g}",
     "steps": lambda figures: f"{figures.num_steps:,}",
-    "a step, ms": lambda figures: f"{1e3 * figures.step_s:.2f}",
-    "host's work in a step, ms": lambda figures: "" if figures.host_s is None else f"{1e3 * figures.host_s:.2f}",
+    "mean step, ms": lambda figures: f"{1e3 * figures.step_s:.2f}",
+    "host work per step, ms": lambda figures: "" if figures.host_s is None else f"{1e3 * figures.host_s:.2f}",
     "GPU idle inside steps, %": lambda figures: (
         "" if figures.gpu_idle_share is None else f"{100 * figures.gpu_idle_share:.1f}"
     ),

@@ -54,7 +54,7 @@ def _write_throughput(folder: Path, figures: Mapping[str, ServingFigures]) -> Pa
     axes = figure.add_subplot(1, 2, 1, title="generated tokens/s")
     axes.barh(names, [each.generated_per_s for each in found])
     axes.invert_yaxis()
-    axes = figure.add_subplot(1, 2, 2, title="prompt tokens skipped, %\n(outline: the most that a cache could)")
+    axes = figure.add_subplot(1, 2, 2, title="prompt tokens without prefill, %\n(outline: upper bound for any cache)")
     axes.barh(names, [100 * each.best_hit_rate for each in found], fill=False)
     axes.barh(names, [100 * each.hit_rate for each in found])
     axes.set_xlim(0, 100)
