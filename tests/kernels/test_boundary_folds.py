@@ -55,7 +55,7 @@ def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: i
 def test_boundary_state_equals_the_state_that_later_steps_store(
     ring_len: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
-    """The fold may span several multiples of the fold length; a bf16 state is rounded at each."""
+    """The fold may span several multiples of the fold length; a bf16 state is cast at each."""
     torch.manual_seed(ring_len)
     requests = decoded(2, ring_len, device, dtype)
     ends = [request.computed // ring_len * ring_len for request in requests.requests]

@@ -61,7 +61,7 @@ def make_pool(num_slots: int, window: int, dtype: torch.dtype, device: str) -> T
 
 
 def fill_windows(pool: Tensor, specs: list[VerifySpec], d_conv: int) -> None:
-    """Write the d_conv - 1 initial inputs of each request, shifted by the number of drafts accepted in the last step."""
+    """Write the d_conv - 1 initial inputs of each request, shifted by the number of drafts accepted last."""
     for spec in specs:
         if spec.columns:
             window = torch.randn(d_conv - 1, CONV_DIM).to(pool)

@@ -14,7 +14,7 @@ from ..gluon_common import await_then_release, load_tile
 from . import gemm_tiles
 from .wgmma import LINE, check_addresses
 
-# Gluon is experimental and its names change: Triton 3.9's name comes first, then Triton 3.6's.
+# Gluon is experimental, and names differ between releases: Triton 3.9's comes first, then Triton 3.6's.
 copy_gathered = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _Shared = gl.shared_memory_descriptor
 _reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret

@@ -55,7 +55,7 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
     if not can_load_boxes(weight):
         return GemmVariant(16, 64, 64, 4, 4) if mean_rows <= 16 else GemmVariant(64, 64 if is_gated else 128, 64, 4, 3)
     if mean_rows <= 16:
-        # 144 and 108 KiB of loads in flight hide the memory latency, even with few programs.
+        # With 144 or 108 KiB of loads in flight per program, even few programs hide the memory latency.
         return (
             GemmVariant(16, 64, 64, 4, 8, loads_boxes=True)
             if is_gated

@@ -102,7 +102,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
 def _parts_of_inputs(num_tokens: int, num_experts: int) -> int:
     if num_tokens <= 2048:
         return 8
-    # With more experts there are enough programs; splitting would only add memory traffic.
+    # More experts give enough programs without a split, which would only add memory traffic.
     return 4 if num_tokens <= 4096 and num_experts <= 2 * _EXPERTS else 1
 
 
