@@ -120,7 +120,7 @@ def test_planning_a_step_again_gives_the_same_drafts() -> None:
     assert planner.plan(limits_of(8, 3)) == planner.plan(limits_of(8, 3))
 
 
-def test_few_proposed_drafts_are_dropped_if_a_step_without_is_faster() -> None:
+def test_proposed_drafts_are_dropped_if_a_step_without_drafts_is_faster() -> None:
     """A captured step pads every request to the most drafts: drafts of one request make it compute five times more."""
 
     class OneDraft(CountingDrafter):

@@ -79,7 +79,7 @@ def test_adaptive_counts_gain_nearly_as_much_as_the_best_fixed_count(
 
 @shadowed
 @pytest.mark.parametrize("model", MODELS)
-def test_one_request_with_accurate_drafts_gains_among_others_without(model: str, shadows: bool) -> None:
+def test_drafting_for_one_accurate_request_among_others_is_worthwhile(model: str, shadows: bool) -> None:
     time, policy = time_of(MODELS[model]), policy_of(model, shadows=shadows)
     found = simulate(policy, time, 8, lambda request_id: 0.97 if request_id % 8 == 0 else 0.03, num_steps=NUM_STEPS)
     plain = plain_steps(time, 8, NUM_STEPS)

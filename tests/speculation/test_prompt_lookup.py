@@ -153,7 +153,7 @@ def test_restarted_request_gets_the_same_draft() -> None:
     assert drafted(drafter, request_of([1, 2, 3, 4], [1, 2])) == before == (3, 4, 1, 2, 3)
 
 
-def test_long_prompts_are_indexed_quickly_in_little_memory() -> None:
+def test_long_prompts_are_indexed_quickly_and_in_little_memory() -> None:
     request = request_of(np.random.default_rng(0).integers(0, 128_000, 1 << 17).tolist())
     drafter, seconds = PromptLookupDrafter(), []
     for _ in range(5):

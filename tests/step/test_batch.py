@@ -296,7 +296,7 @@ def test_step_tensors_have_the_dtypes_expected_by_model_and_kernels(device: str)
 @pytest.mark.parametrize(
     ("computed", "source_slot", "initial"), [(0, None, PAD_SLOT), (8, 7, 7), (8, None, 51), (3, None, 51)]
 )
-def test_prefill_starts_from_no_state_a_cached_state_or_its_live_state(
+def test_prefill_reads_its_initial_state_from_the_cached_or_live_slot(
     device: str, computed: int, source_slot: int | None, initial: int
 ) -> None:
     request = running_request(1, prompt_len=20, computed=computed, scheduled=20 - computed, source_slot=source_slot)

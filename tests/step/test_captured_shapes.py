@@ -109,7 +109,7 @@ def test_largest_captured_shape_has_the_maximum_number_of_prompt_tokens(most_tok
     assert sizes == sorted(set(sizes)) and sizes[-1] == most_tokens
 
 
-def test_step_uses_the_smallest_captured_shape_of_its_kind_or_none() -> None:
+def test_step_uses_only_captured_shapes_of_its_own_kind() -> None:
     shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256, 100)
     decoding = running_request(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
     drafting = running_request(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)

@@ -244,7 +244,9 @@ def test_steps_launched_early_equal_a_new_layout(device: str, fold_len: int, see
     ],
     ids=["stop words", "penalties", "log-probs"],
 )
-def test_stop_strings_penalties_and_log_probs_allow_incremental_steps(device: str, spec: dict[str, object]) -> None:
+def test_stop_strings_penalties_and_log_probs_do_not_prevent_overlapped_steps(
+    device: str, spec: dict[str, object]
+) -> None:
     requests = [decoding(0), decoding(1)]
     requests[1].spec = replace(requests[1].spec, **spec)  # type: ignore[arg-type]
     buffers = StepBuffers(LIMITS, device)

@@ -121,7 +121,7 @@ def test_rank_that_does_not_sample_truncates_drafts_but_does_not_mask_logits() -
     assert allowed_tokens(masks, [request]) == [[set(range(TOKENIZER.vocab_size))]]
 
 
-def test_text_that_violates_its_grammar_fails_only_its_request() -> None:
+def test_request_whose_text_violates_its_grammar_fails_alone() -> None:
     grammars = compiled()
     masks, other = GrammarMasks(grammars), running_request(ANSWER.text, request_id=2)
     request = running_request(ANSWER.text, generated=[0])

@@ -130,7 +130,7 @@ def test_padding_tokens_write_only_to_dummy_blocks_and_slots(device: str, shape:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_views_of_a_captured_shape_have_its_size_and_show_later_steps(device: str, shape: StepShape) -> None:
+def test_views_of_a_captured_shape_show_the_inputs_of_later_steps(device: str, shape: StepShape) -> None:
     buffers = StepBuffers(LIMITS, device)
     send([], buffers, shape)
     fullest, num_chunks = shape.fullest_requests(GEOMETRY.dummy_block), shape.num_chunks(GEOMETRY.grain)
