@@ -1,4 +1,4 @@
-"""Properties of matching a prompt and planning its admission."""
+"""Prefix matches and admission plans for prompts."""
 
 from collections.abc import Container
 
@@ -27,14 +27,14 @@ BLOCK = 4
 
 
 class Pools:
-    """A block pool and a slot pool, to be filled with one cached chain of keys 1, 2, 3 …"""
+    """A block pool and a slot pool for one cached chain of blocks with keys 1, 2, 3, ..."""
 
     def __init__(self, num_blocks: int = 10, num_slots: int = 6, space: CacheSpace | None = None) -> None:
         self.pools = CachePools.over(space or SplitSpace(num_blocks, num_slots), LeastRecentlyUsed(), block_size=BLOCK)
         self.kv, self.slots = self.pools.kv, self.pools.slots
 
     def hold(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
-        """Register a chain, with a state at the end of each block in `states_at` while slots last."""
+        """Register a held chain; cache a state after each block in `states_at` while slots are free."""
         blocks = self.kv.allocate(num_blocks)
         for index, block in enumerate(blocks):
             self.kv.register(block, BlockKey(index + 1), blocks[index - 1] if index else None)
@@ -43,7 +43,7 @@ class Pools:
         return blocks
 
     def cache(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
-        """Cache a chain like `hold`; blocks after its last state are dropped."""
+        """Cache a chain like `hold`, and release it; blocks after the last state are then freed."""
         blocks = self.hold(num_blocks, states_at)
         self.kv.release(blocks)
         return blocks
@@ -67,7 +67,7 @@ class Pools:
 
 
 def prompt(prompt_len: int, *, may_skip: bool = True) -> PromptView:
-    """Return a prompt whose complete blocks have keys 1, 2, 3 …"""
+    """Return a prompt with the block keys 1, 2, 3, ..."""
     return PromptView([BlockKey(index + 1) for index in range(prompt_len // BLOCK)], prompt_len, may_skip)
 
 

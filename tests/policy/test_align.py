@@ -1,4 +1,4 @@
-"""Properties of the align copy's plan."""
+"""Properties of plans for align copies."""
 
 import pytest
 from hypothesis import given

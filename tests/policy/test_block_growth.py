@@ -24,12 +24,12 @@ PLENTY = 100
 
 
 def full_requests(cache: PrefixCache, *num_blocks: int) -> list[RunningRequest]:
-    """Return requests, oldest first, that each fill some blocks of their own and need one more."""
+    """Return requests, oldest first, that each fill blocks of their own and need one more block."""
     return [prefill(cache, new_spec(index, [10 + index] * (BLOCK * count))) for index, count in enumerate(num_blocks)]
 
 
 def full_twins(cache: PrefixCache, num_requests: int, first_id: int) -> list[RunningRequest]:
-    """Return requests that share their only block and need one more."""
+    """Return requests that share their only block and need one more block."""
     return [prefill(cache, new_spec(first_id + index, [1] * BLOCK)) for index in range(num_requests)]
 
 
@@ -174,7 +174,7 @@ def test_lone_request_gets_a_block_by_evicting_the_states_of_a_slab(shape: SlabS
     assert (
         len({slot // shape.slots_per_slab for slot in (request.cursor.live_slot, *request.cursor.draft_slots)}) == BLOCK
     )
-    for slot in others:  # the other requests leave
+    for slot in others:  # the other requests release their slots
         cache.slots.cancel(slot)
     while len(request.block_ids) < max_blocks:
         assert grow_requests([request], cache, PLENTY) == GrowthOutcome()

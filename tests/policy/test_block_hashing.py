@@ -119,7 +119,7 @@ def test_every_field_of_the_cache_salt_changes_the_keys() -> None:
 
 
 def test_cache_salt_has_the_same_hash_in_every_process() -> None:
-    # A literal, since a hash seeded for each process would still agree with itself here.
+    # Compare with a literal: a hash that depends on the process would equal itself.
     assert CacheSalt("model", "weights-1", 0).root().hex() == ROOT_HEX
 
 

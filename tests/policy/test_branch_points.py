@@ -58,7 +58,7 @@ def test_request_that_must_recompute_its_prompt_adds_no_branch_point() -> None:
 
 @dataclass
 class Queue:
-    """Requests that a scheduler admits over a cache, and the prompt tokens of each step."""
+    """Requests that a scheduler admits to a cache; counts the prompt tokens that each step computes."""
 
     cache: PrefixCache
     waiting: list[RequestSpec]
@@ -76,7 +76,7 @@ class Queue:
         return self._candidates[request_id]
 
     def step(self) -> int:
-        """Run a step and return its computed prompt tokens; prefilled requests leave."""
+        """Run a step and release prefilled requests; return the number of computed prompt tokens."""
         filled = self._scheduler.fill_step(self.requests, [self.candidate(spec.request_id) for spec in self.waiting])
         admitted = {request.request_id for request in filled.admitted}
         self.waiting = [spec for spec in self.waiting if spec.request_id not in admitted]
@@ -87,7 +87,7 @@ class Queue:
         return computed
 
     def steps(self) -> list[int]:
-        """Run all requests; return the prompt tokens of each step."""
+        """Run all requests; return the number of prompt tokens of each step."""
         found = []
         while self.waiting or self.requests:
             found.append(self.step())
@@ -139,7 +139,7 @@ def test_no_request_waits_for_a_prefix_whose_state_cannot_be_cached() -> None:
 
 
 class UnreadablePrompt(Candidate):
-    """A request whose keys cannot be computed."""
+    """Prompt whose block keys cannot be computed."""
 
     def begin_epoch(self, chain: KeyChain, epoch: int) -> None:
         raise MemoryError

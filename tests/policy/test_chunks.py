@@ -1,4 +1,4 @@
-"""Properties of the chunk plan."""
+"""Properties of the plan of scan chunks."""
 
 from itertools import accumulate
 

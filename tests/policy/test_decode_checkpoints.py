@@ -28,7 +28,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 
 
 def reply_of(num_blocks: int) -> list[int]:
-    """Return a reply of some blocks and two tokens."""
+    """Return the tokens of a reply: `num_blocks` blocks and two tokens."""
     return [20 + index for index in range(num_blocks * BLOCK + 2)]
 
 
@@ -39,7 +39,7 @@ def positions_with_a_state(cache: PrefixCache, request: RunningRequest) -> list[
 
 
 def turn_after(request: RunningRequest) -> list[int]:
-    """Return the prompt of a next turn: the whole conversation, and a question."""
+    """Return the prompt of the next turn: the whole conversation and a new question."""
     return [*map(int, request.tokens(0, request.length)), 7, 7, 7, 7, 7]
 
 

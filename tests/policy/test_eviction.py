@@ -14,7 +14,7 @@ NOW = 100
 
 
 class Push(NamedTuple):
-    """Arguments of a pushed id."""
+    """Arguments of one `EvictionOrder.push` call."""
 
     last_used: int
     num_tokens: int
@@ -26,7 +26,7 @@ def equally(kind: int) -> float:
 
 
 def push_uses(order: EvictionOrder, *last_uses: int) -> None:
-    """Push ids 0, 1, ..., used at these times."""
+    """Push the ids 0, 1, ... with these times of their last use."""
     for entry_id, last_used in enumerate(last_uses):
         order.push(entry_id, last_used, 1, Weight())
 

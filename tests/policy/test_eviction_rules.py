@@ -35,7 +35,7 @@ ENTRIES = st.builds(
 
 
 def priority(rule: EvictionRule, entry: CachedEntry) -> float:
-    """Return a state's priority at age 0, up to a factor."""
+    """Return a state's priority at age 0, up to a constant factor."""
     weight = rule.weigh(entry)
     return rule.likelihood(weight.kind) * weight.gain
 
@@ -62,7 +62,7 @@ def states_at(cache: PrefixCache) -> list[int]:
 
 
 def other(number: int) -> list[int]:
-    """Return a prompt of two blocks that shares nothing."""
+    """Return a prompt of two blocks that shares no block with other prompts."""
     return [number] * (2 * BLOCK + 1)
 
 
@@ -160,7 +160,7 @@ def test_every_state_has_a_finite_non_negative_priority(entry: CachedEntry, stat
 
 
 def teach(rule: EvictionRule, entry: CachedEntry, num_states: int, num_hits: int) -> None:
-    """Give the rule states of the entry's kind, of which some are hit."""
+    """Count states of the entry's kind, and hits of some of them."""
     kind = _kind(rule, entry)
     for number in range(num_states):
         rule.count_state(kind)
@@ -206,7 +206,7 @@ def test_text_end_states_without_hits_lose_priority() -> None:
 
 
 class Recorder(LeastRecentlyUsed):
-    """LRU that records its calls; a state with a successor is of kind 1, else 0."""
+    """LRU rule that records its calls; a state with a successor has kind 1, any other kind 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,21 +224,21 @@ class Recorder(LeastRecentlyUsed):
 
 
 class BranchRecorder(Recorder):
-    """Records the number of requests that branch at states."""
+    """Rule that records the number of branch hits of states."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(entry.num_branch_hits)
 
 
 class EndRecorder(Recorder):
-    """Records ends separately from other states."""
+    """Rule that records states at text ends separately from other states."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(ENDS[0] if entry.is_end else ENDS.stop)
 
 
 class OnlyPromptEnds(LeastRecentlyUsed):
-    """A rule that gives priority only to states at prompt ends."""
+    """Rule that gives priority only to states at prompt ends."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(gain=float(entry.ends_prompt))

@@ -78,7 +78,7 @@ Use = int
 
 
 class IndexPoolMachine(RuleBasedStateMachine):
-    """Blocks and slots are taken, fixed, unfixed and released; the model knows which are taken, and which fixed."""
+    """Blocks and slots are taken, fixed, unfixed and released; the model records which are taken and fixed."""
 
     uses = st.integers(0, 1)
 
@@ -99,7 +99,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
         return sorted(index for index, is_fixed in self.is_fixed[use].items() if not is_fixed)
 
     def _slabs(self, use: Use) -> Counter[int]:
-        """Return the slabs in which a use holds indices, and the number of indices."""
+        """Return the number of taken indices in each slab of a use."""
         indices = self._indices(use)
         assert isinstance(indices, SlabIndexPool)
         return Counter(index // indices.per_slab for index in self.is_fixed[use])

@@ -25,7 +25,7 @@ def new_pools(num_blocks: int, num_slots: int = 20) -> CachePools:
 
 
 def keys_of(path: Sequence[int]) -> list[BlockKey]:
-    """Keys of a chain of one-token blocks, as readable numbers: the path in base 100."""
+    """Return readable keys for a chain of one-token blocks: each key is the path to the block in base 100."""
     keys, key = [], 0
     for token in path:
         key = key * 100 + token
@@ -34,7 +34,7 @@ def keys_of(path: Sequence[int]) -> list[BlockKey]:
 
 
 def hold(pools: CachePools, path: Sequence[int]) -> list[BlockId]:
-    """Match, acquire, allocate and register the chain, like a request."""
+    """Match, acquire, allocate and register the chain, as a request does."""
     kv, keys = pools.kv, keys_of(path)
     blocks = kv.longest_match(keys)
     num_matched = len(blocks)
@@ -47,7 +47,7 @@ def hold(pools: CachePools, path: Sequence[int]) -> list[BlockId]:
 
 
 def cache(pools: CachePools, path: Sequence[int], states_at: Collection[int] = (LAST,)) -> list[BlockId]:
-    """Hold the chain, publish states at some of its blocks, and release it."""
+    """Hold the chain, publish states after some of its blocks, and release it."""
     blocks = hold(pools, path)
     for index in states_at:
         pools.slots.publish(pools.slots.reserve()[0], blocks[index], num_tokens=pools.kv.depth(blocks[index]))
@@ -468,7 +468,7 @@ def test_check_integrity_detects_each_broken_invariant(corrupt: object, message:
 
 @dataclass(slots=True)
 class Row:
-    """State of a request: its tokens, its blocks, and the number of registered ones."""
+    """A request: its tokens, its blocks, and the number of registered blocks."""
 
     path: list[int]
     blocks: list[BlockId]
@@ -478,7 +478,7 @@ class Row:
 
 @dataclass(slots=True)
 class Model:
-    """A simple model of the pools: three dicts, and a search for what a state can resume."""
+    """Simple reference model of the pools: three dicts, searched for the blocks that a state makes reusable."""
 
     refs: dict[BlockId, int] = field(default_factory=dict)
     registered: dict[BlockKey, BlockId] = field(default_factory=dict)
@@ -499,7 +499,7 @@ class Model:
         return {block for block, refs in self.refs.items() if refs}
 
     def prune(self) -> None:
-        """Forget blocks that no request holds and no state at their end or later can resume."""
+        """Forget blocks that no request holds and that have no state at their end or after it."""
         self.registered = {
             key: block
             for key, block in self.registered.items()
@@ -534,7 +534,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pools = CachePools.over(SlabSpace(*slabs), LeastRecentlyUsed(), block_size=1)
 
     def _num_free(self, blocks: Collection[int], slots: Collection[int]) -> tuple[int, int]:
-        """Return the number of blocks and slots that are free next to some."""
+        """Return the numbers of free blocks and slots if these blocks and slots are taken."""
         if self.slabs is None:
             return 8 - len(blocks), 4 - len(slots)
         num_slabs, blocks_per_slab, slots_per_slab = self.slabs

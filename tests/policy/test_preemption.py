@@ -1,4 +1,4 @@
-"""Properties of the preemption plan."""
+"""Properties of preemption plans."""
 
 from collections.abc import Sequence
 
@@ -18,18 +18,18 @@ def own(request: int, num_blocks: int) -> tuple[int, ...]:
 
 
 def demand(request: int, *, num_own: int = 2, shared: tuple[int, ...] = (), paused: bool = False) -> RequestDemand:
-    """Return a request of the age of its number that needs a block."""
+    """Return the demand of a request that needs a block; its age is its number."""
     return RequestDemand(request, request, True, (*shared, *own(request, num_own)), paused, False)
 
 
 def content(request: int, *, shared: tuple[int, ...] = (), prefilling: bool = False) -> RequestDemand:
-    """Return a request that needs no block."""
+    """Return the demand of a request that needs no block."""
     return RequestDemand(request, request, False, (*shared, *own(request, 2)), False, prefilling)
 
 
 @st.composite
 def request_demands(draw: st.DrawFn) -> list[RequestDemand]:
-    """Return requests that share blocks by common prefixes, and in less usual ways."""
+    """Return the demands of requests that share blocks through common prefixes or in other ways."""
     numbers = draw(st.permutations(range(draw(st.integers(0, 7)))))
     requests = []
     for number in numbers:

@@ -14,11 +14,11 @@ MAX_REQUESTS = 3
 MAX_TOKENS = 10
 MAX_MIXED = 6
 MAX_LEN = 20
-NUM_BLOCKS = 7  # fewer than three of the longest requests need
+NUM_BLOCKS = 7  # too few for three of the longest requests
 
 
 class RunningRequestsMachine(RuleBasedStateMachine):
-    """Requests arrive, compute, pause and leave over a small cache."""
+    """Requests arrive, compute, pause and leave, with a small cache."""
 
     def __init__(self) -> None:
         super().__init__()

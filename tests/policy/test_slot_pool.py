@@ -310,7 +310,7 @@ def test_flush_keeps_slots_of_running_requests_and_reserved_slots() -> None:
 
 
 def pools_with_a_state(num_blocks: int, num_slots: int) -> tuple[CachePools, BlockId]:
-    """Return both pools, and a held block with a cached state."""
+    """Return both pools and a held block that has a cached state."""
     pools = CachePools.over(SplitSpace(num_blocks, num_slots), LeastRecentlyUsed(), block_size=1)
     (block,) = pools.kv.allocate(1)
     pools.kv.register(block, BlockKey(1), None)
@@ -484,7 +484,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(block=blocks)
     def mark_rolling(self, block: BlockId) -> None:
-        """Mark a state that no request reads, as its request does right after publishing it."""
+        """Mark a state that no request reads as a rolling checkpoint, as its request does after publishing it."""
         if not self.pins[block]:
             self.pool.mark_rolling(block)
             self.rolling |= {block} & self.states.keys()
@@ -528,7 +528,7 @@ class SlotMachine(RuleBasedStateMachine):
         self._check_distinct()
 
     def _check_distinct(self) -> None:
-        """Each slot of a pool has one use."""
+        """Assert that each slot of a pool has one use."""
         running = [slot for owner in (SlotOwner.LIVE, SlotOwner.DRAFT) for slot in self.held[owner]]
         cached = [*self.held[SlotOwner.RESERVED], *self.states.values()]
         cached += [slot for slots in self.orphans.values() for slot in slots]
@@ -539,7 +539,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 class RunningApart(SlotMachine):
-    """Live and draft states have their own slots, with numbers that cached states use too."""
+    """Live and draft states have separate slots, with numbers that slots of cached states also have."""
 
     num_slots = 3
     num_running = 4

@@ -87,7 +87,7 @@ def test_state_cached_again_on_a_block_is_not_a_prompt_end() -> None:
 
 
 class LineageMachine(RuleBasedStateMachine):
-    """States are added and dropped at the blocks of a tree; the model searches the nearest one from scratch."""
+    """States are added and dropped at the blocks of a tree; the model searches all ancestors for the nearest state."""
 
     numbers = st.integers(0, 30)
 

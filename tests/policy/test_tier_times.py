@@ -39,7 +39,7 @@ def test_copy_times_agreed_between_ranks_are_not_exchanged_again() -> None:
 def test_measured_copy_times_are_the_fastest_of_large_samples() -> None:
     measured = MeasuredTimes()
     assert measured.times(1000, 5000) is None
-    measured.note_copy(Lane.TO_HOST, MEBIBYTE, 1e-6)  # too small to say anything
+    measured.note_copy(Lane.TO_HOST, MEBIBYTE, 1e-6)  # too small to be recorded
     measured.note_prefill(10, 1e-6)
     assert measured.times(1000, 5000) is None
     measured.note_copy(Lane.TO_HOST, 8 * MEBIBYTE, 8 * MEBIBYTE * 2e-9)
