@@ -110,7 +110,7 @@ def test_settings_at_their_limits_are_accepted(settings: dict[str, object]) -> N
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8])
-def test_drafts_that_exceed_a_block_are_refused(block_size: int) -> None:
+def test_num_speculative_tokens_must_be_less_than_the_block_size(block_size: int) -> None:
     with pytest.raises(ValueError, match=f"num_speculative_tokens is 8.*below block_size_tokens={block_size}$"):
         CacheConfig(num_speculative_tokens=8, block_size_tokens=block_size)
 

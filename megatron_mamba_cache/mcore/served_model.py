@@ -142,7 +142,7 @@ def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
 
 def _check_part(model: Any, num_stages: int, longest: int) -> None:
     if not isinstance(model, MambaModel):
-        raise TypeError(f"only a MambaModel can be served, found {model!r:.200}")
+        raise TypeError(f"model must be a MambaModel, found {model!r:.200}")
     if model.config.cuda_graph_impl != "none":
         raise ValueError(f"cuda_graph_impl is {model.config.cuda_graph_impl!r}; only 'none' is supported")
     if model.config.sequence_parallel:

@@ -23,7 +23,7 @@ def with_mamba_cache(spec: ModuleSpec) -> ModuleSpec:
         TypeError: If `spec` is not a ModuleSpec.
     """
     if not isinstance(spec, ModuleSpec):
-        raise TypeError(f"with_mamba_cache needs the ModuleSpec of a MambaStack, found {spec!r}")
+        raise TypeError(f"spec must be the ModuleSpec of a MambaStack, found {spec!r}")
     layers = spec.submodules
     if not isinstance(layers, MambaStackSubmodules):
         raise ValueError(f"the spec for {spec.module} has no MambaStack layers; pass the spec of a hybrid model")
@@ -42,7 +42,7 @@ def check_layer_pattern(pattern: str) -> None:
     unknown = sorted(set(pattern) - Symbols.VALID)
     if unknown:
         raise ValueError(
-            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; known symbols: {sorted(Symbols.VALID)} "
+            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; known are {sorted(Symbols.VALID)} "
             "(M Mamba, * attention, - MLP, E mixture of experts)"
         )
     for symbol, name in ((Symbols.MAMBA, "Mamba"), (Symbols.ATTENTION, "attention")):

@@ -38,7 +38,7 @@ def test_different_settings_raise_an_error_on_all_ranks(settings: list[dict], me
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("no model", "TypeError: only a MambaModel can be served, found Linear"),
+        ("no model", "TypeError: model must be a MambaModel, found Linear"),
         ("sequence_parallel", "ValueError: sequence_parallel is True"),
         ("the part's modules", "ValueError: planted"),
         ("attention", "ValueError: planted"),

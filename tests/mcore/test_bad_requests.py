@@ -216,7 +216,7 @@ def test_failed_request_is_reported_when_the_engine_resumes() -> None:
     run.assert_nothing_held()
 
 
-def test_failed_request_is_unfinished_until_its_error_is_reported() -> None:
+def test_failed_request_counts_as_unfinished_until_its_error_is_reported() -> None:
     run = start_run()
     run.add(0, [])
     assert run.engine.has_unfinished_requests()
@@ -251,7 +251,7 @@ def test_request_added_to_the_context_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(("model", "found"), [(None, "None"), ("model", "'model'"), (torch.nn.Linear(1, 1), "Linear")])
 def test_engine_built_without_a_model_raises_type_error(model: Any, found: str) -> None:
-    with pytest.raises(TypeError, match=f"only a MambaModel can be served, found {found}"):
+    with pytest.raises(TypeError, match=f"model must be a MambaModel, found {found}"):
         build_engine(model)
 
 

@@ -519,7 +519,7 @@ def test_no_request_joins_an_overlapped_step() -> None:
     run.assert_exact()
 
 
-def test_no_further_step_is_launched_when_the_caller_finishes_one() -> None:
+def test_no_further_step_is_launched_when_the_caller_finishes_the_current_step() -> None:
     run = start()
     step_until_ahead(run)
     run.engine.schedule_waiting_requests()

@@ -109,7 +109,7 @@ def test_token_ranks_are_refused_if_the_engine_materializes_all_logits() -> None
     assert "scores_prompts=True" in str(run.finished[0].events[0].payload)
 
 
-def test_prompt_with_log_probs_is_computed_whole_and_cached() -> None:
+def test_prompt_with_log_probs_is_computed_in_full_and_cached() -> None:
     run = start_run()
     assert run.run(0, some_tokens(50), greedy(4, **SCORED)) == 50
     assert run.run(1, some_tokens(50)) == 2

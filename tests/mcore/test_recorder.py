@@ -34,7 +34,7 @@ def start_captured(
     return EngineRun.start(subject, config)
 
 
-def test_attention_is_prepared_once_before_its_first_layer() -> None:
+def test_attention_is_prepared_once_before_the_first_attention_layer() -> None:
     calls: list[str] = []
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ def test_warmup_changes_no_state_or_counter(num_drafts: int, settings: dict[str,
 
 
 @pytest.mark.parametrize("max_requests", [1, 3])
-def test_warmup_works_when_steps_hold_more_tokens_than_one_request(max_requests: int) -> None:
+def test_warmup_works_when_a_step_may_have_more_tokens_than_one_request(max_requests: int) -> None:
     run = start_run(MODELS["bf16-experts"], 0, max_requests=max_requests, max_tokens=512, max_sequence_length=96)
     rehearse_engine(run)
     run.run(0, some_tokens(90), 5)

@@ -9,7 +9,7 @@ from megatron_mamba_cache.planning.recorded_load import RecordedLoad, read_load
 from tests.planning.load_files import request, session, written
 
 
-def test_recorded_sessions_start_staggered_and_share_no_hashes(tmp_path: Path) -> None:
+def test_recorded_sessions_start_at_different_times_and_share_no_hashes(tmp_path: Path) -> None:
     first = session(request(0, 130, 5, range(3)), request(2000, 200, 7, range(4)))
     second = session(request(1.5, 64, 0, range(1)))
     load = read_load(written(tmp_path / "load.jsonl.gz", first, "", second))
