@@ -42,8 +42,8 @@ def check_layer_pattern(pattern: str) -> None:
     unknown = sorted(set(pattern) - Symbols.VALID)
     if unknown:
         raise ValueError(
-            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; known are {sorted(Symbols.VALID)} "
-            "(M Mamba, * attention, - MLP, E mixture of experts)"
+            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; the known symbols are "
+            f"{sorted(Symbols.VALID)} (M Mamba, * attention, - MLP, E mixture of experts)"
         )
     for symbol, name in ((Symbols.MAMBA, "Mamba"), (Symbols.ATTENTION, "attention")):
         if symbol not in pattern:

@@ -262,7 +262,7 @@ def test_engine_built_with_a_dict_of_settings_raises_type_error() -> None:
 
 @pytest.mark.parametrize("spec", [None, local_hybrid_spec, torch.nn.Linear], ids=["None", "function", "class"])
 def test_layer_spec_of_the_wrong_type_is_refused(spec: Any) -> None:
-    with pytest.raises(TypeError, match="needs the ModuleSpec of a MambaStack, found"):
+    with pytest.raises(TypeError, match="spec must be the ModuleSpec of a MambaStack, found"):
         with_mamba_cache(spec)
 
 
