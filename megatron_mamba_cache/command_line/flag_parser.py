@@ -130,7 +130,7 @@ def flags_of(parser: Any) -> set[str]:
 
 
 def placed(message: str, set_flags: Iterable[SetFlag]) -> str:
-    """Prefix an error message with the source of each flag in `set_flags` that it names before the first semicolon."""
+    """Prefix an error message with the sources of those `set_flags` that it names before its first semicolon."""
     named = set(_FLAG.findall(message.split(";", 1)[0]))
     sources = [one.source for one in set_flags if named.intersection(one.names) and one.source not in message]
     return f"{' and '.join(sources)}: {message}" if sources else message

@@ -116,7 +116,7 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSizes:
-    """Dimensions of the dense feed-forward layers; `gated` layers use a gated activation, such as SwiGLU."""
+    """Dimensions of the dense feed-forward layers. If `gated`, the layers have a gate projection, as in SwiGLU."""
 
     hidden_size: int
     activation: str  # a key of ACTIVATIONS

@@ -210,7 +210,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._router.publish(replica.name, report.changes.published)
 
     def _lose(self, identity: bytes, reason: str) -> None:
-        """Remove a dead replica and its domain, and send their requests to other replicas."""
+        """Remove a dead replica and all replicas in its domain; send their requests to other replicas."""
         buried = self._members.bury(identity)
         names = {replica.name for replica in buried}
         orphans = [request for request in self._in_flight if request.replica in names]

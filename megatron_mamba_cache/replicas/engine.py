@@ -236,7 +236,7 @@ class ReplicaEngine(MambaCacheEngine):
         return report
 
     def _before_report(self, step_result: Any) -> None:
-        """Report cached prefixes before replies, so that the coordinator can route follow-up requests to them."""
+        """Report cached prefixes before the replies, so that the coordinator can use them for follow-up requests."""
         if self.use_coordinator:
             finished = [] if step_result is None else step_result["finished_request_ids"].tolist()
             for request_id in [*finished, *self.failed_request_ids]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Replica to which a process belongs, its rank in that replica, and the coordinator's address.
+    """Identity of a process: its replica, its rank in that replica, and the coordinator's address.
 
     Args:
         replica: Name of the replica, unique across all launches.

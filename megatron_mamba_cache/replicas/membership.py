@@ -10,7 +10,7 @@ from .wire import Hello, WireError
 
 @dataclass(slots=True)
 class Replica:
-    """Replica that the coordinator knows; some of its processes may not have joined yet.
+    """A replica registered with the coordinator; some of its processes may not have joined yet.
 
     Args:
         members: Socket identity of each process that has joined, keyed by rank; rank 0 receives the requests.

@@ -122,7 +122,7 @@ class CheckpointConfig:
         return value
 
     def section(self, *names: str) -> "CheckpointConfig":
-        """Return the value of the first named field that is present; it must be an object. Empty if none is present."""
+        """Return the first named field that is present, which must be an object; an empty object if none is present."""
         for name in filter(self.has, names):
             value = self._get(name, {})
             if not isinstance(value, dict):

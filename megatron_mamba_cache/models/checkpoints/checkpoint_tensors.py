@@ -44,7 +44,7 @@ class SafetensorsFiles:
     def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each key of `wanted` with its tensors by name, on the CPU, one file after another.
 
-        One file at a time is mapped into memory. Tensors in other files that belong to its keys are copied first.
+        One file at a time is mapped into memory. Tensors that its keys need from other files are copied first.
 
         Args:
             wanted: Tensor name → names of all tensors to yield together, including the tensor itself.
@@ -162,7 +162,7 @@ class CheckpointTensors:
                 raise error
 
     def tensors(self, wanted: Container[str], like: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name in `wanted` with its tensor, without keeping a reference. Unquantized tensors are on the CPU.
+        """Yield each name in `wanted` with its tensor, and keep no reference to it. Unquantized tensors are on the CPU.
 
         Args:
             like: Maps a name to a tensor whose dtype and device are used for the dequantized weight.

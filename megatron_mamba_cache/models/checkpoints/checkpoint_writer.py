@@ -77,7 +77,7 @@ def _results_in_this_process() -> Iterator[None]:
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Queue) -> None:
-    """Write all files in this process, then put a list of the tensors in each file, or the error, on `results`."""
+    """Write all files in this process, then put the write results of each file, or the error, on `results`."""
     try:
         results.put({number: _written(transforms, use_msc, number, bucket) for number, bucket in enumerate(buckets)})
     except Exception as error:  # reported to the other ranks when results are exchanged

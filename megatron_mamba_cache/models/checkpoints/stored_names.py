@@ -134,6 +134,9 @@ class StoredTensors:
 
 
 def _named_alike(beginning: str, tried: list[str]) -> tuple[str, list[str]]:
-    """Return the first tried name that starts with `beginning` (else the first), and all names, that one in front."""
+    """Choose the first name that starts with `beginning`, or else the first name.
+
+    Return the choice, and a list of all names with the choice moved to the front.
+    """
     name = next((name for name in tried if name.startswith(beginning)), tried[0])
     return name, [name, *(other for other in tried if other != name)]

@@ -199,7 +199,7 @@ def check_draft_experts(shape: HybridModelShape, ranks: Ranks) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SampledTokens:
-    """Tokens sampled after a forward pass, one per request, and the distributions; None if all requests are greedy."""
+    """Tokens sampled after a forward pass, one per request, with distributions (None if all requests are greedy)."""
 
     tokens: list[int]
     probabilities: Tensor | None  # [requests, vocab] float64
