@@ -1,4 +1,4 @@
-"""The pools that bookkeeping is timed in are full, and every operation is timed in them."""
+"""The bookkeeping benchmark times every operation in full pools."""
 
 from dataclasses import replace
 from importlib import import_module

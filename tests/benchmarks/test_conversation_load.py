@@ -1,4 +1,4 @@
-"""Loads of conversations: reproducible by seed, with shared prefixes."""
+"""Conversation loads are reproducible from a seed and share prefixes as described."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The whole-engine benchmark with tiny models: it runs anywhere and detects differences."""
+"""The whole-engine benchmark runs on any machine with tiny models and detects differences."""
 
 import json
 from importlib import import_module

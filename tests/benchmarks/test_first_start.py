@@ -1,4 +1,4 @@
-"""The benchmark of starts with a tiny model, each start in its own process."""
+"""The benchmark of engine starts runs with a tiny model, each start in its own process."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The simulation of a load serves every request through the real cache, and both rules save tokens."""
+"""The simulated load serves every request through the real cache, and both eviction rules save tokens."""
 
 import sys
 from importlib import import_module

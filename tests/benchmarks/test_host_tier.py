@@ -1,4 +1,4 @@
-"""The host tier benchmark with a tiny model: sessions are restored while requests decode."""
+"""The host-tier benchmark restores sessions of a tiny model while requests decode."""
 
 import json
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Parts of the kernel benchmarks that need no GPU: copies, counts and reports."""
+"""Parts of the kernel benchmarks that need no GPU: copies, byte counts and tables."""
 
 from collections.abc import Iterator
 from importlib import import_module

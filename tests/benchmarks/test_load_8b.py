@@ -1,4 +1,4 @@
-"""The benchmark of loading runs on any machine with its tiny shape."""
+"""The loading benchmark runs on any machine with its tiny model."""
 
 import json
 from pathlib import Path

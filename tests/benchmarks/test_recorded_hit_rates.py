@@ -1,4 +1,4 @@
-"""Hit rates of recorded loads: choice of requests, split of memory, and table."""
+"""Savings on recorded loads: selected requests, fixed splits of memory, and the table."""
 
 import json
 from importlib import import_module
@@ -25,7 +25,7 @@ def sized(recorded: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Write a load of four conversations of four turns each, in turn."""
+    """Write a load with the turns of four conversations, four each, and return its file."""
     lines = []
     for turn in range(4):
         for session in range(4):
@@ -85,7 +85,7 @@ def test_savings_of_a_recorded_load_are_within_the_bound_and_reported(recorded: 
     case = recorded.Case(recorded.RecordedPart(trace), "nano", 0.5)
     (figure,) = recorded.measure([case], recorded.RULES, {("turns.jsonl", "nano", 0.5): 0.25}, 1)
     assert 0 < figure.cost <= figure.bound and figure.lru <= figure.bound and figure.best_split <= figure.bound
-    assert figure.unlimited <= 24 / 40  # what earlier turns had, of 4 + 8 + 12 + 16 hashes a session
+    assert figure.unlimited <= 24 / 40  # hashes of earlier turns, of 4 + 8 + 12 + 16 hashes per session
     assert figure.before == 0.25 and figure.split_rule in recorded.RULES and figure.kv_share in recorded.KV_SHARES
     text = recorded.table([figure], "a command", "an origin")
     (row,) = [line for line in text.splitlines() if line.startswith("| nano")]

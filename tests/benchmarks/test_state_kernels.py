@@ -1,4 +1,4 @@
-"""The parts of the benchmark of state and convolution kernels that need no GPU."""
+"""Parts of the benchmark of state and convolution kernels that need no GPU."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""The benchmark of steps with a tiny model: drafters and fitted lines."""
+"""The step benchmark with a tiny model: drafters, step times and fitted lines."""
 
 import time
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_host_work_grows_slowly_with_the_number_of_requests(
     print(few, many)
     assert 300 < few.calls < many.calls < few.calls + 10 * 10 and few.milliseconds > 0
     apart = host_work.host_work(model, 12, spread=40)
-    assert apart.overlapped == 1  # though rows come to the ends of blocks one by one
+    assert apart.overlapped == 1  # although requests reach the ends of blocks one by one
 
 
 def test_steps_of_each_batch_size_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:
@@ -66,7 +66,7 @@ def test_correct_drafts_are_all_accepted_and_wrong_drafts_never(
     speeds = step_cost.draft_speeds(serving_engine.model_of(shape), shape, 72, 41)
     assert [speed.accepted for speed in speeds.values()] == [0, 1, 0]
     rows = step_cost.DRAFT_ROWS
-    # The first token comes with the prompt; the step that decodes the last of ten times four is the tenth.
+    # The prefill generates the first token, so ten steps of four tokens each generate the rest.
     assert [speed.tokens_per_step for speed in speeds.values()] == [rows, 4 * rows, rows]
     assert "| right drafts | " in step_cost.table([step_cost.StepCost(1, 2.0)], speeds)
 

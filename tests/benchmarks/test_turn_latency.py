@@ -1,4 +1,4 @@
-"""The benchmark of later turns with a tiny model: each mode skips what it caches."""
+"""The benchmark of later turns with a tiny model: each cache mode reuses what it caches."""
 
 from importlib import import_module
 from types import ModuleType
