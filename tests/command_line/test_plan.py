@@ -127,14 +127,16 @@ def test_quantized_state_takes_a_byte_per_value_and_a_scale_per_channel(
         ((*KV, *STATE, "--host-cache-gb", "nan"), "--host-cache-gb is nan"),
     ],
 )
-def test_unusable_flag_is_refused_in_one_line(
+def test_plan_with_an_invalid_flag_prints_a_one_line_error(
     flags: tuple[str, ...], message: str, trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = planned(capfd, trace, *flags)
     assert status == 2 and not out and err.count("\n") == 1 and message in err
 
 
-def test_unreadable_file_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_an_unreadable_trace_prints_a_one_line_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     broken = tmp_path / "broken.jsonl.gz"
     broken.write_bytes(b"no gzip")
     for path in (tmp_path / "missing.jsonl", tmp_path, broken):

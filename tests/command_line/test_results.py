@@ -80,7 +80,7 @@ def test_any_text_prints_as_one_ascii_line(text: str) -> None:
     assert line.isascii() and line.isprintable() and len(line) < 300
 
 
-def test_long_table_is_cut_with_a_note() -> None:
+def test_long_table_is_truncated_with_a_note() -> None:
     lines = list(table_lines([LONG] * 60))
     assert len(lines) == 52 and "10 more" in lines[-1]
 
@@ -109,7 +109,7 @@ def reply_to(prompt: str, text: str, **changes: object) -> list[str]:
     return list(reply_lines([PromptLine(0, prompt)], [replace(LONG, text=text, **changes)], [prompt]))
 
 
-def test_reply_continues_its_prompt() -> None:
+def test_printed_reply_continues_the_last_line_of_its_prompt() -> None:
     assert reply_to("a\nb\nc\nd\ne", "f\n\ng") == ["request 0", "  | b", "  | c", "  | d", "  > ef", "  > ", "  > g"]
     assert reply_to("a\n", "b") == ["request 0", "  | a", "  > b"]
     assert reply_to("a\nb", "\nc") == ["request 0", "  | a", "  | b", "  > c"]

@@ -17,7 +17,7 @@ def test_capacity_is_the_minimum_over_all_ranks_even_after_a_suspend(layout: Lay
     assert first[0] == first[1] == (30, first[0][1], 9 + num_live, num_live)
 
 
-def test_stage_without_a_layer_type_does_not_limit_its_capacity(worlds: Worlds) -> None:
+def test_pipeline_stage_without_a_layer_type_does_not_limit_that_capacity(worlds: Worlds) -> None:
     outcomes = worlds.of(2).run(agreement_cases.capacities, PIPELINE, "MM*-", [7, 30], [9, 12], [4, 4])
     assert outcomes[0] == outcomes[1]
     blocks, _, slots, _ = outcomes[0][0]

@@ -68,7 +68,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_readme_has_a_maximum_length() -> None:
+def test_readme_does_not_exceed_its_maximum_length() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
@@ -155,7 +155,7 @@ def paths_of(prose: str) -> set[str]:
     return {name for name in names if name.endswith((".py", "/")) or name.startswith(("tests/", "docs/"))}
 
 
-def test_architecture_page_has_a_maximum_number_of_words() -> None:
+def test_architecture_page_does_not_exceed_its_word_limit() -> None:
     assert len(ARCHITECTURE.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_THE_MAP
 
 

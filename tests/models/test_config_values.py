@@ -118,7 +118,7 @@ def test_plausible_config_value_builds_a_model_or_is_refused(
 
 @pytest.mark.parametrize("family", ["bamba", "granite", "qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("field", ROTARY)
-def test_rotary_embedding_fields_are_checked(
+def test_invalid_rotary_embedding_fields_are_refused(
     field: str, family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)
@@ -171,7 +171,7 @@ def test_time_step_limit_must_be_an_ascending_pair(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_error_for_a_huge_size_names_the_field(
+def test_error_for_a_huge_dimension_names_the_field(
     family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
 ) -> None:
     directory = copy_of(checkpoints[family], tmp_path)

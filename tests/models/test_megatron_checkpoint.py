@@ -79,7 +79,7 @@ def test_saved_weights_of_every_family_load_bit_identically(
     assert_same_weights(loaded, load_megatron_checkpoint(tmp_path / "saved", dtype))
 
 
-def test_script_without_a_main_guard_can_save(tmp_path: Path) -> None:
+def test_script_without_a_main_guard_can_save_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "save.py").write_text(SCRIPT)
     finished = run_process("save.py", SHIPPED, cwd=tmp_path)
     assert finished.status == 0, finished.stderr

@@ -111,7 +111,9 @@ def test_section_not_divisible_by_the_ranks_is_refused(sections: tuple[int, ...]
 
 
 @pytest.mark.parametrize(("num_groups", "rows", "size"), [(2, 12, 3), (2, 5, 4), (3, 9, 2)])
-def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, size: int) -> None:
+def test_number_of_ranks_must_divide_the_kv_heads_or_be_a_multiple_of_them(
+    num_groups: int, rows: int, size: int
+) -> None:
     with pytest.raises(ValueError, match=f"are not divisible by {size} ranks"):
         GroupedSplit(num_groups).local(torch.zeros(rows, 1), 0, size)
 
@@ -144,7 +146,7 @@ def test_each_section_of_a_mamba_tensor_is_split_separately(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_output_projection_is_split_along_its_inputs(size: int) -> None:
+def test_output_projection_is_split_along_its_input_dimension(size: int) -> None:
     tensor = torch.rand(HIDDEN, INNER)
     placements = nemotron_h.placements_of(architecture("M*"))
     parts = filled_ranks(placements, {"backbone.layers.0.mixer.out_proj.weight": tensor}, (HIDDEN, INNER // size), size)

@@ -76,7 +76,7 @@ def test_tokens_match_transformers_and_decode_to_the_text(save: object, text: st
     assert (ours.bos, ours.eod, ours.vocab_size) == (theirs.bos_token_id, theirs.eos_token_id, VOCABULARY)
 
 
-def test_bos_spelled_out_in_the_text_is_not_added_again(tmp_path: Path) -> None:
+def test_bos_is_not_added_to_a_text_that_starts_with_bos(tmp_path: Path) -> None:
     save_with_bos(tmp_path)
     tokenizer = loaded(tmp_path)
     assert tokenizer.tokenize("a") == tokenizer.tokenize(f"{END_OF_TEXT}a")

@@ -245,7 +245,7 @@ def test_router_caps_the_requested_number_of_tokens(num_tokens: int) -> None:
     assert 0 <= request.max_new_tokens <= 2**20
 
 
-def test_malformed_messages_log_few_lines(box: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_messages_produce_few_log_lines(box: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=mailbox.__name__):
         for _ in range(500):
             box.ignore(b"client", ValueError("x"))

@@ -145,7 +145,7 @@ def test_coordinator_times_out_when_replicas_do_not_join() -> None:
     coordinator.stop()
 
 
-def test_coordinator_runs_until_its_last_peer_leaves(service: Service) -> None:
+def test_coordinator_runs_until_its_last_replica_or_client_leaves(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     service.starter_left.set()
