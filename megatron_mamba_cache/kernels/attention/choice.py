@@ -24,7 +24,7 @@ class BackendClass(Protocol):
         """Build the backend; importing or testing its library may raise any exception."""
 
     def refusal(self, shape: AttentionShape) -> str | None:
-        """Return why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
 
 
 BACKENDS: tuple[BackendClass, ...] = (

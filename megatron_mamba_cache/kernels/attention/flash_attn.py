@@ -62,7 +62,7 @@ class FlashAttention3(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
         if not is_installed("flash_attn_interface"):
             return "flash_attn_interface is not installed"
         reason = half_precision_refusal(shape, _HEAD_DIMS)
@@ -93,7 +93,7 @@ class FlashAttention2(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
         if not is_installed("flash_attn"):
             return "flash_attn is not installed"
         return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
@@ -122,7 +122,7 @@ class TorchVarlenAttention(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
         if _varlen_attn() is None:
             return "torch's varlen_attn is missing or has no block_table argument; install torch 2.13 or newer"
         return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
@@ -156,7 +156,7 @@ class TorchVarlenAttention(_FlashAttention):
 
 
 def page_refusal(shape: AttentionShape) -> str | None:
-    """Return why flash-attn 2's kernels do not support this block size; None if they do."""
+    """Return why flash-attn 2's kernels do not support this block size, or None if they do."""
     if shape.block_size % PAGE_MULTIPLE:
         return f"the block size must be a multiple of {PAGE_MULTIPLE}, found {shape.block_size}"
     return None

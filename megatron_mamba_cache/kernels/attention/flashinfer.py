@@ -67,7 +67,7 @@ class FlashInferAttention:
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
         if not is_installed("flashinfer"):
             return "flashinfer is not installed; install the extra `gpu`"
         found = _release()
@@ -119,7 +119,7 @@ class FlashInferAttention:
         return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
-        """Return the attention to capture in a CUDA graph; capture the largest one first, as all share its memory."""
+        """Return the attention to capture in a CUDA graph; capture the largest first: all share its workspace."""
         both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
         of_prompts = self._num_pieces(sum(rows.query_lens[both[1]]), may_be_left_out)
         of_decodes = int(self._kernel == "fa3")

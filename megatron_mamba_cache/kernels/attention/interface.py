@@ -158,7 +158,7 @@ def is_installed(package: str) -> bool:
 
 
 def half_precision_refusal(shape: AttentionShape, head_dims: tuple[int, ...] | range) -> str | None:
-    """Return why half-precision GPU kernels do not support the model; None if they do."""
+    """Return why half-precision GPU kernels do not support the model, or None if they do."""
     if shape.device.type != "cuda":
         return f"it needs a CUDA device, found {shape.device.type}"
     if shape.dtype not in (torch.float16, torch.bfloat16):

@@ -226,7 +226,7 @@ def fill_with_rows(rows32, pipeline, tiles, sizes):
 
 @gluon.jit
 def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
-    """Return the offsets in `x` of 64 inputs for each of 32 rows, [32, 64]; rows past the end repeat the last row."""
+    """Return the offsets in `x` of 64 inputs of 32 rows, [32, 64]; rows past the end repeat the last row."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
     token = gl.load(pairs + row) // DIVISOR

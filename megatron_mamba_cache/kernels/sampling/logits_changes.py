@@ -138,7 +138,7 @@ def _bar_tokens_kernel(logits, logits_stride, masks, num_words, rows, vocab_size
 
 
 def mask_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
-    """Set the logits of tokens whose bit in a mask is 0 to minus infinity, in place.
+    """Set logits to minus infinity, in place, where a token's bit in the mask is 0.
 
     Args:
         logits: [n, vocab] floating point, vocabulary contiguous.
