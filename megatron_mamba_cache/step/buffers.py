@@ -144,11 +144,11 @@ class StepBuffers:
         return self.host("block_table").reshape(self.limits.max_requests, self.limits.max_blocks)
 
     def host_columns(self) -> npt.NDArray[np.int32]:
-        """Return the host draft-window columns, [max_requests, 1 + max_drafts]."""
+        """Return each request's live slot and draft slots on the host, [max_requests, 1 + max_drafts]."""
         return self.host("columns").reshape(self.limits.max_requests, 1 + self.limits.max_drafts)
 
     def device_columns(self) -> Tensor:
-        """Return the device draft-window columns, [max_requests, 1 + max_drafts]."""
+        """Return each request's live slot and draft slots on the device, [max_requests, 1 + max_drafts]."""
         return self.device("columns").view(self.limits.max_requests, 1 + self.limits.max_drafts)
 
     def device_block_table(self) -> Tensor:

@@ -18,7 +18,7 @@ _FORMAT = 1
 _USUAL_GB = 100.0
 _LOOK_INTERVAL_S = 1.0
 _LOOKS_AFTER_A_CHANGE = 3
-"""Number of times to list the directory after its timestamp changed: timestamps may have a resolution of only 2 s."""
+"""Number of listings after the directory's timestamp changes; timestamps may have a resolution of only 2 s."""
 
 
 class DiskBelow:

@@ -1,4 +1,4 @@
-"""Step graphs captured over one cache memory, keyed by step shape.
+"""Capture CUDA graphs of steps over one cache memory, and find them by step shape.
 
 Capture uses padding requests, which own no slot and write KV to the dummy block, so no cached state changes. A graph is
 freed together with the cache memory that it was captured over. It reads weights at the addresses from capture time,

@@ -187,7 +187,11 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
 
 
 def selected_log_probs(followed: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
-    """Gather each request's log-probabilities of the actual next tokens from `log_probs`, [logits, vocab]."""
+    """Return each request's log-probabilities of the actual next tokens; None where `followed` is None.
+
+    Args:
+        log_probs: [logits, vocab].
+    """
     logits = [index for one in followed if one for index in one.logits]
     targets = [token for one in followed if one for token in one.followers]
     chosen = iter(log_probs[logits, targets].tolist())

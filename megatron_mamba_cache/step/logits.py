@@ -42,7 +42,7 @@ def _draws_of(sampling: SamplingSettings) -> Draws:
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Tokens whose logits are needed (each request's last token, and tokens before drafts), and how to sample them.
+    """Tokens whose logits are needed (each request's last token and the tokens before drafts), and sampling inputs.
 
     Everything except `starts`, `draws` and the `any_*` flags is a device tensor.
     """

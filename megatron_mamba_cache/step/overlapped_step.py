@@ -109,7 +109,7 @@ class OverlappedStep:
         self.shape = graph.shape
         self.wanted_outputs, self.logits, self.outcome = graph.wanted_outputs, graph.logits, graph.outcome
 
-    # Before it lands.
+    # The methods up to `leave_graph` are called before the step lands.
 
     def note_fed(self, tokens: Sequence[int]) -> None:
         """Store the input tokens, [requests], which were copied on the device and which the host has now read."""
@@ -150,7 +150,7 @@ class OverlappedStep:
         self.wanted_outputs = self.wanted_outputs.clone()
         self._graph = None
 
-    # The interface of `CapturedStep`, used while the step lands.
+    # The methods below implement `CapturedStep`, and are called while the step lands.
 
     def schedule(self, requests: Sequence[RunningRequest]) -> list[Tensor | None]:
         """Schedule the launched tokens for the remaining requests; return the draft distributions."""

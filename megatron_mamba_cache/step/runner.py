@@ -105,8 +105,6 @@ class StepRunner:
             counters,
         )
 
-    # The life of a step.
-
     async def run(self, model: StepModel, *, lands: bool = True) -> StepOutcome:
         """Run the step that the scheduler has filled, and return its outcome. If this raises, call `drop_failed_step`.
 
@@ -165,7 +163,7 @@ class StepRunner:
             self.cache.publish(request, request.scheduled)
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return each prefill request's reserved boundaries in the next step, counted from its first new token."""
+        """Return the boundaries where each prefill request's states are stored, as offsets from its first new token."""
         requests = [request for request in self.requests.prefilling if request.scheduled]
         return [[state.position - request.computed for state in request.reserved] for request in requests]
 
@@ -210,8 +208,6 @@ class StepRunner:
             self._step, self._at_work = None, []
             self.counters.steps_aborted += 1
 
-    # The memory and its requests.
-
     def reset(self) -> None:
         """Drop all requests and the current step. Cached blocks and states stay."""
         self.step_requests.clear()
@@ -225,8 +221,6 @@ class StepRunner:
         self.counters.states_evicted += self.memory.slots.num_evicted
         self.counters.kv_blocks_evicted += self.memory.slots.num_blocks_evicted
         self.step_requests.forget(self.requests)
-
-    # The current step, which the model and the sampler read.
 
     @property
     def step(self) -> Step:
@@ -248,7 +242,7 @@ class StepRunner:
         purpose: DrawPurpose = DrawPurpose.SAMPLE,
         shape: StepShape | None = None,
     ) -> Step:
-        """Copy the scheduled requests' integer inputs to the device, and prepare memory; return an eager step.
+        """Copy the scheduled requests' inputs to the device and prepare memory; return a step to run without a graph.
 
         The previous step's results must have been read, because its buffers are overwritten.
 
@@ -300,8 +294,6 @@ class StepRunner:
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
         """Return logits, [n, vocab], bit-equal on all ranks, given each rank's output of the forward pass."""
         return self._scorer.logits_on_all_ranks(step, output)
-
-    # Captured graphs.
 
     def drop_graphs(self) -> None:
         """Copy the results of an overlapped step, then free all graphs."""

@@ -105,10 +105,13 @@ class Step:
         return None if any_sampled(self.draft_distributions) else self.graph
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
-        """Select and store the rows for `StepBatch.logits`, [logits, n], of hidden states or logits, [1, tokens, n].
+        """Store and return the rows of `outputs` for the tokens in `StepBatch.logits`, [logits, n].
 
-        These rows belong to each request's last token and the tokens before its drafts. If prompts are scored, the step
-        also stores the hidden states of all tokens.
+        These are each request's last token and the tokens before its drafts. If prompts are scored, also store the
+        hidden states of all tokens.
+
+        Args:
+            outputs: [1, tokens, n] hidden states or logits.
         """
         if are_hidden_states and any(request.scores_prompt for request in self.requests):
             self.scored_hidden_states = outputs.squeeze(0)

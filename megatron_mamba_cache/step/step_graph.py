@@ -1,6 +1,6 @@
-"""CUDA graphs for one step shape: the forward pass, then verification and align copies.
+"""CUDA graphs for one step shape: the forward pass, then verification and copies of the states at block boundaries.
 
-Verification and align copies have one graph per sampling method. They run without a graph if a request changes its
+Verification and these copies have one graph per sampling method. They run without a graph if a request changes its
 logits or a draft was sampled from a distribution. Before a replay, the step's requests replace padding requests in the
 buffers; every op skips the remaining padding. If the host plans attention for prompts, the forward pass is split into
 two graphs before the first attention layer, and the host plans while the first graph runs. It is not split with
