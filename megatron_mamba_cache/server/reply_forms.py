@@ -55,16 +55,16 @@ class FormMaker:
         self._tag_ids = syntax.tag_ids(tokenizer)
 
     def answer(self, field: str, grammar: Grammar) -> ReplyForm:
-        """Return the form for a completion constrained by `grammar`; completions have no reasoning."""
+        """Return the `ReplyForm` for a completion constrained by `grammar`; completions have no reasoning."""
         return ReplyForm(field, grammar, None, self._tag_ids.get)
 
     def chat(
         self, answer: tuple[str, Grammar] | None, chosen: ChosenTools, may_call_several: bool | None
     ) -> ReplyForm | None:
-        """Return the form for a chat reply; return None if any text is allowed.
+        """Return the `ReplyForm` for a chat reply; None if any text is allowed.
 
         Args:
-            answer: Pair (name of the field that constrains the answer, grammar); None allows any answer.
+            answer: Constraint on the answer, as (request field, grammar); None allows any answer.
             chosen: Tools that the reply may or must call.
             may_call_several: False allows only one call.
 
@@ -99,7 +99,7 @@ class FormMaker:
         return self._after_reasoning(field, any_of(calls, grammar), begun)
 
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
-        """Return a form for optional calls if a tool is strict or only some tools are allowed; otherwise None."""
+        """Return a form for optional tool calls if a tool is strict or only some may be called; otherwise None."""
         functions = [tool["function"] for tool in chosen.tools]
         is_constrained = chosen.are_some or any(function.get("strict") for function in functions)
         family = self._syntax.tool_calls

@@ -50,7 +50,7 @@ class Turn:
         return self.message.get("name") == other.message.get("name")
 
     def with_role(self, role: str) -> Self:
-        """Return a turn with another role and this turn's text; drop names, reasoning and calls."""
+        """Return this turn with another role and only its text; drop its name, reasoning and calls."""
         return replace(self, message={"role": role, "content": self.content})
 
     def after(self, text: str) -> Self:

@@ -47,7 +47,9 @@ def asked(agent: Agent, client: anthropic.Anthropic, reply: str, end: str = "sto
         return client.messages.create(**settings)
 
 
-def test_reply_has_one_content_block_for_each_part(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_has_separate_content_blocks_for_thinking_text_and_calls(
+    agent: Agent, client: anthropic.Anthropic
+) -> None:
     message = asked(agent, client, REPLY)
     thinking, text, call = message.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Hm.") and (text.type, text.text) == ("text", "I look.")

@@ -294,7 +294,7 @@ def test_unknown_reasoning_effort_is_refused(weighing: TagAgent) -> None:
     assert prompt_text(weighing).startswith("<|im_start|>user") and prompt_text(weighing).endswith(DOES_NOT)
 
 
-def test_earlier_reasoning_stays_in_the_prompt_on_request(qwen: TagAgent) -> None:
+def test_earlier_reasoning_stays_in_the_prompt_when_requested(qwen: TagAgent) -> None:
     keeps: Any = {"extra_body": {"chat_template_kwargs": {"preserve_thinking": True}}, "tools": TOOLS}
     messages: list[Any] = [{"role": "user", "content": "Keep it."}]
     reply = ["Thought.\n", Tag("</think>"), "\n\nDone."]

@@ -37,7 +37,7 @@ def described(item: Any) -> dict[str, Any]:
     return item.model_dump(exclude={"id", "call_id"}, exclude_none=True)
 
 
-def test_response_has_one_item_for_each_part_of_the_reply(agent: Agent) -> None:
+def test_response_has_separate_items_for_reasoning_text_and_calls(agent: Agent) -> None:
     response = asked(agent, REPLY, metadata={"a": "b" * 512}, reasoning={"effort": "low", "summary": "auto"})
     reasoning, text, call = response.output
     assert reasoning.content[0].text == "Hm." and text.content[0].text == response.output_text == "I look."

@@ -208,7 +208,7 @@ def test_replacement_characters_written_by_the_model_are_kept(tokenizer: Hugging
 
 
 @given(TEXTS)
-def test_streamed_pieces_join_to_the_text_without_split_characters(text: str) -> None:
+def test_streamed_pieces_concatenate_to_the_text_and_split_no_character(text: str) -> None:
     pieces = pieces_of(BYTES.tokenize(text), BYTES)
     assert "".join(pieces) == text
     assert sum(piece.count(REPLACEMENT) for piece in pieces) == text.count(REPLACEMENT)
@@ -217,12 +217,12 @@ def test_streamed_pieces_join_to_the_text_without_split_characters(text: str) ->
 @given(st.lists(st.integers(0, 300), max_size=200))
 @example([0xE2, 0x82] * 60)
 @example([0x80] * 90)
-def test_streamed_pieces_of_random_bytes_join_to_the_text(tokens: list[int]) -> None:
+def test_streamed_pieces_of_random_bytes_concatenate_to_the_text(tokens: list[int]) -> None:
     assert "".join(pieces_of(tokens, BYTES)) == BYTES.detokenize(tokens)
 
 
 @given(st.lists(st.integers(0, 2047), max_size=80))
-def test_streamed_pieces_of_random_tokens_join_to_the_text(tokens: list[int]) -> None:
+def test_streamed_pieces_of_random_tokens_concatenate_to_the_text(tokens: list[int]) -> None:
     assert "".join(pieces_of(tokens, SHIPPED)) == SHIPPED.detokenize(tokens)
 
 

@@ -152,7 +152,7 @@ def test_tokenizer_info_route_describes_the_tokenizer_when_enabled(name: str, tm
     }
 
 
-def test_tokenizer_info_has_the_class_of_a_tokenizer_without_files() -> None:
+def test_tokenizer_info_reports_the_class_of_a_tokenizer_that_has_no_files() -> None:
     with front_end(describes_tokenizer=True) as server, server.client() as http:
         assert http.get("/tokenizer_info").json() == {"tokenizer_class": "ByteTokenizer", "chat_template": None}
 

@@ -45,7 +45,7 @@ _FOREIGN: Mapping[str, Sequence[str]] = {
 
 
 class Turn(PartlySupported):
-    """Message from the user or the model, or later instructions (role system)."""
+    """Message with the role user, assistant or, for instructions after the first message, system."""
 
     unsupported = _OF_SYSTEM_MESSAGES
 

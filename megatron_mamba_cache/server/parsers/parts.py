@@ -9,7 +9,7 @@ from .text_feed import TextFeed
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the user, or a piece of it."""
+    """Reply text for the user, or a piece of it."""
 
     text: str
 
@@ -92,7 +92,7 @@ class ReplyParser:
 
     @property
     def found_tags(self) -> Sequence[tuple[str, int]]:
-        """Pairs (tag, position) found so far, without mentions."""
+        """(tag, position) pairs found so far, without mentions of tags."""
         return self._feed.found
 
     def push(self, text: str) -> list[Part]:
