@@ -148,8 +148,8 @@ class ReplayStates(DraftStates):
 def num_folded(request: RunningRequest, fold_len: int) -> int:
     """Return how many tokens the state in the live slot includes, for a request with a draft buffer.
 
-    After prefill, the live slot holds the prompt's state. Each later step adds the buffered tokens to that state up to
-    the last multiple of `fold_len`.
+    After prefill, the live slot holds the prompt's state. Each later step adds to that state the buffered tokens up to
+    the last position that is a multiple of `fold_len`.
     """
     cursor = request.cursor
     start_of_last_step = request.computed - cursor.accepted

@@ -58,7 +58,7 @@ class KVBlockPool:
         return self._indices.num_available
 
     def count_by_kind(self) -> dict[str, int]:
-        """Return the number of blocks that are free, cached and in use, keyed by these names."""
+        """Return the number of blocks of each kind, keyed by "free", "cached" and "in_use"."""
         return {"free": self.num_free, "cached": self.num_cached, "in_use": self.num_referenced}
 
     def num_refs(self, block: BlockId) -> int:

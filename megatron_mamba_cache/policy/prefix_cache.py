@@ -50,7 +50,7 @@ class PrefixCache:
     """Admits requests with their longest cached prefix, caches what they compute, and releases what they hold.
 
     Args:
-        draft_states: Manages the slots or buffers for the drafts of running requests.
+        draft_states: Allocator of slots or buffers for the drafts of running requests.
         checkpoints: Boundaries at which decode caches states: "all", "none", or only each request's newest ("rolling").
         epoch: Number of flushes so far. It is part of the keys, so entries from earlier epochs are never found.
         tiers: Host and disk tiers; None for no tiers.

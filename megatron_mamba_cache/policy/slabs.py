@@ -10,7 +10,7 @@ from ..errors import CacheIntegrityError
 
 
 class SlabUse(IntEnum):
-    """Contents of a slab; the value is an index into `Slabs.indices`."""
+    """Contents of a slab; the values of KV and STATES are indices into `Slabs.indices`."""
 
     UNUSED = -1
     KV = 0
@@ -22,7 +22,7 @@ class Slabs:
 
     Attributes:
         use: Contents of each slab, a `SlabUse`.
-        num_fixed: Number of indices in each slab that cannot be evicted.
+        num_fixed: For each slab, the number of indices that cannot be evicted.
         num_open: Number of slabs without a fixed index, which evictions could empty.
         unused: Unused slabs in ascending order. KV takes the first and states take the last, so few slabs are
             reassigned.
@@ -141,7 +141,7 @@ class SlabIndexPool:
         for slab, count in zip(mine, num_fixed, strict=True):
             if len(self._free[slab]) + count > per_slab:
                 raise CacheIntegrityError(
-                    f"slab {slab} has {count} fixed and {len(self._free[slab])} free indices, but size {per_slab}"
+                    f"slab {slab} has {count} fixed and {len(self._free[slab])} free indices; only {per_slab} fit"
                 )
         num_free = sum(len(self._free[slab]) for slab in mine) + len(slabs.unused) * per_slab
         num_next_to_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)

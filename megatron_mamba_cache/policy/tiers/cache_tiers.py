@@ -231,8 +231,8 @@ class HostTier(Tiers):
         counted = {block: kv.num_refs(block) for block in held}
         if counted != held or kv.num_referenced != len(held):
             raise CacheIntegrityError(
-                f"copies must hold the references {held} on host blocks, found {counted}, and {kv.num_referenced} "
-                "referenced blocks"
+                f"copies hold the references {held} on host blocks, but the pool counts {counted} on these blocks and "
+                f"{kv.num_referenced} referenced blocks"
             )
         reserved = [arrival.slot for arrival in arrivals]
         strange = [slot for slot in reserved if slots.owner_of(slot) is not SlotOwner.RESERVED]
