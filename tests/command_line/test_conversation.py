@@ -1,4 +1,4 @@
-"""A conversation with the shipped model: each turn's prompt extends the earlier ones."""
+"""A conversation with the shipped model: the prompt of each turn extends the earlier turns."""
 
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,4 +1,4 @@
-"""Flags of the coordinator's access, and refusals of `serve` before loading."""
+"""Flags for access to the coordinator, and errors that `serve` reports before it loads a model."""
 
 from pathlib import Path
 

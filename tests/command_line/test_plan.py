@@ -1,4 +1,4 @@
-"""The command `plan`: its output and its refusals."""
+"""The `plan` command: its output and its errors."""
 
 import json
 from pathlib import Path

@@ -26,7 +26,7 @@ GREEDY = ("--top-k", 1, "--dtype", "fp32")
 
 @pytest.fixture
 def directories(tmp_path: Path) -> tuple[Path, Path]:
-    """Write one model in FP8 and, with the values that this means, in float32."""
+    """Write a model in FP8, and its dequantized values in float32."""
     quantized, plain = tmp_path / "fp8", tmp_path / "plain"
     for directory in (quantized, plain):
         save_model("nemotron_h", directory)

@@ -1,4 +1,4 @@
-"""The printed report of a run, without running one."""
+"""The printed report, for given results of a run."""
 
 from dataclasses import replace
 

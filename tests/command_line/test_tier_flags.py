@@ -1,4 +1,4 @@
-"""Flags of the tiers in generate and serve, and refusals before memory is allocated."""
+"""Flags for host and disk tiers in generate and serve; invalid flags are refused before memory is allocated."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""On a rank: decisions that ranks agree on, and detection of diverged ranks."""
+"""Functions that run on a rank: agreement of ranks on decisions, and detection of ranks that diverge."""
 
 from dataclasses import replace
 from json import JSONDecodeError

@@ -1,4 +1,4 @@
-"""New weights for a sharded model: all ranks take the same ones, and none finds states of the old ones."""
+"""New weights for a sharded model: all ranks load the same version, and no rank reuses states of old weights."""
 
 import pytest
 

@@ -50,7 +50,7 @@ class BlockRunner:
 
     Args:
         environment: Variables of the processes.
-        port: That servers take, and clients go to, instead of the usual one.
+        port: Port that servers and clients use instead of the default port.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str], port: int = _USUAL_PORT) -> None:

@@ -1,4 +1,4 @@
-"""Every block of the documentation is run, or parsed if it states its needs."""
+"""Every code block in the documentation is run, or only parsed if its marker says that it needs other hardware."""
 
 import ast
 import importlib.util

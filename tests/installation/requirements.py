@@ -55,7 +55,7 @@ class Environment:
 
     Args:
         extras: In addition to the base install.
-        entries: Modules where what is started begins.
+        entries: Modules in which the programs start.
         followed: Extras whose guarded imports are reached.
     """
 

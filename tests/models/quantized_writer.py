@@ -60,8 +60,8 @@ class Kind:
 
     Args:
         config: `quantization_config` of config.json.
-        encoders: Pattern of names → how those weights are stored; the first that matches counts.
-        columns: Columns of a quantized weight are a multiple of this.
+        encoders: Pattern of weight names → encoder of these weights; the first pattern that matches applies.
+        columns: The number of columns of a quantized weight must be a multiple of this.
         file: Content of `hf_quant_config.json`.
         extra: Endings of tensors that activations and the KV cache have, next to those of a weight.
         stem: What precedes the ending of a scale's name where the weight's own name does not end in "weight".
@@ -80,7 +80,7 @@ def quantize(directory: Path, kind: Kind, keep: str = "$^", num_shards: int = 3,
 
     Args:
         keep: Pattern of names of weights that stay in bf16.
-        num_shards: Files; the tensors of a weight are spread over them.
+        num_shards: Number of files; the tensors of one weight are in different files.
     """
     rng = np.random.default_rng(seed)
     stored: dict[str, Stored] = {}

@@ -35,7 +35,7 @@ Scheme = Callable[[Tensors], Tensors]
 
 
 def replacing(*pairs: tuple[str, str]) -> Scheme:
-    """Return a scheme that replaces parts of names."""
+    """Return a naming scheme that replaces parts of tensor names."""
 
     def renamed(name: str) -> str:
         for part, other in pairs:
@@ -46,7 +46,7 @@ def replacing(*pairs: tuple[str, str]) -> Scheme:
 
 
 def stacking(tensors: Tensors) -> Tensors:
-    """Replace the tensors of a layer's experts by one that stacks them."""
+    """Replace the separate expert tensors of each layer by one stacked tensor."""
     found = {name: tensor for name, tensor in tensors.items() if not EXPERT.match(name)}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -271,7 +271,7 @@ WRAPPERS: dict[str, tuple[str, str, str, Scheme]] = {
 
 
 def wrap(directory: Path, name: str) -> None:
-    """Wrap a checkpoint as the language model of a multimodal one."""
+    """Turn a checkpoint into the language model of a multimodal checkpoint."""
     _, field, prefix, scheme = WRAPPERS[name]
     tensors = {f"{prefix}{name}": tensor for name, tensor in scheme(tensors_of(directory)).items()}
     output = f"{prefix}lm_head.weight"

@@ -34,7 +34,7 @@ def as_pattern(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def theta_alone(**more: Any) -> Edit:
-    """Return an edit that writes the rotary base like version 4."""
+    """Return an edit that writes the rotary base as transformers 4 does."""
     return lambda config: config | {"rope_theta": config.pop("rope_parameters")["rope_theta"], **more}
 
 
@@ -46,7 +46,7 @@ def by_interval(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Write the fields of the rotary embedding next to the others."""
+    """Write the fields of the rotary embedding at the top level, as transformers 4 does."""
     rope = config.pop("rope_parameters")
     names = ("rope_theta", "partial_rotary_factor")
     return config | {name: rope[name] for name in names} | {"rope_scaling": None}

@@ -44,7 +44,7 @@ def assert_loads_exactly(directory: Path, kind: str, keep: str = "$^", dtype: to
 
 
 def number_quantized(directory: Path, ending: str) -> int:
-    """Return the number of a directory's tensors whose names have this suffix."""
+    """Return the number of tensors in a directory with this name suffix."""
     return sum(name.endswith(ending) for name in SafetensorsFiles(directory).names)
 
 

@@ -1,4 +1,4 @@
-"""Random and mutated messages, while requests run: tokens are the same, and memory is flat."""
+"""Random and mutated messages that arrive while requests run change no tokens and do not increase memory."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ async def ask_while_attacked(client: Client, addresses: list[str], num_messages:
 
 
 def coordinator_of(fleet: Fleet, ranks: list[psutil.Process]) -> psutil.Process:
-    """Return the process that listens on the fleet's address; a rank has started it."""
+    """Return the coordinator's process, which listens on the fleet's address and was started by a rank."""
     children = [child for rank in ranks for child in rank.children()]
     port = port_of(fleet.address)
     (found,) = [child for child in children if any(c.laddr.port == port for c in child.net_connections("tcp"))]

@@ -1,4 +1,4 @@
-"""Replicas in real processes: prefix routing, and no request lost by deaths, slow or failed steps."""
+"""Replicas in real processes: prefix routing; deaths, slow steps and failed steps lose no request."""
 
 import asyncio
 import signal
