@@ -22,7 +22,9 @@ class CacheCounters:
     drafting_failures: int = 0  # number of steps without drafts because the drafter raised
     drafts_at: list[int] = field(default_factory=list)  # number of draft tokens at each position after the base token
     accepted_at: list[int] = field(default_factory=list)  # number of accepted draft tokens at each position
-    requests_without_hit: dict[str, int] = field(default_factory=dict)  # number of first admissions, by reason
+    requests_without_hit: dict[str, int] = field(
+        default_factory=dict
+    )  # first admissions without a cache hit, by reason
     states_reserved: int = 0
     states_published: int = 0
     decode_states_published: int = 0

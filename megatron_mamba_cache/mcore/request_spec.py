@@ -19,11 +19,11 @@ from ..policy.request_rules import RequestRules
 from ..policy.request_settings import LogProbSettings, PromptBreakpoint, RequestSpec, SamplingSettings, packed_ids
 
 SPEC = "spec"
-"""Name of the attribute of sampling parameters with fields of `RequestSpec.as_mapping`, which override Megatron's."""
+"""Attribute of sampling parameters that holds fields of `RequestSpec.as_mapping`; these override Megatron's fields."""
 PROMPT_SCORES = "prompt_scores"
-"""Name of the attribute of a reply's sampling parameters with a `ScoredToken` per prompt token from the second on.
+"""Attribute of a reply's sampling parameters that holds a `ScoredToken` per prompt token from the second on.
 
-The attribute exists only if the request asked for scores of its prompt.
+It exists only if the request asked for scores of its prompt.
 """
 _MOST_BREAKPOINTS = 16
 

@@ -163,7 +163,7 @@ def test_serve_without_its_extra_names_the_install_command(
 ) -> None:
     _lose(monkeypatch, "fastapi", None)
     assert main(["serve"]) == 2
-    reported = "serve needs fastapi, which is not installed: pip install 'megatron-mamba-cache[server]'"
+    reported = "serve needs fastapi, which is not installed; run pip install 'megatron-mamba-cache[server]'"
     assert capsys.readouterr().err == f"mamba-cache: error: {reported}\n"
 
 
