@@ -49,7 +49,7 @@ LARGE_COPY = 3 * 2**28
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Measurements of a run."""
+    """The cases that a run measures, by section."""
 
     models: tuple[str, ...]
     scan_cases: tuple[str, ...]

@@ -173,7 +173,7 @@ def serve(shape: Shape, loaded: LoadedModel, lines: list[PromptLine], prefix_cac
 
 
 class HostMemory:
-    """Growth of the resident memory of this process; 0 on other systems than Linux."""
+    """Growth of the resident memory of this process in bytes; 0 on systems other than Linux."""
 
     def __init__(self) -> None:
         with suppress(OSError):  # without the reset, the peak is that of the whole process, which is at least as large
@@ -200,7 +200,7 @@ def peak_gpu_bytes() -> int:
 
 @contextmanager
 def stopwatch() -> Iterator[list[float]]:
-    """Context manager that yields a list; at the end, the list gets the seconds of the body, including its GPU work."""
+    """Context manager that yields a list and, at the end, appends the seconds of its body, including GPU work."""
     seconds: list[float] = []
     start = time.perf_counter()
     yield seconds

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 results=${1:?name a folder for the tables; the pages of benchmarks/results are written by hand}
 mkdir -p "$results"
 failed=0
-most_lines=200 # of a section's output
+most_lines=200 # maximum number of output lines per section
 
 section() { # section FILE TITLE COMMAND...
     case " ${ONLY:-$1} " in *" $1 "*) ;; *) return 0 ;; esac

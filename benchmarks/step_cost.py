@@ -94,7 +94,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Line `at_0 + slope * rows`, fitted to points by least squares."""
+    """Linear fit `at_0 + slope * rows` by least squares."""
 
     at_0: float
     slope: float
@@ -179,7 +179,7 @@ def step_cost(
 
 
 def mean_of_periods(seconds: Sequence[float]) -> float:
-    """Return the mean over the steps of a period; each is the median of the steps at intervals of whole periods."""
+    """Return the mean over the steps of a period, each step's time being the median over all periods."""
     return fmean(median(seconds[first::PERIOD]) for first in range(PERIOD))
 
 
@@ -206,7 +206,10 @@ def timed_step(engine: Any) -> float:
 
 
 def draft_speeds(model: Any, shape: ServedShape, num_prompt: int, num_reply: int) -> dict[str, DraftSpeed]:
-    """Measure the same prompts without drafts, with correct drafts and with wrong drafts; set `sure_model` weights."""
+    """Measure the same prompts without drafts, with correct drafts and with wrong drafts.
+
+    The model gets `sure_model` weights.
+    """
     make_sure(model)
     shape = replace(shape, max_requests=DRAFT_ROWS, num_graphs=min(shape.num_graphs, 1))
     rng = random.Random(0)

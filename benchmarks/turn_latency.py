@@ -304,7 +304,7 @@ def run(engine: Any, prompts: Mapping[int, Sequence[int]], num_tokens: int | Seq
 
 
 def rotated(names: list[str], number: int) -> list[str]:
-    """Return the names, rotated by `number`."""
+    """Return the names, rotated to the left by `number`."""
     first = number % len(names)
     return names[first:] + names[:first]
 

@@ -76,12 +76,12 @@ class ServedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ServedLoad:
-    """Results of a load.
+    """Results of a load that an engine has served.
 
     Args:
         turns: Requests in order of arrival.
         num_unsent: Number of turns that had not arrived at the time limit.
-        step_s: Seconds spent in the engine's steps.
+        step_s: Total seconds of the engine's steps.
         peak_slots: Maximum number of state slots in use.
         gpu: GPU and host times of some steps in the middle of the load; None on a CPU, or if the load was too short.
     """
