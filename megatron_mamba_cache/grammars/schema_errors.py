@@ -129,7 +129,7 @@ def _refuse(root: dict[str, Any], finite: set[int]) -> None:
         step, found = lacking[0]
         path = path_of(step) if step.startswith("#") else f"{path}.{step}".lstrip(".")
     if found is False:
-        path = _MEMBER_OF_ALL.sub("", path)  # added by `drop_empty_words`, which rewrites `not: {}`
+        path = _MEMBER_OF_ALL.sub("", path)  # `drop_empty_words` added it to rewrite `not: {}`
     with at_location(path):
         reason = "the schema of a required property allows no value" if found is False else "references never end"
         raise GrammarError(f"no JSON value matches the schema: {reason}")

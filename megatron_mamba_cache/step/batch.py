@@ -33,7 +33,7 @@ class StepBatch:
     request_ids: tuple[int, ...]  # [requests]
     row_indices: Sequence[int]  # [requests] index of each request in the step's tensors; other indices are padding
     num_tokens: int
-    num_exchanged: int  # tokens that each expert-parallel rank exchanges, padding included
+    num_exchanged: int  # number of tokens that each expert-parallel rank exchanges, padding included
     num_decode_requests: int
     num_decode_tokens: int
     token_ids: Tensor  # [tokens] int64

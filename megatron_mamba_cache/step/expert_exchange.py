@@ -62,7 +62,7 @@ class ExpertExchange:
             return None
         marked = self._marked
         if marked is not None and (marked[0] is batch or self._is_made()):
-            found = marked[1]  # of this step, or gathered by the failed forward pass
+            found = marked[1]  # gathered in this step, or by the failed forward pass
         else:
             found = self.gather(batch.real_tokens, batch.num_exchanged)
         self._marked = batch, found

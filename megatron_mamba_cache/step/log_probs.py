@@ -97,7 +97,7 @@ class StepScorer:
         return step_log_probs(step.batch, kept, self.logits_on_all_ranks(step, logits), only_last=self._only_last)
 
     def _scores(self, step: Step) -> bool:
-        return step.batch.logits.any_scored and any_scored(step.requests)  # a request that asked may have left
+        return step.batch.logits.any_scored and any_scored(step.requests)  # requests may have left since
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
         """Return the logits, [n, vocab], bit-equal on all ranks, given each rank's output of the forward pass."""

@@ -85,7 +85,7 @@ def write_logits(
     cu_logits[:] = starts
     of_request = np.repeat(np.arange(num_requests, dtype=np.int32), np.diff(cu_logits))
     buffers.host("logit_requests")[: starts[-1]] = of_request
-    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # cumulative counts of such tokens
+    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # cumulative number
     buffers.host("logit_tokens")[: starts[-1]] = np.arange(starts[-1], dtype=np.int32) + without_logits[of_request]
     _write_sampling(requests, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
 
@@ -157,7 +157,7 @@ def any_changed(requests: Sequence[RunningRequest]) -> bool:
 
 def any_masked(requests: Sequence[RunningRequest]) -> bool:
     """Return whether any request has a grammar."""
-    return any([request.spec.sampling.grammar for request in requests])  # called twice per step; a generator is slower
+    return any([request.spec.sampling.grammar for request in requests])  # a list is faster than a generator here
 
 
 def any_scored(requests: Sequence[RunningRequest]) -> bool:

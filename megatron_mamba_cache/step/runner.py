@@ -330,7 +330,7 @@ class StepRunner:
         """
         graph = step.verifying_graph(only_last_logits=self.only_last_logits)
         if graph is not None:
-            self._changes.masks.apply(logits.squeeze(0))  # in place in the graph's logits
+            self._changes.masks.apply(logits.squeeze(0))  # in place, because the graph reads these logits
             return graph.verify(step.batch.logits.draws)
         requests = step.batch.logits
         outcome = outcome_on_all_ranks(

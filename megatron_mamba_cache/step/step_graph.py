@@ -170,11 +170,13 @@ class StepGraph:
         """Launch the next step; see `CapturedStep`."""
         before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
-            raise CacheIntegrityError("the next step needs more than this step's tokens; check can_launch_next() first")
+            raise CacheIntegrityError(
+                "cannot launch the next step from this step's tokens alone; check can_launch_next()"
+            )
         sent = send_next(before.step, buffers, self._memory.geometry.block_size, self.shape.num_requests)
         self._memory.prepare(())
         batch = self._note_next(before, sent)
-        buffers.feed(self.outcome[: len(requests), 1])  # decode requests come first
+        buffers.feed(self.outcome[: len(requests), 1])  # decode requests are first
         self.forward()
         state = OverlapState.FORWARD
         if not (before.batch.logits.any_changed or any_masked(requests)):  # otherwise the host needs the tokens first

@@ -88,7 +88,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
             for draws in Draws:
                 outcome = verify_step(replace(step.logits, draws=draws), zeros, [])
             copy_reached_boundaries(step, outcome, memory)
-            if zeros.dtype is not torch.float32:  # changed logits are float32
+            if zeros.dtype is not torch.float32:  # logits that requests change are converted to float32
                 for draws in Draws:
                     verify_step(replace(step.logits, draws=draws), zeros.float(), [])
             torch.cuda.synchronize()  # before the next step overwrites the step buffers
