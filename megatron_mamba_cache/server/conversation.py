@@ -33,7 +33,7 @@ class Conversation:
     values: Mapping[str, Any] = field(default_factory=dict)  # other template variables
     adds_prompt: bool = True  # True if the prompt ends with the header of the assistant's reply
     continues: bool = False  # True if the reply continues the last message
-    breakpoints: tuple[Breakpoint, ...] = ()  # in order of position
+    breakpoints: tuple[Breakpoint, ...] = ()  # sorted by position
 
     @property
     def has_calls(self) -> bool:

@@ -115,7 +115,8 @@ class PromptReader:
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the token ids of a prompt and its reply for later prompts; ignore empty and non-text replies."""
         add = prompt.add_special_tokens
-        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # no text can follow
+        # If the tokenizer adds an end token to texts, no text can continue the prompt's tokens.
+        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)
         if prompt.text is None or not reply or not self._knows_continuations or ends_text:
             return
         if image_error(self._tokenizer, reply_ids) is not None:

@@ -82,7 +82,7 @@ def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
             return True
         break
     if num_calls:
-        feed.back_to_mark()  # the rest is content
+        feed.back_to_mark()  # the text after the calls is content
     return num_calls > 0
 
 
