@@ -33,7 +33,7 @@ def test_replica_link_forwards_only_messages_for_the_engine(line: Line) -> None:
 
 def test_fenced_replica_must_restart(line: Line) -> None:
     line.say(FENCED)
-    with pytest.raises(ReplicaFencedError, match="restart it"):
+    with pytest.raises(ReplicaFencedError, match="restart this replica"):
         line.link.drain()
 
 
