@@ -40,7 +40,7 @@ class StepSharing:
     is_shared = False
     """True if the experts are split across ranks."""
     is_owed = False
-    """True while this rank must compute the next step, because another rank may have launched it early."""
+    """True if every rank must compute the next step, because at least one rank launches it early."""
 
     @property
     def is_fixed(self) -> bool:

@@ -50,7 +50,7 @@ class OutputMemory:
 
         Args:
             output: [..., width] one row per token, or only per token that needs logits. The first call must be for the
-                largest shape.
+                shape with the most tokens.
         """
         if self._memory is None:
             has_all = output.numel() // output.shape[-1] != shape.num_logits
