@@ -84,7 +84,7 @@ class Step:
 # Choice of the backend for a model.
 
 
-def test_every_attention_setting_has_exactly_one_backend() -> None:
+def test_attention_settings_are_auto_and_the_names_of_the_backends() -> None:
     assert {"auto", *(backend.setting for backend in BACKENDS)} == set(CacheConfig.RULES["attention_backend"])
 
 
