@@ -18,14 +18,14 @@ SpecialId = Callable[[str], int | None]
 """Returns the id of the special token with this text; None if there is no such token."""
 
 _WHITE_SPACE = r"( |\n {0,16})?"
-"""Allowed between JSON tokens: nothing, one space, or a line break and an indentation."""
+"""White space allowed between JSON tokens: none, one space, or a line break and an indentation."""
 ANY = r"(.|\n)*"
 """Regular expression for any text."""
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
 GUIDANCE = "x-guidance"
 """Key in a schema under which llguidance reads its settings."""
 LOCATION = "location"
-"""Key in a grammar's part for the request field with the schema; removed before llguidance reads the grammar."""
+"""Key under which a part of a grammar names the request field of its schema; removed before compilation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from .patterns import CLASS
 from .schema_words import also, at_location, list_of, locations_in, mapping_of, schemas_in, values_in
 
 _MOST_EXACT = 2**53
-"""Larger integers may not be exact in float64, which llguidance uses."""
+"""Integers up to this magnitude are exact in float64, which llguidance uses."""
 _LARGEST_INTEGER = 2**63 - 1024  # exact in float64; llguidance stores bounds as 64-bit integers, even for type number
 _WORDS_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")

@@ -74,7 +74,7 @@ _COMMON: Mapping[str, str] = {
     "duration": "^P([0-9]{1,4}[YMWD]|([0-9]{1,4}D)?T[0-9]{1,4}(H([0-9]{1,4}M([0-9]{1,4}S)?)?|M([0-9]{1,4}S)?|S))$",
     "uri": "^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?([.][a-z]{2,10}){1,3}(/[A-Za-z0-9_-]*)*$",
 }
-"""Format → regular expression for common texts in this format, used where a format cannot be given."""
+"""Format → regular expression for common texts in this format, used where only a regular expression is possible."""
 _NO_EXAMPLES = ("", "a", "A1!", " ", "@", "a b", "-1", "admin", "Passw0rd!longer than most")
 
 

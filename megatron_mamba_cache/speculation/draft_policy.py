@@ -19,7 +19,7 @@ TRIAL_DRAFTS = 4
 TRIAL_SHARE = 0.0075
 """Fraction of the total time that trial steps may take."""
 RESUME_GAIN = 1.1
-"""Hysteresis: minimum expected speedup before paused requests draft again."""
+"""Minimum expected speedup before paused requests draft again; larger than LEAST_GAIN for hysteresis."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256
 PATIENCE = 4
 """Maximum number of consecutive steps without proposals before drafting pauses."""
