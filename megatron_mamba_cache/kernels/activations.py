@@ -61,7 +61,9 @@ def gated_silu(products: Tensor) -> Tensor:
     Reference: `gated_silu_ref`. CUDA-graph safe: no host sync, one launch.
     """
     if products.shape[-1] % 2:
-        raise ValueError(f"the last dimension (gates, then gated values) must be even, found {products.shape[-1]}")
+        raise ValueError(
+            f"the last dimension of products (gates, then values) must be even, found {products.shape[-1]}"
+        )
     if (
         not launches_kernel(products)
         or not is_computed_in_fp32(products)

@@ -43,7 +43,9 @@ def test_gated_silu_supports_float64_and_views(
 
 
 def test_gated_silu_refuses_an_odd_last_dimension(device: str) -> None:
-    with pytest.raises(ValueError, match=r"the last dimension \(gates, then gated values\) must be even, found 5"):
+    with pytest.raises(
+        ValueError, match=r"the last dimension of products \(gates, then values\) must be even, found 5"
+    ):
         gated_silu(torch.randn(3, 5, device=device))
 
 

@@ -158,7 +158,10 @@ def check_append(
                 f"{name} must be int32 or int64 on {key.device}, found {locations.dtype} on {locations.device}"
             )
         if locations.shape != key.shape[:1] or not locations.is_contiguous():
-            raise ValueError(f"{name} must be contiguous with shape [{key.shape[0]}], found {tuple(locations.shape)}")
+            raise ValueError(
+                f"{name} must be contiguous with shape [{key.shape[0]}], found shape "
+                f"{tuple(locations.shape)} with strides {locations.stride()}"
+            )
     if not key.device == value.device == k_cache.device == v_cache.device:
         raise ValueError(
             f"all tensors must be on the same device, found key on {key.device}, value on {value.device}, k_cache on "

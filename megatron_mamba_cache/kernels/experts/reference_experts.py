@@ -177,7 +177,7 @@ def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
     if weights.shape not in ((num_tokens, top_k), (num_tokens, top_k + 1)) or not weights.is_contiguous():
         raise ValueError(
             f"weights must be contiguous [{num_tokens}, {top_k}], or [{num_tokens}, {top_k + 1}] with a shared expert, "
-            f"found {tuple(weights.shape)}, strides {weights.stride()}"
+            f"found shape {tuple(weights.shape)} with strides {weights.stride()}"
         )
 
 

@@ -116,4 +116,4 @@ def _check_products(x: Tensor, gate: Tensor) -> None:
         found = f"x {x.dtype} on {x.device}, gate {gate.dtype} on {gate.device}"
         raise ValueError(f"x and gate must have the same dtype and device, found {found}")
     if not gate.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(f"inputs must be contiguous, found strides x {x.stride()}, gate {gate.stride()}")
+        raise ValueError(f"inputs of x and gate must be contiguous, found strides x {x.stride()}, gate {gate.stride()}")

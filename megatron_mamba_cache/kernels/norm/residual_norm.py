@@ -90,7 +90,7 @@ def _check(output: Tensor, residual: Tensor, weight: Tensor) -> None:
         )
     if not (output.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
         strides = f"output {output.stride()}, residual {residual.stride()}, weight {weight.stride()}"
-        raise ValueError(f"tensors must be contiguous, found strides {strides}")
+        raise ValueError(f"output, residual and weight must be contiguous, found strides {strides}")
     if not output.device == residual.device == weight.device:
         devices = f"output on {output.device}, residual on {residual.device}, weight on {weight.device}"
-        raise ValueError(f"tensors must be on the same device, found {devices}")
+        raise ValueError(f"output, residual and weight must be on the same device, found {devices}")
