@@ -184,7 +184,7 @@ def table(found: Sequence[Cost], masks: dict[str, float]) -> str:
         times = f"{cost.of_first:.3f} | {cost.of_plain:.3f}"
         lines.append(f"| {cost.case} | {cost.wall_ms:.3f} | {100 * cost.ahead:.0f} | {times} |")
     summary = ", ".join(f"{name} {us:,.0f} µs" for name, us in masks.items())
-    return "\n".join([*lines, "", f"A mask on one thread: {summary}."])
+    return "\n".join([*lines, "", f"Time of a mask on one thread: {summary}."])
 
 
 def main() -> None:

@@ -282,8 +282,8 @@ def table(figures: dict[str, Any]) -> str:
         lines.append(f"| {name} | {pair['positions']} | {apart} |")
     lines += [
         "",
-        f"Cached runs differ by no more than uncached ones do, up to a factor of {SLACK}: {_yes(logits['holds'])}. "
-        f"Lost states would show: {_yes(logits['lost states would show'])}. "
+        f"Cached runs differ no more than uncached runs, up to a factor of {SLACK}: {_yes(logits['holds'])}. "
+        f"Lost states would be detected: {_yes(logits['lost states would show'])}. "
         f"The logits' standard deviation is {logits['spread of the logits']:.3g}; alone with a cache, "
         f"{logits['prompt tokens skipped']:,} of {logits['prompt tokens']:,} prompt tokens were skipped.",
         "",
@@ -305,7 +305,7 @@ def _of_floor(floor: Mapping[str, float], prefill_s: float) -> list[str]:
     if not floor:
         return []
     return [
-        f"The cold prompts' products ({floor['FLOPs'] / 1e12:.1f} TFLOP) take {floor['s']:.3f} s at the "
+        f"The GEMMs of the uncached prompts ({floor['FLOPs'] / 1e12:.1f} TFLOP) take {floor['s']:.3f} s at the "
         f"{floor['TFLOP/s']:.0f} TFLOP/s of a large one: prefill is at {floor['s'] / prefill_s:.2f} of that.",
         "",
     ]

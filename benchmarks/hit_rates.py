@@ -148,7 +148,10 @@ def table(figures: Sequence[Figure], picture: Path | None = None) -> str:
     command = f"{COMMAND} --seeds {seeds}{f' --plot benchmarks/results/{picture.name}' if picture else ''}"
     lines = ["# Tokens saved under each eviction rule", "", f"    {command}", ""]
     lines += [f"Python {platform.python_version()}, {seeds} seeds. {_flat(__doc__)}", ""]
-    lines += ["Saved: share of what an unlimited cache saves; where that is nothing, there is nothing to save.", ""]
+    lines += [
+        "Saved tokens are a fraction of what an unlimited cache saves; if no prompt hits, there is nothing to save.",
+        "",
+    ]
     lines += [f"![Tokens saved as memory shrinks]({picture.name})", ""] if picture else []
     lines += ["| load | GiB | working set, GiB | hit rate, unlimited | lru | cost | cost / lru, mean (worst seed) |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
@@ -191,7 +194,7 @@ def _row(load: str, cache_gb: float, figures: Sequence[Figure]) -> str:
 def _targets(figures: Sequence[Figure]) -> Iterator[str]:
     """Yield each goal with the measured value, both as text; values are means over the seeds."""
     loads, budgets = _loads_with_hits(figures), _budgets(figures)
-    yield "Aims, and what the cost-aware rule reached:"
+    yield "Goals, and the results of the cost-aware rule:"
     yield ""
     fitting = {load: [gb for gb in budgets if gb >= _working_set(figures, load)] for load in loads}
     reached = [
@@ -199,11 +202,11 @@ def _targets(figures: Sequence[Figure]) -> Iterator[str]:
         for load, fits in fitting.items()
         if fits
     ]
-    aim = "0.95 of the unlimited cache's savings where the working set fits; in the least such budget"
+    aim = "at least 0.95 of the unlimited cache's savings if the working set fits; in the smallest such budget"
     yield f"- {aim}: {', '.join(reached)};"
     pairs = [[_pick(figures, load, gb, rule) for rule in RULES] for load in loads for gb in budgets]
     worst = min((ratio for pair in pairs for ratio in _ratios(*pair)), default=1.0)
-    yield f"- never below 0.98 of LRU's: {worst:.3f} at worst, of all loads, budgets and seeds."
+    yield f"- at least 0.98 of LRU's savings: {worst:.3f} in the worst case over all loads, budgets and seeds."
 
 
 def _loads(figures: Sequence[Figure]) -> list[str]:

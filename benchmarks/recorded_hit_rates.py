@@ -141,7 +141,7 @@ def main() -> None:
     figures = measure(cases, arguments.split_rules, splits_of(before), arguments.processes)
     text = table(figures, command(SCRIPT, sys.argv[1:]), before.get("source"))
     if arguments.append:
-        append(text, arguments.append, "Tokens saved on recorded loads", __doc__)
+        append(text, arguments.append, "Prompt tokens saved on recorded loads", __doc__)
     print(json.dumps(document([figure.as_json() for figure in figures]), indent=2) if arguments.json else text)
 
 

@@ -149,7 +149,7 @@ def main() -> None:
         figures = list(processes.map(simulate, cases))
     text = table(figures, command(SCRIPT, sys.argv[1:]))
     if arguments.append:
-        append(text, arguments.append, "Simulated tiers", __doc__)
+        append(text, arguments.append, "Host tier in a simulated server", __doc__)
     print(json.dumps(document([asdict(figure) for figure in figures]), indent=2) if arguments.json else text)
 
 

@@ -214,14 +214,14 @@ def table(useful: Sequence[UsefulFigure], useless: Sequence[UselessFigure], *, c
     from measuring.machine import describe_machine
 
     command = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} PYTHONPATH=. python {' '.join(sys.argv)}"
-    lines = ["# What drafts give and what they cost", "", f"    {command}", "", describe_machine(), ""]
-    lines += [f"The small model that ships, fp32, up to {NUM_DRAFTS} drafts a step. Times are {clock} time.", ""]
+    lines = ["# Gain and cost of drafts", "", f"    {command}", "", describe_machine(), ""]
+    lines += [f"Shipped model in fp32, up to {NUM_DRAFTS} drafts per step. Times are {clock} times.", ""]
     lines += [f"Prompt lookup, replies of {REPLY_TOKENS} tokens; medians of {REPETITIONS} runs, decode steps only:", ""]
     lines += ["| workload | tokens | tokens per step | accepted by position, % | ms per token: K=0 | K=4 | same text |"]
     lines += ["|---|---|---:|---|---:|---:|---|"]
     lines += [_useful_row(figure) for figure in useful]
-    lines += ["", f"Drafts that are always wrong, replies of {USELESS_REPLY_TOKENS} tokens, all steps of a run;"]
-    lines += [f"medians of {USELESS_REPETITIONS} runs, in which the two engines step by turns:", ""]
+    lines += ["", f"Drafts that are always rejected, replies of {USELESS_REPLY_TOKENS} tokens, all steps of a run;"]
+    lines += [f"medians of {USELESS_REPETITIONS} runs, in which the steps of the two engines alternate:", ""]
     lines += ["| requests | steps | drafts a token | ms a step: K=0 | K=4 | ratio |", "|---:|---:|---:|---:|---:|---:|"]
     lines += [
         f"| {figure.num_requests} | {figure.num_steps} | {figure.drafted_share:.3f} | {figure.ms_without:.2f} | "

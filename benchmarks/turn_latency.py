@@ -316,7 +316,7 @@ def some_tokens(rng: random.Random, shape: ServedShape, count: int) -> list[int]
 
 def latency_table(latency: TurnLatency) -> str:
     """Return the times to first token of later turns as a Markdown table."""
-    lines = [f"A later turn, {latency.prompt_tokens:,} tokens with its history:", ""]
+    lines = [f"A later turn, {latency.prompt_tokens:,} prompt tokens including the history:", ""]
     medians = latency.first_token_ms
     lines += ["| engine | tokens without prefill | time to first token, ms | speedup of the full cache | goal |"]
     lines += ["|---|---:|---:|---:|---:|"]
@@ -324,7 +324,7 @@ def latency_table(latency: TurnLatency) -> str:
         sooner = f"{latency.times_sooner[name]:.2f} | {REQUIRED[name]:g}" if name in latency.times_sooner else " | "
         lines.append(f"| {name} | {latency.cached_tokens[name]:,} | {first_token_ms:,.2f} | {sooner} |")
     if latency.room is not None:
-        lines += ["", f"Without room the first token takes {latency.room:.3f} times as long as with it."]
+        lines += ["", f"Without room, the time to first token is {latency.room:.3f} times that with room."]
     if latency.floor_ms is not None:
         times = medians[FULL] / latency.floor_ms
         lines += ["", f"Reading all weights, the history's KV and a state takes {latency.floor_ms:.2f} ms; the full "]
@@ -336,7 +336,7 @@ def cold_sentence(cold: ColdThroughput) -> str:
     """Return the throughput of batches that cannot hit the cache as a sentence."""
     speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in cold.tokens_per_s.items())
     return (
-        f"Where nothing can hit, prompt and generated tokens/s: {speeds}; with the cache {cold.ratio:.3f} of without "
+        f"Without hits, prompt and generated tokens/s: {speeds}; with the cache {cold.ratio:.3f} of without "
         f"({cold.lowest:.3f} to {cold.highest:.3f}; required {REQUIRED_THROUGHPUT})."
     )
 
