@@ -111,7 +111,7 @@ class Subject:
 
 def main() -> None:
     """Measure, then print the results as a table or as JSON."""
-    parser = argparse.ArgumentParser(description="Measure what drafts give and what they cost.")
+    parser = argparse.ArgumentParser(description="Measure the gain and the cost of drafts.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="also write the table to this file")
