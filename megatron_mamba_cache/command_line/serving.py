@@ -153,7 +153,7 @@ def _settings(
 def _draft_settings(
     shape: HybridModelShape, max_length: int, engine: CacheConfig, arguments: Namespace, card: Card | None
 ) -> dict[str, Any]:
-    """Return default fields of `CacheConfig` for a draft model."""
+    """Return the default values of `CacheConfig` fields for a draft model."""
     graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
         return default_draft_settings(shape, max_length, given_budget(arguments), ranks_of_process()) | graphs

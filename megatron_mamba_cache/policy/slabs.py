@@ -168,7 +168,7 @@ class SlabIndexPool:
             )
 
     def _open_slab(self) -> int:
-        """Take an unused slab, add it to the empty heap, and return its number."""
+        """Take an unused slab, add it to the heap, which must be empty, and return its number."""
         slab = self._take_over()
         first = slab * self.per_slab
         self._free[slab].extend(range(first + self.per_slab - 1, first - 1, -1))

@@ -171,7 +171,7 @@ class StepRunner:
         """Append and publish the kept tokens, and remove requests that ended; return the requests paused or evicted."""
         step, overlapped_step = self.step, self.overlapped_steps.launched
         ended = [step.requests[index] for index in kept.ended]
-        if overlapped_step is not None:  # it was launched with these tokens, and has its blocks
+        if overlapped_step is not None:  # it was launched with these tokens, and its blocks are allocated
             overlapped_step.check_inputs([new[-1] for new in kept.tokens])
             advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
