@@ -31,5 +31,5 @@ def test_cold_and_warm_starts_are_distinguished(first_start: ModuleType, monkeyp
     monkeypatch.setattr(first_start.subprocess, "run", lambda *_, **__: None)
     monkeypatch.setattr(first_start.Path, "read_text", lambda path: "{}")
     monkeypatch.setattr(first_start, "Start", lambda **_: next(different))
-    with pytest.raises(RuntimeError, match="different tokens"):
+    with pytest.raises(RuntimeError, match="must generate the same tokens, but they differ"):
         first_start.starts([], 2)

@@ -270,10 +270,10 @@ def test_causal_conv_accepts_views_as_inputs_and_state_pool(op: Op, device: str)
 
 
 BAD_CALLS = {
-    "weight": (lambda x, w, b, p, r: (x, w[1:], b, p, r), "conv_dim 37"),
+    "weight": (lambda x, w, b, p, r: (x, w[1:], b, p, r), "must have 37 channels"),
     "transposed weight": (lambda x, w, b, p, r: (x, w.mT.contiguous().mT, b, p, r), "weight must be contiguous"),
     "bias": (lambda x, w, b, p, r: (x, w, b[1:], p, r), "bias must be contiguous"),
-    "pool": (lambda x, w, b, p, r: (x, w, b, p[:, :2], r), "window of at least 3"),
+    "pool": (lambda x, w, b, p, r: (x, w, b, p[:, :2], r), "windows at least 3 inputs"),
     "dimensions": (lambda x, w, b, p, r: (x, w, b, p[0], r), "conv_pool"),
     "device": (lambda x, w, b, p, r: (x, w, b, p.to("meta"), r), "conv_pool must be on cpu"),
     "channels": (

@@ -243,7 +243,7 @@ def test_conv_verify_accepts_views_as_inputs_and_state_pool(op: Op, device: str)
 def test_conv_verify_refuses_a_window_too_short_for_the_drafts() -> None:
     weight, bias = make_weights(4, "cpu")
     rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
-    with pytest.raises(ValueError, match="window of at least 5"):
+    with pytest.raises(ValueError, match="channels, and windows at least 5 inputs"):
         conv_verify(torch.randn(3, CONV_DIM), weight, bias, torch.randn(3, 4, CONV_DIM), rows)
 
 

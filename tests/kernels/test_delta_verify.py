@@ -239,7 +239,7 @@ BAD_CALLS = {
     "heads": (lambda t, g, p, r: (replace(t, q=t.q[:, :0], k=t.k[:, :0]), g, p, r), "number of key heads must divide"),
     "b": (lambda t, g, p, r: (replace(t, b=t.b[:, :1]), g, p, r), "b must have"),
     "k": (lambda t, g, p, r: (replace(t, k=t.k[:, :, :1]), g, p, r), "k must have"),
-    "dtypes": (lambda t, g, p, r: (replace(t, k=t.k.double()), g, p, r), "one dtype"),
+    "dtypes": (lambda t, g, p, r: (replace(t, k=t.k.double()), g, p, r), "must have the same dtype"),
     "gates": (lambda t, g, p, r: (t, replace(g, A_log=g.A_log[:1]), p, r), "A_log must have"),
     "channels": (lambda t, g, p, r: (replace(t, v=t.v.mT.contiguous().mT), g, p, r), "v must be contiguous within"),
     "pool": (lambda t, g, p, r: (t, g, p[:, :, 1:], r), "the pool must have"),

@@ -209,7 +209,7 @@ def test_evicted_and_suspended_requests_are_forgotten_and_drafted_again() -> Non
 def test_draft_model_with_another_vocabulary_is_refused() -> None:
     subject, other = tiny_hybrid(), tiny_hybrid(vocab_size=64)
     config = cache_config(subject.sizes, num_speculative_tokens=2)
-    with pytest.raises(ValueError, match="vocabulary of 64 tokens, but the model's has 96"):
+    with pytest.raises(ValueError, match="vocabulary of 64 tokens, but the model's vocabulary has 96"):
         build_engine(subject.model, config, drafter=CheckedDraftModel.start(other))
 
 
