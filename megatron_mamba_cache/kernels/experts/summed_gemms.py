@@ -61,7 +61,7 @@ def _sum_kernel(
     NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
     UNROLLS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ROWS elements of a token's output over all of its experts. The kernel is long because it has many arguments."""
+    """Sum ROWS elements of a token's output over all experts. The kernel is long because it has many arguments."""
     if FOLLOWS_PAIRS:
         release(OVERLAPS)  # no need to wait: routing ended before the first GEMM started
     else:
